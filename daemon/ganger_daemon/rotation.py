@@ -60,7 +60,7 @@ class Standing:
     started_at: float | None = None
     # Somebody of the row was launched for its turn: that takes what it takes, and is no switch.
     launches: bool = False
-    # Who ran here when the present row was ordered.
+    # Epochs that ran here when the present row was ordered.
     ran: frozenset[int] = frozenset()
     switches: list[float] = field(default_factory=list)
     said: dict[str, Member | None] = field(default_factory=dict)
@@ -347,8 +347,8 @@ class Rotation:
 
     def _dead_seconds(self, standing: Standing, turn: Sequence[LocalGang]) -> float | None:
         """For how long devices here did no step at the last switch: from the last step of the gangs that left to the
-        begin of the first one of those that came. None if no gang came for another. Who rested before the switch did
-        not leave at it, and who ran did not come."""
+        begin of the first one of those that came. None if no gang came for another. A gang that was parked before the
+        switch did not leave at it, and one that ran did not come."""
         members = [gang for gang in self._members(standing) if gang.desired.epoch in standing.ran]
         left = [gang for gang in members if standing.position.stops.get(gang.desired.epoch) == standing.position.switch]
         found = []

@@ -246,7 +246,7 @@ def test_a_plain_command_stands_still_without_a_daemon_and_goes_on_once_the_mast
         connecting = asyncio.ensure_future(made.daemon("n1", cgroups=cgroups))
         await until(lambda: "n1" in made.daemons, "a daemon that has adopted what is there")
         await made.daemons["n1"].gangs.judged()
-        assert groups.frozen(group), "nobody has said that this attempt may go on"
+        assert groups.frozen(group), "no master has confirmed that this attempt may go on"
         await made.start()
         await connecting
         await until(lambda: not groups.frozen(group), "going on")

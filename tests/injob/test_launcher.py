@@ -678,7 +678,7 @@ def test_a_job_that_does_not_stop_by_itself_is_frozen_with_all_its_processes_whe
                 assert launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
         page.extend_lease(now_ns() + 10**8)
         eventually(lambda: _state(forked.pid) == _state(child) == "T", what="both standing still")
-        # The daemon extends the lease before it thaws: nobody freezes it again under the one that ended.
+        # The daemon extends the lease before it thaws: it is not frozen again under the one that ended.
         page.extend_lease(now_ns() + 3600 * 10**9)
         for pid in (forked.pid, child):
             os.kill(pid, signal.SIGCONT)

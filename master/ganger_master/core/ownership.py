@@ -18,5 +18,5 @@ _SHARE_OF_MARGIN: Final = 1.0 / 30.0
 def covers(settings: Settings, verified_at: float, received_at: float) -> bool:
     """Whether a call received at `received_at` may be answered by a check of the store that began at `verified_at`.
 
-    Both are seconds of one clock that nobody sets and that counts the time the machine sleeps."""
+    Both are seconds of one clock that is never set and that counts the time the machine sleeps."""
     return received_at <= verified_at + settings.lost_margin_seconds * _SHARE_OF_MARGIN

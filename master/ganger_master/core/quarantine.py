@@ -42,7 +42,7 @@ _SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
 
 
 def note_ids(state: State, next_epoch: int, next_job: int) -> None:
-    """Ids below these were given by somebody: none of them is given again."""
+    """Ids below these were given before: none of them is given again."""
     counters = state.counters
     counters.next_job = max(counters.next_job, next_job)
     if next_epoch <= counters.next_epoch:

@@ -121,7 +121,7 @@ def open_store(state: State, event: events.StoreOpened) -> None:
         state.drop_turn(number)
     state.promised = {}
     for node in list(state.nodes.values()):
-        # Whoever has been told anything is to say anew what it has.
+        # Each daemon that has received orders is to report anew what it has.
         state.put_node(replace(node, session="", heard=False, silent=False))
         state.dirty.wants[node.name] = []
     state.history(event.time, "cluster", "restore_noticed", event.cause, event.why)
@@ -161,7 +161,7 @@ def hear(state: State, report: Observe, now: float) -> None:
 
 
 def note_ids_of(state: State, report: Observe) -> None:
-    """What a node has was given by somebody."""
+    """What a node has was given before."""
     ids = [(gang.epoch, gang.job) for gang in report.gangs]
     ids += [(gang.epoch, gang.job) for gang in report.finished]
     if ids:
@@ -240,7 +240,7 @@ def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: Ended 
 
 
 def _by_ends(job: Job, over: _Over) -> Verdict:
-    """It ended, nobody noted how."""
+    """It ended, and its end was not recorded."""
     parts = over[max(over)].values() if over else ()
     if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
         return Ends(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")

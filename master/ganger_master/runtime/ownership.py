@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Ownership:
-    """Belongs to one event loop. `clock` counts seconds that nobody sets, those included in which the machine sleeps.
+    """Belongs to one event loop. `clock` counts seconds and is never set; it goes on while the machine sleeps.
     `on_fenced` is called when another master has taken the store over.
 
     Checks have a thread of their own, so that they do not wait behind commits, nor commits behind them."""

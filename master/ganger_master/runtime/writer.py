@@ -428,7 +428,7 @@ class Writer:
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
         self._look()
-        # So that a master that nobody calls ends, too.
+        # So that a master without calls ends, too.
         self.ownership.check()
 
     def _look(self) -> None:

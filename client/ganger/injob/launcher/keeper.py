@@ -39,7 +39,7 @@ class Keeper:
             # never mapped, and held open: a job that removes its page goes on under the lease that it had
             self._page = Page.open(page_path, writable=False, mapped=False) if page_path else None
         except (OSError, PageError) as error:
-            print(f"ganger launcher: nobody keeps the lease of {name}: {error}", file=sys.stderr)
+            print(f"ganger launcher: the lease of {name} is not kept: {error}", file=sys.stderr)
 
     def close(self) -> None:
         if self._page is not None:
