@@ -139,6 +139,7 @@ def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Ca
 def test_suspend_at_pause_reports_that_the_job_keeps_its_gpus(call: Call, master: CannedMaster, capsys: Output) -> None:
     job = running_job(master)
     job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_PAUSE
+    job.capabilities.pause = job.capabilities.offload = True
     assert call("suspend", "1", "--level", "pause") == 0
     assert "and keeps its 3 GPUs: `ganger suspend 1 --level offload` frees them" in capsys.readouterr().out
 
