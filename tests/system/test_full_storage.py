@@ -14,8 +14,6 @@ from system.harness import Run, checkpoints_of
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 
-# Fails on the merged code, cause not found yet: skipped checkpoints still show after space is free.
-@pytest.mark.chaos
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_skipped_and_writes_them_again(
     tmp_path: Path,
@@ -50,7 +48,8 @@ def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_sk
         eventually(
             lambda: checkpoints_of(cluster, uid)[-1] > kept[-1],
             what="checkpoints are written again",
-            within_seconds=60,
+            # A request that ranks could not carry out is given up after a minute.
+            within_seconds=150,
             story=run.story,
         )
         for command in ("show", "why"):

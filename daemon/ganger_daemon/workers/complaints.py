@@ -47,11 +47,16 @@ class Complaints:
         # By rank and what is not offered: the file's time, and what it says.
         self._reasons: dict[tuple[int, str], tuple[int, str]] = {}
 
-    def under(self, order: OrderKey) -> str:
-        """The first one under an order; empty if there is none."""
+    def under(self, order: OrderKey, saved_request: int = 0) -> str:
+        """Return the first one under an order; empty if there is none.
+
+        saved_request: number of the newest published checkpoint without a stop, 0 for none. What ranks reported before
+        it was requested no longer counts.
+        """
         if self._refused[0] == order.number:
             return self._refused[1]
-        found = (complaint_of(self._paths, rank, order.number) for rank in self._part.ranks)
+        saved = _time_of(self._paths.orders / f"checkpoint-{saved_request}.json") if saved_request else 0
+        found = (complaint_of(self._paths, rank, order.number, saved) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
     def refusal(self, facts: core.Gang, unpublished: str) -> str:
@@ -93,10 +98,11 @@ class Complaints:
         return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
 
 
-def complaint_of(paths: GangPaths, rank: int, sequence: int) -> Complaint | None:
-    """What a rank reported since the order of this number was written; None if nothing, or there is no such order."""
+def complaint_of(paths: GangPaths, rank: int, sequence: int, since_ns: int = 0) -> Complaint | None:
+    """What a rank reported since the order of this number was written, and since the file time `since_ns`; None if
+    nothing, or there is no such order."""
     written, reported = _time_of(paths.orders / f"{sequence}.json"), _time_of(paths.error(rank))
-    if not 0 < written <= reported:
+    if not 0 < written <= reported or reported < since_ns:
         return None
     fields = read_json(paths.error(rank))
     return Complaint(rank, str(fields.get("reason", "UNKNOWN")), summary_of(str(fields.get("message", ""))))

@@ -639,7 +639,8 @@ class LocalGang:
 
     def trouble(self) -> str:
         """Why a move, or a stop at the wanted level, cannot go on; else what the last checkpoint suffered from."""
-        said = self.pages.foreign or self._incoming.trouble or self.complaints.under(self.wanted.order)
+        said = self.pages.foreign or self._incoming.trouble
+        said = said or self.complaints.under(self.wanted.order, self.saving.saved_request)
         if said:
             return said
         if core.is_beyond(self.facts()):

@@ -103,6 +103,12 @@ class Saving:
         names = self.keeper.wanted
         return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
 
+    @property
+    def saved_request(self) -> int:
+        """Number of the request that led to the newest published checkpoint; 0 if a stop did, or there is none."""
+        newest = next(reversed(self.keeper.handed), 0)
+        return newest & ~CHECKPOINT_BIT if newest & CHECKPOINT_BIT else 0
+
     async def _recall(self) -> None:
         with suppress(OSError):
             await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
