@@ -350,14 +350,26 @@ def test_declaring_a_node_lost_asks_first(
 
 
 @pytest.mark.parametrize(
-    ("started", "ended", "shown"), [(None, None, "50s"), (None, 140, ""), (120, 140, "20s"), (120, None, "30s")]
+    ("times_of", "run_s", "shown"),
+    [
+        ({}, 0, "50s"),
+        ({"end": 140}, 0, ""),
+        ({"start": 120, "end": 140}, 0, "20s"),
+        ({"start": 120, "end": 140}, 12, "12s"),
+        ({"start": 120, "run": 120}, 0, "30s"),
+        ({"start": 110, "run": 140}, 12, "22s"),
+        ({"start": 110}, 12, "12s"),
+    ],
+    ids=["waits", "never ran", "short", "ended", "runs", "runs again", "suspended"],
 )
-def test_time_is_what_a_job_ran_or_how_long_it_waits(started: int | None, ended: int | None, shown: str) -> None:
+def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it_has_waited(
+    times_of: dict[str, float], run_s: float, shown: str
+) -> None:
     job = job_pb2.Job(create_time=times.timestamp(100))
-    if started is not None:
-        job.start_time.CopyFrom(times.timestamp(started))
-    if ended is not None:
-        job.end_time.CopyFrom(times.timestamp(ended))
+    for name, second in times_of.items():
+        getattr(job, f"{name}_time").CopyFrom(times.timestamp(second))
+    if run_s:
+        job.run.CopyFrom(times.duration(run_s))
     assert job_lines.elapsed(job, now=150.0) == shown
 
 

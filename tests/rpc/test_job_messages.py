@@ -82,6 +82,7 @@ JOB = Job(
     start_time=2.0,
     end_time=3.0,
     run_seconds=0.5,
+    running_since=2.5,
     failures=1,
     preemptions=2,
     checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5),

@@ -187,13 +187,19 @@ def progress_text(progress: job_pb2.Progress) -> str:
 
 
 def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
-    """Since its first step while it lives, from first step to end afterwards; waiting time before that. Of a job that
-    ended without having begun there is none."""
-    if job.HasField("end_time") and not job.HasField("start_time"):
-        return ""
-    begin = job.start_time if job.HasField("start_time") else job.create_time
-    end = times.unix_seconds(job.end_time) if job.HasField("end_time") else time.time() if now is None else now
-    return format_duration(max(0.0, end - times.unix_seconds(begin)))
+    """How long the job ran, without the time that it was suspended or waited again; before its first step, how long
+    it has waited. Empty for a job that ended before it began."""
+    has_begun, has_ended = job.HasField("start_time"), job.HasField("end_time")
+    now = time.time() if now is None else now
+    if not has_begun:
+        return "" if has_ended else format_duration(max(0.0, now - times.unix_seconds(job.create_time)))
+    run_s = times.seconds(job.run)
+    if job.HasField("run_time"):
+        run_s += max(0.0, now - times.unix_seconds(job.run_time))
+    elif has_ended and not run_s:
+        # It was over before the master saw a step of it.
+        run_s = max(0.0, times.unix_seconds(job.end_time) - times.unix_seconds(job.start_time))
+    return format_duration(run_s)
 
 
 def efficiency(job: job_pb2.Job) -> str:

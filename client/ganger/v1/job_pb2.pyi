@@ -106,6 +106,7 @@ class Job(google.protobuf.message.Message):
     CAPABILITIES_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    RUN_TIME_FIELD_NUMBER: builtins.int
     ARRAY_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
@@ -172,6 +173,10 @@ class Job(google.protobuf.message.Message):
         """How long it ran in all, up to its end or its last pause. Output only."""
 
     @property
+    def run_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when it runs without a pause, which `run` does not count yet; unset while it does not run. Output only."""
+
+    @property
     def array(self) -> ganger.v1.array_pb2.ArrayMembership:
         """Of a member of an array. Output only."""
 
@@ -199,12 +204,13 @@ class Job(google.protobuf.message.Message):
         capabilities: Global___Capabilities | None = ...,
         trouble: builtins.str = ...,
         run: google.protobuf.duration_pb2.Duration | None = ...,
+        run_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         array: ganger.v1.array_pb2.ArrayMembership | None = ...,
         end_reason: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

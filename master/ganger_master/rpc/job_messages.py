@@ -196,6 +196,8 @@ def job_to_wire(
         message.end_time.CopyFrom(times.timestamp(job.end_time))
     if job.run_seconds:
         message.run.CopyFrom(times.duration(job.run_seconds))
+    if job.running_since:
+        message.run_time.CopyFrom(times.timestamp(job.running_since))
     message.failures = job.failures
     message.preemptions = job.preemptions
     for blocker in blockers:

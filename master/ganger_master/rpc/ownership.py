@@ -24,7 +24,7 @@ _SPEC: Final = _fields(
 )
 _JOB: Final = _fields(
     "name uid spec user state revision gang suspended_level create_time start_time end_time failures preemptions"
-    " blockers queue_rank run progress array"
+    " blockers queue_rank run run_time progress array"
 )
 _PROGRESS: Final = _fields("step samples steps_per_second time step_time since_time device_use")
 _MEMBERSHIP: Final = _fields("array member size at_once held")
