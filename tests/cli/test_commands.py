@@ -766,6 +766,9 @@ def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
 def test_a_line_that_is_wrapped_runs_with_the_shell(call: Call, master: CannedMaster, capsys: Output) -> None:
     assert call("submit", "--gpus", "2", "--wrap", "./prepare && python train.py") == 0
     assert list(master.requests[-1].spec.command) == ["sh", "-c", "./prepare && python train.py"]
+    assert master.requests[-1].spec.display_name == "wrap"
+    assert call("submit", "--name", "mine", "--wrap", "true") == 0
+    assert master.requests[-1].spec.display_name == "mine"
     capsys.readouterr()
     assert call("submit", "--wrap", "true", "--", "false") == 2
     assert "give --wrap or a command, not both" in capsys.readouterr().err

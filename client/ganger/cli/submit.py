@@ -189,6 +189,8 @@ def _set_command(
         if not wrap.strip():
             raise click.UsageError("--wrap is empty: give the line that the shell is to run")
         description["command"] = ["sh", "-c", wrap]
+        # As Slurm names such a job: the name of the shell would be that of them all.
+        description.setdefault("name", "wrap")
         origins["command"] = "--wrap"
     elif command:
         description["command"] = list(command)
