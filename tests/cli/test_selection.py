@@ -115,6 +115,17 @@ def test_logs_of_several_jobs_have_a_heading_each_and_ended_jobs_are_found_by_na
     assert "--follow takes one job" in capfd.readouterr().err
 
 
+def test_history_and_logs_head_a_job_with_the_same_words(
+    call: Call, four_jobs: CannedMaster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    four_jobs.logs = {0: b"one\n"}
+    headings = {}
+    for command in ("history", "logs"):
+        assert call(command, "1,2") == 0
+        headings[command] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("==>")]
+    assert headings["history"] == headings["logs"] == ["==> job 1 <==", "==> job 2 <=="]
+
+
 def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Call, master: CannedMaster) -> None:
     job = running_job(master)
     job.state, job.gang.phase = job_pb2.Job.STATE_SUSPENDED, job_pb2.Gang.PHASE_STOPPING

@@ -73,7 +73,8 @@ def history(
 
         def print_one(word: str | None) -> None:
             name = _subject(client, word)
-            print(f"==> {name} <==", flush=True)
+            kind, _, rest = name.rpartition("/")
+            print(f"==> {kind.removesuffix('s')} {rest} <==" if kind else f"==> {name} <==", flush=True)
             _print_history(client, name, False, False)
 
         return each_of(words, print_one)[1]
