@@ -70,7 +70,7 @@ def test_the_report_states_that_a_job_failed_without_a_place(
     assert "log of rank" not in shown
 
 
-def test_logs_of_a_job_that_was_never_launched_print_the_reason(
+def test_logs_of_a_job_without_a_log_print_why_and_the_command_that_waits_for_it(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:
     job = running_job(master)
@@ -84,7 +84,8 @@ def test_logs_of_a_job_that_was_never_launched_print_the_reason(
         captured = capsys.readouterr()
         assert captured.out == ""
         why = "job 1 is pending because GPUS: not enough free devices"
-        assert captured.err == f"ganger: there is no log: the job was never launched; {why}\n"
+        hint = "`ganger logs -f 1` prints it from its first line on"
+        assert captured.err == f"ganger: there is no log yet: {why}; {hint}\n"
     job.start_time.CopyFrom(times.timestamp(1_010))
     job.state = job_pb2.Job.STATE_SUCCEEDED
     master.explanation.job.CopyFrom(job)
@@ -111,4 +112,4 @@ def test_logs_of_a_job_whose_launch_failed_report_that_it_was_never_launched(
     job.state = job_pb2.Job.STATE_PENDING
     master.explanation.job.CopyFrom(job)
     assert call("logs", "1") == 0
-    assert "the job has not been launched yet; job 1 is pending" in capsys.readouterr().err
+    assert "there is no log yet: job 1 is pending" in capsys.readouterr().err

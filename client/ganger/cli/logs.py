@@ -125,9 +125,12 @@ def _tell_why_nothing(client: Client, job: str) -> None:
             print_line(f"ganger: {sentence(answer.job)} and has written nothing", sys.stderr)
             return
         because = f" because {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
-        is_on_its_way = "gang_approved" in kinds and not answer.job.HasField("end_time")
-        what = "has not been launched yet" if is_on_its_way else "was never launched"
-        print_line(f"ganger: there is no log: the job {what}; {sentence(answer.job)}{because}", sys.stderr)
+        if answer.job.HasField("end_time"):
+            why = f"the job was never launched; {sentence(answer.job)}{because}"
+            print_line(f"ganger: there is no log: {why}", sys.stderr)
+            return
+        hint = f"`ganger logs -f {number(job)}` prints it from its first line on"
+        print_line(f"ganger: there is no log yet: {sentence(answer.job)}{because}; {hint}", sys.stderr)
 
 
 def follow_job(client: Client, job: str) -> int:
