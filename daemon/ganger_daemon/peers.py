@@ -40,6 +40,8 @@ _LOG_POLL_SECONDS = 0.1
 _RENDEZVOUS_SECONDS = 100.0
 _STREAM_SECONDS = 1800.0
 _SWITCH_SECONDS = 2.0
+# Characters of what a member says of its ranks.
+_REFUSAL_LIMIT = 1000
 
 
 # As the master makes them, and more that a path may have.
@@ -108,6 +110,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         storage = self._host.storage.path
         if not gang.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
+        if request.refusal:
+            await gang.saving.hear_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
+            return peer_pb2.ShardWrittenResponse()
         shards = tuple(
             Shard(
                 shard.rank,
@@ -211,7 +216,14 @@ class PeerCalls:
         return found.host, found.port
 
     async def shard_written(
-        self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
+        self,
+        address: str,
+        job_uid: str,
+        epoch: int,
+        agreement: int,
+        step: int,
+        shards: tuple[Shard, ...],
+        refusal: str = "",
     ) -> bool:
         """Whether the whole checkpoint is published by now."""
         answer = await self._stub(address).ShardWritten(
@@ -220,6 +232,7 @@ class PeerCalls:
                 epoch=epoch,
                 stop_sequence=agreement,
                 step=step,
+                refusal=refusal,
                 shards=[
                     peer_pb2.Shard(
                         rank=shard.rank,

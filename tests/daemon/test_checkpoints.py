@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import image
+from ganger_daemon.checkpoints import keeper as keeper_module
 from ganger_daemon.checkpoints.collect import collect, collect_abandoned
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
@@ -176,8 +177,8 @@ def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_
 def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> None:
     answers = [False, True]
 
-    async def report(agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
-        assert (agreement, step, [shard.rank for shard in shards]) == (5, 9, [1])
+    async def report(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
+        assert (agreement, step, [shard.rank for shard in shards], refusal) == (5, 9, [1], "")
         return answers.pop(0)
 
     async def story() -> None:
@@ -193,7 +194,29 @@ def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> 
     asyncio.run(story())
 
 
-async def nobody(agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_heard_and_then_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "_RETRY_SECONDS", 0.0)
+    told: list[tuple[int, str]] = []
+
+    async def report(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
+        told.append((agreement, refusal))
+        if len(told) == 1:
+            raise OSError("the leader is away")
+        return False
+
+    async def story() -> None:
+        keeper = Keeper(UID, 1, 2, False, publish_here, report, lambda: None)
+        for _ in range(3):
+            await keeper.refuse(5, "STORAGE_FULL: rank 1: no space left")
+        assert (keeper.refusal(5), keeper.trouble) == ("STORAGE_FULL: rank 1: no space left",) * 2
+
+    asyncio.run(story())
+    assert told == [(5, "STORAGE_FULL: rank 1: no space left")] * 2
+
+
+async def nobody(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
     raise AssertionError("the leader reports to nobody")
 
 

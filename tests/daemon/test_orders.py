@@ -12,6 +12,7 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
+from ganger_daemon.checkpoints import storage as storage_checks
 from ganger_daemon.control import memory
 from ganger_daemon.workers.processes import anonymous_bytes
 
@@ -81,6 +82,40 @@ def test_checkpoints_come_as_often_as_the_job_asked_and_old_ones_go() -> None:
             steps.append(seen.checkpoint.step)
         kept = sorted(path.name for path in (made.storage / uid / "checkpoints").glob("*-1"))
         assert 1 <= len(kept) <= 3
+
+    run(story)
+
+
+def test_a_checkpoint_that_met_full_storage_is_tried_again_when_the_next_one_is_due() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))
+        gang.checkpoint_interval.FromMilliseconds(200)
+        full = made.directory / "full-0"
+        full.touch()
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, lambda seen: seen.trouble.startswith("STORAGE_FULL: rank 0: "))
+        full.unlink()
+        seen = await made.master.until("n1", 1, lambda seen: seen.checkpoint.step > 0 and not seen.trouble)
+        assert seen.phase == Observed.PHASE_RUNNING
+
+    run(story)
+
+
+def test_what_a_failed_checkpoint_left_does_not_keep_the_room_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        uid = str(uuid.uuid4())
+        left = made.storage / uid / "checkpoints"
+        monkeypatch.setattr(storage_checks, "room_missing", lambda *_: int(any(left.glob("*.tmp"))))
+        gang = made.gang({"n1": [0]}, "n1", uid=uid)
+        gang.checkpoint_interval.FromMilliseconds(200)
+        full = made.directory / "full-0"
+        full.touch()
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, lambda seen: seen.trouble.startswith("STORAGE_FULL: rank 0: "))
+        full.unlink()
+        await made.master.until("n1", 1, lambda seen: seen.checkpoint.step > 0 and not seen.trouble)
 
     run(story)
 

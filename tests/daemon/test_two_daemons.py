@@ -230,6 +230,30 @@ def test_where_storage_is_full_for_one_rank_all_stay_and_go_on_and_can_be_asked_
     run(story)
 
 
+@GUARDS
+def test_a_checkpoint_that_one_node_could_not_write_is_reported_by_both_and_tried_again_when_due(
+    certified: bool,
+) -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid = str(uuid.uuid4())
+        placement = {"n1": [0], "n2": [1]}
+        full = made.directory / "full-1"
+        full.touch()
+        for node in placement:
+            gang = made.gang(placement, node, uid=uid)
+            gang.checkpoint_interval.FromMilliseconds(200)
+            await made.master.want(node, gang)
+        for node in placement:
+            await made.master.until(node, 1, lambda seen: seen.trouble.startswith("STORAGE_FULL: rank 1: "))
+        full.unlink()
+        await made.master.until("n1", 1, lambda seen: seen.checkpoint.step > 0)
+        for node in placement:
+            await made.master.until(node, 1, lambda seen: not seen.trouble)
+
+    run(story, certified=certified)
+
+
 async def trains_on_the_first_of_two(made: Cluster, size: int = 1024) -> tuple[str, agent_pb2.DesiredGang]:
     await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
     uid = str(uuid.uuid4())

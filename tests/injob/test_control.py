@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -223,6 +224,24 @@ def test_checkpoint_request_is_served_once_and_training_goes_on(page: Page, cont
         control.boundary()
     assert [(request.seq, request.step, request.exiting) for request in saved] == [(seq, 1, False)]
     assert (page.progress().checkpoint_done, page.progress().checkpoint_step) == (seq, 1)
+
+
+def test_a_checkpoint_request_that_fails_is_reported_by_its_number(page: Page, control: Control) -> None:
+    def save(request: StopRequest) -> None:
+        if request.seq == first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        control.checkpoint_durable(request.seq, request.step)
+
+    control.handlers = Handlers(on_checkpoint=save)
+    control.start(0)
+    first = page.request_checkpoint(1)
+    control.boundary()
+    assert (page.progress().checkpoint_failed, page.progress().checkpoint_done) == (first, 0)
+    assert (page.progress().error, page.progress().state) == (Error.STORAGE_FULL, State.RUNNING)
+    second = page.request_checkpoint(2)
+    page.write_order(page.read_order().seq + 1, Order.RUN)
+    control.boundary()
+    assert (page.progress().checkpoint_failed, page.progress().checkpoint_done) == (first, second)
 
 
 def test_destination_of_a_move_is_ready_and_waits_for_run(tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_sk
         eventually(
             lambda: checkpoints_of(cluster, uid)[-1] > kept[-1],
             what="checkpoints are written again",
-            # A request that ranks could not carry out is given up after a minute.
-            within_seconds=150,
+            within_seconds=30,
             story=run.story,
         )
         for command in ("show", "why"):

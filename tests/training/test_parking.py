@@ -263,6 +263,25 @@ def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_byte
     assert form.verify(tmp_path / f"saved-{step}/rank-0.shard").step == step
 
 
+@pytest.mark.parametrize("arena_bytes", [0, ARENA_BYTES], ids=["no arena", "arena"])
+def test_a_checkpoint_that_fails_while_training_goes_on_is_reported_by_its_number(
+    tmp_path: Path, arena_bytes: int
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FORMS["attached"])
+    (tmp_path / "no directory").touch()
+    directory = tmp_path / "going-on"
+    (directory / "orders").mkdir(parents=True)
+    (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/no directory/{{step}}"}}')
+    rank = Rank(directory, path, arena_bytes=arena_bytes, order=Order.WAIT)
+    wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
+    rank.page.request_checkpoint(5)
+    rank.order(2, Order.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.CHECKPOINT_FAILED) == 5 | CHECKPOINT_BIT
+    assert rank.page.get(Word.ERROR) == Error.STORAGE_FAILED
+
+
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

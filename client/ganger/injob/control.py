@@ -248,6 +248,11 @@ class Control:
         self.page.set(Word.CHECKPOINT_DONE, seq)
         self._socket.send({"event": "checkpoint", "rank": self.rank, "seq": seq, "step": step}, now_ns())
 
+    def checkpoint_failed(self, seq: int, error: int, message: str) -> None:
+        """The shard asked for by ``seq`` cannot be written. Training goes on, and the next request is a new attempt."""
+        self.error(error, message)
+        self.page.set(Word.CHECKPOINT_FAILED, seq)
+
     def close(self) -> None:
         """Let go of the page and the socket (tests, and a process that turns out not to be the one that trains)."""
         self._detach()

@@ -366,12 +366,14 @@ class Obedience:
         save = self.handlers.on_checkpoint
         if save is None:
             self._report(Error.STATE_UNSAVEABLE, "this job cannot be saved: no handler for checkpoints")
+            self._words[Word.CHECKPOINT_FAILED] = agreement
             return
         self._settle(step)
         self._words[Word.STATE] = State.SAVING
         details = self._details(f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
         request = StopRequest(agreement, step, Level.CHECKPOINT, details, False, False)
-        self._try_to_save(lambda: save(request), "CHECKPOINT")
+        if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
+            self._words[Word.CHECKPOINT_FAILED] = agreement
         self._words[Word.STATE] = State.RUNNING
 
     def _retune(self) -> None:

@@ -149,6 +149,7 @@ class Progress(NamedTuple):
     exit_code: int | None
     checkpoint_done: int
     checkpoint_step: int
+    checkpoint_failed: int
     restored_step: int
     hello_time_ns: int
     threads_applied: int
@@ -426,7 +427,7 @@ class Page:
         # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
-        job = self._steady(Word.CAPABILITIES, Word.OPAQUE + 1 - Word.CAPABILITIES)
+        job = self._steady(Word.CAPABILITIES, Word.CHECKPOINT_FAILED + 1 - Word.CAPABILITIES)
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
@@ -455,6 +456,7 @@ class Page:
             exit_code=exit_word - 1 if 1 <= exit_word <= 256 else None,
             checkpoint_done=raw[Word.CHECKPOINT_DONE],
             checkpoint_step=cut[Word.CHECKPOINT_STEP],
+            checkpoint_failed=raw[Word.CHECKPOINT_FAILED],
             restored_step=cut[Word.RESTORED_STEP],
             hello_time_ns=cut[Word.HELLO_TIME],
             threads_applied=min(raw[Word.THREADS_APPLIED], _THREADS_LIMIT),

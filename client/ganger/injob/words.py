@@ -80,6 +80,7 @@ class Word:
     RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
     TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 nobody said
     OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
+    CHECKPOINT_FAILED = 55  # J: newest CHECKPOINT_SEQ whose shard could not be written; written after ERROR
 
 
 # Lines 8 to 15: what the job reports by name. J: how often it did (written last, 0 while the line changes), the step,

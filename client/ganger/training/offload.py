@@ -269,7 +269,7 @@ class StateKeeper:
                 _reported(lambda: self._write_arena(directory, total))
             except CannotKeepError as error:
                 word, message = error.ganger_error, str(error)
-                self._finished = lambda: control.error(word, message)
+                self._finished = lambda: control.checkpoint_failed(request.seq, word, message)
             else:
                 self._finished = lambda: control.checkpoint_durable(request.seq, request.step)
 

@@ -56,13 +56,14 @@ class StorageError(Exception):
 
 Publish = Callable[[Path, Path, dict[str, Any]], None]
 Run = Callable[..., Awaitable[Any]]
-Report = Callable[[int, int, tuple[Shard, ...]], Awaitable[bool]]
+Report = Callable[[int, int, tuple[Shard, ...], str], Awaitable[bool]]
 
 
 class Keeper:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
-    pass; `report` tells the leader, on a member, and returns whether the checkpoint is published. `wanted`: those
-    the master would start the job from; None: not known, and nothing is removed. `run` calls what blocks."""
+    pass; `report` tells the leader of shards or of a refusal, on a member, and returns whether the checkpoint is
+    published. `wanted`: those the master would start the job from; None: not known, and nothing is removed. `run` calls
+    what blocks."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class Keeper:
         self._gatherings: dict[int, Gathering] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
+        self._refusal_told = 0  # the agreement of which the leader knows that it is refused here
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
         self._ask_again = _ASK_SECONDS
@@ -130,6 +132,27 @@ class Keeper:
         """Why the checkpoint of an agreement could not be published; empty while it may be."""
         return self._refused.get(agreement, "")
 
+    async def refuse(self, agreement: int, why: str) -> None:
+        """A rank cannot write its shard: give the checkpoint of an agreement up, and tell the leader. Idempotent."""
+        self._refuse(agreement, why)
+        if self._leads or self._refusal_told == agreement or time.monotonic() < self._retry_at:
+            return
+        try:
+            await self._report(agreement, 0, (), why)
+        except Exception as error:  # as in `_tell_leader`
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            log.info("leader not told of a refusal yet", extra={"job": self._job_uid, "error": str(error)})
+            return
+        self._refusal_told = agreement
+
+    def _refuse(self, agreement: int, why: str) -> None:
+        if agreement in self._refused or agreement in self.handed:
+            return
+        self.trouble = why
+        self._refused = {agreement: why}
+        log.warning("checkpoint refused", extra={"job": self._job_uid, "cause": why})
+        self._changed()
+
     def abandon(self, agreement: int) -> None:
         """The ranks of a stop go on without its checkpoint; asked again for the same stop they save anew."""
         self._gatherings.pop(agreement, None)
@@ -168,10 +191,7 @@ class Keeper:
             try:
                 await self._run(self._publish_now, storage, gathering)
             except StorageError as error:
-                self.trouble = f"{error.reason}: the checkpoint at step {step} cannot be published: {error}"
-                self._refused = {agreement: self.trouble}
-                log.warning("checkpoint refused", extra={"job": self._job_uid, "step": step, "error": str(error)})
-                self._changed()
+                self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
                 return
             except (OSError, ValueError) as error:
                 said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
@@ -205,9 +225,7 @@ class Keeper:
             try:
                 described = await self._run(_describe_either, tmp / file, final / file)
             except (OSError, ImageError) as error:
-                self.trouble = f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}"
-                self._refused = {agreement: self.trouble}
-                log.warning("shard unreadable: %s", error, extra={"job": self._job_uid, "rank": rank})
+                self._refuse(agreement, f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}")
                 return None
             self._described[agreement, rank] = described.shard(rank, file)
         found = tuple(self._described[agreement, rank] for rank in ranks)
@@ -216,7 +234,7 @@ class Keeper:
 
     async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
-            published = await self._report(agreement, step, shards)
+            published = await self._report(agreement, step, shards, "")
         except Exception as error:  # the leader may be away for a while: asked again until it answers
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
@@ -226,6 +244,7 @@ class Keeper:
             self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
             return
         self._ask_again = _ASK_SECONDS
+        self.trouble = ""
         self.handed[agreement] = step
         self._changed()
 

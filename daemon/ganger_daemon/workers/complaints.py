@@ -56,7 +56,7 @@ class Complaints:
         if self._refused[0] == order.number:
             return self._refused[1]
         saved = _time_of(self._paths.orders / f"checkpoint-{saved_request}.json") if saved_request else 0
-        found = (complaint_of(self._paths, rank, order.number, saved) for rank in self._part.ranks)
+        found = (complaint_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
     def refusal(self, facts: core.Gang, unpublished: str) -> str:
@@ -65,7 +65,8 @@ class Complaints:
         sequence = facts.wanted.order.number
         if self._refused[0] == sequence:
             return self._refused[1]
-        said = (complaint_of(self._paths, rank.rank, sequence) for rank in facts.ranks if core.refuses(facts, rank))
+        refusing = (rank.rank for rank in facts.ranks if core.refuses(facts, rank))
+        said = (complaint_of(self._paths, rank, str(sequence)) for rank in refusing)
         complaint = next((one for one in said if one is not None), None)
         text = str(complaint or unpublished)
         if complaint is not None and complaint.reason == "STORAGE_FULL":
@@ -98,10 +99,10 @@ class Complaints:
         return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
 
 
-def complaint_of(paths: GangPaths, rank: int, sequence: int, since_ns: int = 0) -> Complaint | None:
-    """What a rank reported since the order of this number was written, and since the file time `since_ns`; None if
+def complaint_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Complaint | None:
+    """What a rank reported since the order of this name was written, and since the file time `since_ns`; None if
     nothing, or there is no such order."""
-    written, reported = _time_of(paths.orders / f"{sequence}.json"), _time_of(paths.error(rank))
+    written, reported = _time_of(paths.orders / f"{order}.json"), _time_of(paths.error(rank))
     if not 0 < written <= reported or reported < since_ns:
         return None
     fields = read_json(paths.error(rank))

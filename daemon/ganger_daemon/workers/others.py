@@ -17,9 +17,16 @@ class Peers(Protocol):
         ...
 
     async def shard_written(
-        self, address: str, job_uid: str, epoch: int, agreement: int, step: int, shards: tuple[Shard, ...]
+        self,
+        address: str,
+        job_uid: str,
+        epoch: int,
+        agreement: int,
+        step: int,
+        shards: tuple[Shard, ...],
+        refusal: str = "",
     ) -> bool:
-        """Tells the leader of durable shards; whether the whole checkpoint is published by now."""
+        """Tell the leader of durable shards, or why there will be none. Return whether the checkpoint is published."""
         ...
 
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:

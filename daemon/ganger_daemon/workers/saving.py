@@ -27,6 +27,7 @@ from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wante
 from ganger_daemon.failpoints import hit
 from ganger_daemon.host import Host
 
+from .complaints import complaint_of
 from .desired import LocalPart
 from .directories import GangPaths
 from .others import Peers
@@ -184,14 +185,15 @@ class Saving:
         waited = now - self.keeper.schedule.last
         if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
             return  # one agreement at a time
+        if unsettled:
+            # Before room is looked for: what is left of the last request takes up room.
+            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
         self.keeper.asked(now, request)
         if missing:
             self.keeper.trouble = "STORAGE_FULL: checkpoints are skipped, storage has no room for one; the last is kept"
             log.warning("checkpoint skipped", extra={"job": desired.job, "missing_bytes": missing})
             return
-        if unsettled:
-            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         self.request((running & ~CHECKPOINT_BIT) + 1)
 
     async def _hand_on_running(self, storage: Path, found: list[Progress]) -> None:
@@ -199,8 +201,21 @@ class Saving:
         if not agreement or self.keeper.is_settled(agreement):
             return
         steps = {progress.checkpoint_step for progress in found}
-        if all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
+        failed = [rank for rank, one in zip(self._part.ranks, found, strict=True) if one.checkpoint_failed == agreement]
+        refusal = self.keeper.refusal(agreement) or (failed and self._failure_of(failed[0], agreement))
+        if refusal:
+            await self.keeper.refuse(agreement, refusal)
+        elif all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
             await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
+
+    def _failure_of(self, rank: int, agreement: int) -> str:
+        said = complaint_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        return str(said or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
+
+    async def hear_refusal(self, agreement: int, why: str) -> None:
+        """A member's ranks cannot write their shards of a checkpoint. What it reports of an earlier one is too late."""
+        if self._pages.readable and agreement == self._pages.checkpoint_sequence():
+            await self.keeper.refuse(agreement, why)
 
     async def _hand_on_leaving(self, storage: Path, wanted: Wanted, found: list[Progress]) -> None:
         order = page_order(wanted)
@@ -228,10 +243,10 @@ class Saving:
                 raise StorageError(error.reason, str(error)) from error
             raise OSError(str(error)) from error
 
-    async def _report(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> bool:
+    async def _report(self, agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
         leader = self._members[0]
         return await self._peers.shard_written(
-            leader.peer_address, self._paths.job_uid, self._paths.epoch, agreement, step, shards
+            leader.peer_address, self._paths.job_uid, self._paths.epoch, agreement, step, shards, refusal
         )
 
 

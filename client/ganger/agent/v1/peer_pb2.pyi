@@ -127,10 +127,13 @@ class ShardWrittenRequest(google.protobuf.message.Message):
     STOP_SEQUENCE_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     job_uid: builtins.str
     epoch: builtins.int
     stop_sequence: builtins.int
     step: builtins.int
+    refusal: builtins.str
+    """Why a shard cannot be written; then there are no shards and no step."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
     def __init__(
@@ -141,8 +144,9 @@ class ShardWrittenRequest(google.protobuf.message.Message):
         stop_sequence: builtins.int = ...,
         step: builtins.int = ...,
         shards: collections.abc.Iterable[Global___Shard] | None = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "job_uid", b"job_uid", "shards", b"shards", "step", b"step", "stop_sequence", b"stop_sequence"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "job_uid", b"job_uid", "refusal", b"refusal", "shards", b"shards", "step", b"step", "stop_sequence", b"stop_sequence"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ShardWrittenRequest: typing_extensions.TypeAlias = ShardWrittenRequest

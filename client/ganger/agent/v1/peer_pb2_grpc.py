@@ -82,7 +82,8 @@ class PeerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ShardWritten(self, request, context):
-        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published;
+        or once that it cannot be written (`refusal`), which gives the checkpoint up.
         Errors: as RelayBoundary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -35,7 +35,8 @@ class PeerServiceStub:
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
     """
     ShardWritten: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]
-    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published;
+    or once that it cannot be written (`refusal`), which gives the checkpoint up.
     Errors: as RelayBoundary.
     """
     SwitchRow: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]
@@ -60,7 +61,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE, DEADLINE_EXCEEDED.
     """
     ShardWritten: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.ShardWrittenRequest, ganger.agent.v1.peer_pb2.ShardWrittenResponse]  # type: ignore[assignment]
-    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+    """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published;
+    or once that it cannot be written (`refusal`), which gives the checkpoint up.
     Errors: as RelayBoundary.
     """
     SwitchRow: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]  # type: ignore[assignment]
@@ -100,7 +102,8 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.agent.v1.peer_pb2.ShardWrittenRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.agent.v1.peer_pb2.ShardWrittenResponse, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.ShardWrittenResponse]]:
-        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published.
+        """A member tells the leader that its shard of a checkpoint is durable, again until all are there and it is published;
+        or once that it cannot be written (`refusal`), which gives the checkpoint up.
         Errors: as RelayBoundary.
         """
 
