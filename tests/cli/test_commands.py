@@ -316,12 +316,12 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert call("nodes") == 0
     line = " ".join(capsys.readouterr().out.splitlines()[1].split())
     assert line == "n1 ready virtual 4 2 8 4 1G 512M never"
-    node.state = node_pb2.Node.STATE_SILENT
+    node.state, node.state_reason = node_pb2.Node.STATE_SILENT, "its daemon does not call"
     master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
     assert call("nodes") == 0
     line = " ".join(capsys.readouterr().out.splitlines()[1].split())
     assert line == "n1 silent virtual 4 2 8 4 1G 512M never its daemon does not call"
-    node.state = node_pb2.Node.STATE_READY
+    node.state, node.state_reason = node_pb2.Node.STATE_READY, ""
     master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
     assert call("drain", "n1") == 2
     running_job(master)
@@ -333,6 +333,20 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert [line.partition(":")[0] for line in others] == ["  job 1"], "nobody else is on it"
     assert call("uncordon", "n1") == 0
     assert "node n1 is ready" in capsys.readouterr().out
+
+
+def test_a_node_that_was_never_accepted_shows_why_in_nodes_and_top(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    unknown = node_pb2.Node.STATE_UNKNOWN
+    why = "not accepted: the storage directory belongs to another cluster"
+    master.nodes.nodes.add(name="nodes/n1", state=unknown, state_reason=why)
+    assert call("nodes") == 0
+    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == f"n1 unknown never {why}"
+    assert call("nodes", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["nodes"][0]["state_reason"] == why
+    assert call("top", "--once") == 0
+    assert " ".join(capsys.readouterr().out.split("\n\n")[1].splitlines()[1].split()) == f"n1 unknown {why}"
 
 
 def test_declaring_a_node_lost_asks_first(

@@ -46,6 +46,12 @@ def test_after_lost_a_server_with_a_gpu_less_goes_on_with_its_jobs(tmp_path: Pat
             within_seconds=30,
             story=cluster.story,
         )
+        eventually(
+            lambda: shell.json("nodes")["nodes"][0].get("state_reason", "").startswith("not accepted: nodes/n0 has"),
+            what="`ganger nodes` shows why n0 is not accepted",
+            within_seconds=30,
+            story=cluster.story,
+        )
         eventually(lambda: shell.try_("lost", "n0", "--yes").code == 0, what="n0 is seen dead", within_seconds=30)
         eventually(
             lambda: shell.json("nodes")["nodes"][0]["state"] == "READY",

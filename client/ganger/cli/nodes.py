@@ -145,9 +145,9 @@ def show(node: str, as_json: bool) -> None:
             ("node", number(message.name)),
             ("state", " ".join(filter(None, (state_text(message), message.state_reason)))),
             ("configuration", message.configuration_set),
-            ("free devices", devices(message.row.free_mask) or "none"),
+            ("free devices", (devices(message.row.free_mask) or "none") if message.configuration_set else ""),
             ("free cores", " + ".join(format_cores(socket) for socket in message.row.free_millicores)),
-            ("free memory", format_memory(message.row.free_memory_bytes)),
+            ("free memory", format_memory(message.row.free_memory_bytes) if message.configuration_set else ""),
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
             ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
@@ -193,29 +193,36 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     result: list[tuple[str, ...]] = []
     for node in sorted(answer.nodes, key=lambda node: node.name):
         kind = kinds.get(node.configuration_set)
-        row, faults = node.row, len(node.device_faults)
+        row = node.row
         seen = time.time() - times.unix_seconds(node.last_seen_time) if node.HasField("last_seen_time") else None
-        reason = [node.state_reason] if node.state_reason else []
-        reason += ["its daemon does not call"] if node.state == node.STATE_SILENT else []
-        reason += [f"{faults} devices out of service"] if faults else []
-        reason += [f"{len(node.quarantined)} unknown gangs quarantined"] if node.quarantined else []
-        reason += [launches_text(node)] if node.launch_failures else []
         result.append(
             (
                 number(node.name),
                 state_text(node),
                 kind.device_type if kind else "",
                 str(kind.devices if kind else ""),
-                str(row.free_mask.bit_count()),
+                str(row.free_mask.bit_count()) if kind else "",
                 format_cores(sum(socket.millicores for socket in kind.sockets)) if kind else "",
-                format_cores(sum(row.free_millicores)),
+                format_cores(sum(row.free_millicores)) if kind else "",
                 format_memory(kind.memory_bytes) if kind else "",
-                format_memory(row.free_memory_bytes),
+                format_memory(row.free_memory_bytes) if kind else "",
                 "never" if seen is None else f"{format_duration(max(0.0, seen))} ago",
-                "; ".join(reason),
+                reason_text(node),
             )
         )
     return result
+
+
+def reason_text(node: Node) -> str:
+    """Why a node is as it is, and what is out of order on it."""
+    faults = len(node.device_faults)
+    reasons = (
+        node.state_reason,
+        f"{faults} devices out of service" if faults else "",
+        f"{len(node.quarantined)} unknown gangs quarantined" if node.quarantined else "",
+        launches_text(node),
+    )
+    return "; ".join(filter(None, reasons))
 
 
 def state_text(node: Node) -> str:

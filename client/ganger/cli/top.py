@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ganger.v1.node_pb2 import Cluster, ListNodesResponse
 
 _JOB_HEADINGS = ("JOB", "NAME", "STATE", "GPUS", "TIME", "STEP", "STEPS/S", "LOSS", "DATA WAIT", "NODES")
-_NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD")
+_NODE_HEADINGS = ("NODE", "STATE", "GPUS HELD", "CORES HELD", "MEMORY HELD", "REASON")
 _ROW_HEADINGS = ("NODES", "ROW", "SHARE", "QUANTUM", "LEAVES AT", "JOBS")
 _CHANGE_HEADINGS = ("TIME", "JOB", "LAST CHANGES")
 _MAX_JOBS = 1_000
@@ -268,7 +268,7 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
 
 
 def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
-    from ganger.cli.nodes import state_text
+    from ganger.cli.nodes import reason_text, state_text
     from ganger.units import format_cores, format_memory
 
     kinds = {kind.name: kind for kind in answer.configuration_sets}
@@ -276,6 +276,8 @@ def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     for node in sorted(answer.nodes, key=lambda node: node.name):
         kind = kinds.get(node.configuration_set)
         if kind is None:
+            # It was never accepted: nothing is known but the reason.
+            rows.append((number(node.name), state_text(node), "", "", "", reason_text(node)))
             continue
         cores = sum(socket.millicores for socket in kind.sockets)
         held_memory = kind.memory_bytes - node.row.free_memory_bytes
@@ -286,6 +288,7 @@ def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
                 f"{kind.devices - node.row.free_mask.bit_count()} of {kind.devices}",
                 f"{format_cores(cores - sum(node.row.free_millicores))} of {format_cores(cores)}",
                 f"{format_memory(held_memory)} of {format_memory(kind.memory_bytes)}",
+                reason_text(node),
             )
         )
     return rows

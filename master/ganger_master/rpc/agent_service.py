@@ -26,6 +26,7 @@ from ganger_master.rpc import agent_messages
 from ganger_master.rpc.answers import expect
 from ganger_master.rpc.membership_messages import metrics_from_wire
 from ganger_master.rpc.observed_parts import ObservedParts
+from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
@@ -35,8 +36,16 @@ _JITTER: Final = 0.8
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    def __init__(self, writer: Writer, progress: ProgressBoard, callers: Callers, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        progress: ProgressBoard,
+        callers: Callers,
+        refusals: SessionRefusals,
+        clock: Callable[[], float],
+    ) -> None:
         self._writer = writer
+        self._refusals = refusals
         self._callers = callers
         self._progress = progress
         self._clock = clock
@@ -60,15 +69,19 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return len(self._newest)
 
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
-        command = agent_messages.open_session_from_wire(request)
-        _check_node(self._callers.of(context), command.node)
-        known = self._writer.committed.nodes.get(command.node)
-        if known is not None and known.machine_uuid != command.machine_uuid and self.is_held(command.node):
-            raise errors.NodeNameTaken(
-                f"nodes/{command.node} belongs to another machine ({known.machine_uuid}) whose daemon is connected;"
-                " give this daemon another --node name"
-            )
-        session = expect(await self._writer.submit(command), SessionAnswer).session
+        node, caller = names.parse_node_name(request.node), self._callers.of(context)
+        # A daemon with a certificate causes no entry but that of its own node.
+        subject = caller.name if caller.role is Role.DAEMON else node
+        try:
+            _check_node(caller, node)
+            command = agent_messages.open_session_from_wire(request)
+            session = await self._open(command)
+        except errors.ApiError as error:
+            # A daemon that waits for an answer is accepted, whatever another one asks for in its name.
+            if not self.is_held(subject):
+                self._refusals.note(subject, error)
+            raise
+        self._refusals.forget(node)
         former = self._session_of.get(command.node)
         if former is not None:
             self._node_of.pop(former, None)
@@ -89,9 +102,20 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             report_finished=self._writer.committed.counters.restoring is not None,
         )
 
+    async def _open(self, command: commands.OpenSession) -> str:
+        """Return the new session's name. Raises ApiError for a daemon that is not accepted."""
+        known = self._writer.committed.nodes.get(command.node)
+        if known is not None and known.machine_uuid != command.machine_uuid and self.is_held(command.node):
+            raise errors.NodeNameTaken(
+                f"nodes/{command.node} belongs to another machine ({known.machine_uuid}) whose daemon is connected;"
+                " give this daemon another --node name"
+            )
+        return expect(await self._writer.submit(command), SessionAnswer).session
+
     async def Reconcile(self, request: agent_pb2.ReconcileRequest, context: Any) -> agent_pb2.ReconcileResponse:
         node = self._node_in(request.session)
         _check_node(self._callers.of(context), node)
+        self._refusals.forget(node)
         received_at = self._writer.ownership.now()
         call = object()
         self._newest[node] = call

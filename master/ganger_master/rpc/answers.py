@@ -21,6 +21,7 @@ from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Gang, Job, Node, NodeState
 from ganger_master.core.rows_now import has_turn
 from ganger_master.rpc import array_messages, job_messages
+from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
@@ -57,9 +58,10 @@ def expect(answer: object, kind: type[_Kind]) -> _Kind:
 class Shown:
     """Messages of what is durable, with what is only advisory (blockers, rank, progress) as of now."""
 
-    def __init__(self, writer: Writer, progress: ProgressBoard) -> None:
+    def __init__(self, writer: Writer, progress: ProgressBoard, refusals: SessionRefusals) -> None:
         self._writer = writer
         self._progress = progress
+        self._refusals = refusals
 
     def job_named(self, number: int) -> Job:
         job = self._writer.committed.jobs.get(number)
@@ -118,17 +120,19 @@ class Shown:
     def node(self, name: str, caller: Identity, fallen_at_once: Collection[str] | None = None) -> node_pb2.Node:
         """As far as it is for the caller; a list looks once for all which nodes fell silent at once. Raises
         NodeNotFound."""
+        if name not in self._writer.committed.nodes and (refusal := self._refusals.of(name)):
+            return node_pb2.Node(name=names.node_name(name), state=node_pb2.Node.STATE_UNKNOWN, state_reason=refusal)
         node = self.node_named(name)
-        cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
-        silent_why = node.unanswerable or (silence.ALL_AT_ONCE if name in cut_off else "")
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
+        is_cut_off = name in (self.fallen_at_once() if fallen_at_once is None else fallen_at_once)
+        reasons = (self._refusals.of(name) or _silent_why(node, is_cut_off), node.state_reason)
         return node_pb2.Node(
             name=names.node_name(node.name),
             machine_uuid=node.machine_uuid,
             configuration_set=node.configuration_set,
             state=_NODE_STATES[node.state],
-            state_reason=silent_why or node.state_reason,
+            state_reason="; ".join(filter(None, reasons)),
             row=None if row is None else convert.node_row_to_wire(row),
             capabilities=dict(node.capabilities),
             peer_address=node.peer_address,
@@ -145,9 +149,21 @@ class Shown:
             ),
         )
 
+    def node_names(self) -> list[str]:
+        """Return the known nodes and those that the master does not accept, in order."""
+        return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
+
     def fallen_at_once(self) -> Collection[str]:
         """The nodes whose silence may be the master's own."""
         return silence.fallen_at_once(self._writer.state, self._writer.now())
+
+
+def _silent_why(node: Node, is_cut_off: bool) -> str:
+    if node.unanswerable:
+        return node.unanswerable
+    if is_cut_off:
+        return silence.ALL_AT_ONCE
+    return "its daemon does not call" if node.state is NodeState.SILENT else ""
 
 
 def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:

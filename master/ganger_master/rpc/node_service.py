@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -68,8 +69,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         kinds: set[str] = set()
         for message in self._after(place_of(request.page_token, _place_of, _FIRST), self._callers.of(context)):
             news = []
-            if isinstance(message, node_pb2.Node) and message.configuration_set not in kinds:
-                kind = committed.configuration_sets[message.configuration_set]
+            kind_name = message.configuration_set if isinstance(message, node_pb2.Node) else ""
+            # A node that was never accepted has none.
+            if kind_name and kind_name not in kinds:
+                kind = committed.configuration_sets[kind_name]
                 news.append(convert.configuration_set_to_wire(kind))
             if not room.take(message, *news):
                 response.next_page_token = page_token(last)
@@ -89,9 +92,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         """Nodes by name, then node sets by number; other calls get their turn meanwhile, so some may have gone."""
         committed = self._writer.committed
         fallen_at_once = self._shown.fallen_at_once()
-        for node in sorted(committed.nodes):
-            if (0, node) > place and node in committed.nodes:
-                yield self._shown.node(node, caller, fallen_at_once)
+        for node in self._shown.node_names():
+            if (0, node) > place:
+                with suppress(errors.NodeNotFound):
+                    yield self._shown.node(node, caller, fallen_at_once)
         for number in sorted(committed.sets):
             node_set = committed.sets.get(number)
             if (1, number) > place and node_set is not None:

@@ -31,6 +31,7 @@ from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
 from ganger_master.rpc.scheduling_service import SchedulingService
+from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.rpc.user_limits import LimitInterceptor, UserLimits
 from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
@@ -68,7 +69,8 @@ class MasterServer:
         tls: Path | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
-        shown = Shown(writer, progress)
+        refusals = SessionRefusals(writer.now)
+        shown = Shown(writer, progress, refusals)
         callers = Callers(Identity(Role.OPERATOR, owner()), by_role=tls is not None)
         self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
@@ -81,7 +83,7 @@ class MasterServer:
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
             SchedulingService(writer, shown, progress, callers, limits, clock), self._server
         )
-        self.agents = AgentService(writer, progress, callers, clock)
+        self.agents = AgentService(writer, progress, callers, refusals, clock)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
             NodeService(writer, shown, callers, version, clock(), self.agents.is_held, captures), self._server
         )

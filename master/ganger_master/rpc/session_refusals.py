@@ -1,0 +1,51 @@
+"""Refused sessions: the reason why the master does not accept a node's daemon, for the lists of nodes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import grpc
+from ganger.wire.errors import ApiError
+
+_NODES_MOST: Final = 1_000
+_TEXT_MOST: Final = 500
+# A refused daemon tries again within 15 s. One that does not is stopped: its refusal is out of date.
+_KEPT_S: Final = 120.0
+
+
+class _Entry(NamedTuple):
+    time: float
+    text: str
+
+
+class SessionRefusals:
+    """The newest refusal of each node. `now`: the present in Unix seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        # The oldest refusal first.
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def note(self, node: str, error: ApiError) -> None:
+        """Keep the reason of a refusal; a master that is not ready refuses nothing."""
+        if error.code is grpc.StatusCode.UNAVAILABLE:
+            return
+        self._entries.pop(node, None)
+        if len(self._entries) >= _NODES_MOST:
+            self._entries.popitem(last=False)
+        self._entries[node] = _Entry(self._now(), f"not accepted: {error.message}"[:_TEXT_MOST])
+
+    def forget(self, node: str) -> None:
+        """Its daemon is accepted."""
+        self._entries.pop(node, None)
+
+    def of(self, node: str) -> str:
+        """Return why the node is not accepted; empty if nothing is known."""
+        entry = self._entries.get(node)
+        return "" if entry is None or self._now() > entry.time + _KEPT_S else entry.text
+
+    def nodes(self) -> list[str]:
+        """Return the nodes that are not accepted."""
+        return [node for node in self._entries if self.of(node)]
