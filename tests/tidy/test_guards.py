@@ -1,0 +1,76 @@
+"""The guards of the source find what they are for, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from guards.class_names import repeated_classes, repeated_in, report
+from guards.module_map import faults_of, module_of, moves_of
+from guards.person_words import allowed_lines, person_words, stale_lines, without_people
+
+
+def test_a_public_class_name_that_two_modules_define_is_reported_with_both_places() -> None:
+    sources = [
+        ("a.py", "class Pace: ...\n"),
+        ("b.py", "x = 1\n\nclass Pace(list): ...\n"),
+        ("c.py", "class Other: ..."),
+    ]
+    repeated = repeated_classes(sources)
+    assert report(repeated) == "Pace: a.py:1, b.py:3\npublic class names that exist more than once: 1"
+
+
+def test_private_and_nested_classes_may_have_the_same_name() -> None:
+    nested = "class Outer:\n    class Inner: ...\n\nclass _Own: ...\n"
+    assert repeated_classes([("a.py", nested), ("b.py", nested.replace("Outer", "Another"))]) == {}
+
+
+def test_only_tracked_files_without_generated_code_are_read(tmp_path: Path) -> None:
+    for name in ("client/one.py", "client/one_pb2.py", "tests/two.py", "client/untracked.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("class Job: ...\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "client/one.py", "client/one_pb2.py", "tests/two.py"], cwd=tmp_path, check=True)
+    assert repeated_in(tmp_path, ("client",)) == {}
+    assert [place.file for place in repeated_in(tmp_path, ())["Job"]] == ["client/one.py", "tests/two.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Whoever waits, nobody else.", ["whoever", "nobody"]),
+        ("def test_who_waits_moves_nobody() -> None:", ["who", "nobody"]),
+        ("class _NobodyReads(Exception):", ["nobody"]),
+        ("NOBODY = KeptOut()", ["nobody"]),
+        ("the whole job, whose nodes: whom", ["whom"]),
+    ],
+)
+def test_words_for_people_are_found_in_prose_and_in_identifiers(line: str, words: list[str]) -> None:
+    assert [found.word for found in person_words("a.py", line)] == words
+
+
+def test_a_line_on_the_allow_list_is_not_counted() -> None:
+    text = "# users who log in\n    # jobs who wait\n"
+    allowed = allowed_lines("# comment\na.py\t# users who log in\n")
+    assert [(one.line, one.text) for one in without_people(person_words("a.py", text), allowed)] == [
+        (2, "# jobs who wait")
+    ]
+
+
+def test_a_line_of_the_allow_list_that_its_file_lost_is_reported() -> None:
+    found = list(person_words("a.py", "# users who log in"))
+    assert stale_lines({("a.py", "# users who log in"), ("b.py", "# users who log in")}, found) == [
+        ("b.py", "# users who log in")
+    ]
+
+
+def test_a_table_of_renames_is_compared_with_the_modules_there_are() -> None:
+    table = (
+        "## A. Modules\n\n| `p.a` | `p.b` + `p.c` | split |\n| `p.x` | deleted | dead |\n\n## B\n\n| `p.z` | `q` | |\n"
+    )
+    moves = moves_of(table)
+    assert moves == [("p.a", ("p.b", "p.c")), ("p.x", ())]
+    files = ("client/p/a.py", "client/p/__init__.py")
+    faults = faults_of(map(module_of, files), [*(old for old, _ in moves), "p.a"])
+    assert faults == (["p"], ["p.x"], ["p.a"])

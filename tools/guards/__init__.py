@@ -1,0 +1,1 @@
+"""Checks of the source itself: `PYTHONPATH=tools python -m guards.NAME`."""
