@@ -122,3 +122,26 @@ def test_who_is_told_to_rest_again_before_its_turn_came_rests_at_once_where_it_s
     story.cluster.run_for(10.0)
     story.rows((other,), (one,))
     story.all_end()
+
+
+def test_turns_go_on_when_the_leader_has_lost_its_notes() -> None:
+    """The leader has no gang that rests by a switch, so that nothing on its node shows how far the set had come."""
+    story = Story(nodes=2)
+    both, one, other = story.submit(2, steps=400), story.submit(1, steps=400), story.submit(1, steps=400)
+    story.place(both, ("n1", 0b1, 0), ("n2", 0b10, 0))
+    story.place(one, ("n2", 0b1, 0))
+    story.rest(one)
+    story.place(other, ("n2", 0b1, 0))
+    story.rows((both, one), (both, other))
+    story.cluster.run_for(60.0)
+    leader = story.cluster.state.sets[story.gang(both).node_set].leader
+    assert leader == "n1"
+    story.cluster.daemons["n1"].crash()
+    story.turns["n1"].forget()
+    story.cluster.daemons["n1"].start()
+    obeyed = story.turns["n2"].sets[story.gang(both).node_set].position.switch
+    assert obeyed.sequence > 3
+    assert story.cluster.run_until(
+        lambda: story.turns["n2"].sets[story.gang(both).node_set].position.switch.sequence > obeyed.sequence + 3, 60.0
+    )
+    story.all_end()

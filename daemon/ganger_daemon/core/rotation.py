@@ -97,9 +97,14 @@ def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
     return epoch in matrix.rows[position.row]
 
 
+def _rank(position: Position) -> tuple[Switch, bool]:
+    """The later one counts. A node that lost its notes has only the switch that its gangs obeyed, and no row for it."""
+    return position.switch, position.row != NO_ROW
+
+
 def obey(position: Position, order: Position, matrices: Mapping[int, Rows], least_set_epoch: int) -> Position:
     """After an order was heard; as before if it is an old one, a former leader's, or of a matrix not known here."""
-    if order.switch <= position.switch or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
+    if _rank(order) <= _rank(position) or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
         return position
     return replace(order, in_turn=order.row, owed=0, quantum_seconds=0.0, held_seconds=0.0)
 
@@ -124,9 +129,9 @@ def lead(
     said = [member for member in heard if member is not None]
     if len(said) < len(heard):
         return None
-    # A former leader's last order may not have reached everybody: whoever heard it has it.
-    latest = max([position, *[member.position for member in said]], key=lambda one: one.switch)
-    if latest.switch.set_epoch < newest.set_epoch:
+    # The last order of a former leader, or of this one before it lost its notes, is with the members that it reached.
+    latest = max([position, *[member.position for member in said]], key=_rank)
+    if latest.switch.set_epoch < newest.set_epoch or _rank(latest) > _rank(position):
         return _take_over(latest, newest, matrices, said)
     if any(member.position.switch < position.switch for member in said):
         return None if ordered_seconds < START_SECONDS else _past_unknown(position, matrices, said)
@@ -225,8 +230,10 @@ def _ordered(position: Position, switch: Switch, matrix: Rows, row: int) -> Posi
 
 
 def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
-    """A new leader's first order: where the set stands, said again; of a set that never had one, the row that runs."""
-    switch = Switch(newest.set_epoch, 1)
+    """The first order of a new leader, or of one that lost its notes: the position of the set, repeated. If no node has
+    that, the row that runs."""
+    is_own = latest.switch.set_epoch == newest.set_epoch
+    switch = Switch(newest.set_epoch, latest.switch.sequence + 1 if is_own else 1)
     if latest.row != NO_ROW and latest.version in matrices:
         return replace(latest, switch=switch, in_turn=latest.row, owed=0, quantum_seconds=0.0, held_seconds=0.0)
     version = _newest_known(matrices, said, 0)

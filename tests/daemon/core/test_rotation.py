@@ -288,6 +288,26 @@ def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_l
     assert (order.switch, order.row, order.stops) == (Switch(2, 1), 1, {1: Switch(1, 4)})
 
 
+@pytest.mark.parametrize("known", [(1, 2), (2,)])
+def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: tuple[int, ...]) -> None:
+    """Its own gangs rest by no switch, or by an older one. It may have been told the newest matrix only."""
+    both = {v: matrix((1,), (2,), (3,), version=v, members=("n1", "n2")) for v in (1, 2)}
+    obeyed = Position(Switch(1, 16), 1, 1, {1: Switch(1, 16), 3: Switch(1, 15)}, in_turn=1)
+    member = Member(obeyed, 2, True, frozenset({1, 2, 3}), frozenset({2}))
+    for left in (Switch(), Switch(1, 3), Switch(1, 16)):
+        own = Position(left)
+        order = lead(own, {v: both[v] for v in known}, {"n1": Member(own, 2), "n2": member}, 0.0, None)
+        assert order is not None
+        assert (order.switch, order.row, order.version) == (Switch(1, 17), 1, known[0])
+        assert obey(obeyed, order, both, 1) is not obeyed
+
+
+def test_a_member_that_lost_its_notes_obeys_the_order_by_which_its_gangs_rest() -> None:
+    rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
+    order = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
+    assert obey(Position(Switch(1, 2)), order, rows, 1).row == 1
+
+
 def test_keys_of_orders_rise_with_their_numbers() -> None:
     keys = [OrderKey(1, m, s, n) for m in (1, 2, 900) for s in (0, 1, 4095) for n in (0, 1, (1 << 28) - 1)]
     numbers = [key.number for key in keys]
