@@ -16,7 +16,7 @@ from ganger_daemon.checkpoints import storage as storage_checks
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.logs import LogStore
-from ganger_daemon.storage_work import StorageWork, how_long
+from ganger_daemon.storage_work import StorageWait, StorageWork
 from ganger_daemon.workers.directories import DaemonPaths
 from ganger_daemon.workers.launchers import Launchers
 
@@ -38,7 +38,7 @@ class Storage:
     _found: str = ""
     _looked_at: float = -math.inf
     _looking: threading.Thread | None = None
-    _looking_since: float = 0.0
+    _waiting: StorageWait = field(default_factory=StorageWait)
 
     def learn(self, path: str, token: str) -> None:
         # absolute: launchers, which publish what ranks have written, stand elsewhere
@@ -54,7 +54,7 @@ class Storage:
             return ""
         if self._looking is None and now - self._looked_at > _LOOK_EVERY_S:
             looking = threading.Thread(target=self._look, args=(self.path,), daemon=True, name="storage look")
-            self._looking, self._looking_since = looking, now
+            self._looking, self._waiting = looking, StorageWait()
             looking.start()
             looking.join(_LOOK_PATIENCE_S)
         return self._found
@@ -66,10 +66,9 @@ class Storage:
     @property
     def trouble(self) -> str:
         """Why what needs storage does not get on; empty if it answers."""
-        silent = time.monotonic() - self._looking_since
-        if self.path is None or self._looking is None or silent < _HUNG_S:
+        if self.path is None or self._looking is None or self._waiting.passed_s < _HUNG_S:
             return ""
-        return f"STORAGE_HUNG: storage has not answered for {how_long(silent)}"
+        return f"STORAGE_HUNG: storage has not answered since {self._waiting.since}"
 
     def _look(self, path: Path | None) -> None:
         """In a thread of its own: storage may hang."""

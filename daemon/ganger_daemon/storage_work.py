@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -15,6 +16,19 @@ _AT_ONCE = 8
 
 class StorageHungError(OSError):
     """Storage did not answer within the time that was given."""
+
+
+class StorageWait:
+    """A wait for storage that begins now."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        # A moment and not a passed time: a report with it does not change while the wait goes on.
+        self.since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self._began
 
 
 class StorageWork:
@@ -57,9 +71,3 @@ class StorageWork:
             if isinstance(error, StorageHungError):
                 raise
             raise StorageHungError(f"storage has not answered within {within_s:g} s") from None
-
-
-def how_long(seconds: float) -> str:
-    """Return a passed time in words and coarse steps, so that a report with it does not change every second."""
-    passed = [step for step in (1, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200) if step <= seconds]
-    return f"more than {passed[-1]} s" if passed else "less than 1 s"

@@ -26,7 +26,7 @@ from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core.orders import Intent, Wanted
 from ganger_daemon.files import make_directory, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.host import Host
-from ganger_daemon.storage_work import how_long
+from ganger_daemon.storage_work import StorageWait
 from ganger_daemon.transfer.arrival import Leg
 from ganger_daemon.transfer.request import StreamRequest
 
@@ -93,7 +93,7 @@ class Launching:
         self._note = note
         self._key = ""
         self._reading: asyncio.Future[RestorePlan] | None = None
-        self._reading_since = 0.0
+        self._reading_wait = StorageWait()
         self._arena_bytes = 0
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
         self.gang: LocalGang | None = None
@@ -193,7 +193,7 @@ class Launching:
             self._reading = asyncio.ensure_future(
                 storage.work.run(restore_plan, desired, path, self._part, within_s=_READING_S)
             )
-            self._reading_since = time.monotonic()
+            self._reading_wait = StorageWait()
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
         if not self._reading.done():
             return None
@@ -203,10 +203,9 @@ class Launching:
     @property
     def trouble(self) -> str:
         """What it waits for before it is launched, once that takes long; empty if nothing."""
-        waited = time.monotonic() - self._reading_since
-        if self._reading is None or waited < _READING_QUIET_S:
+        if self._reading is None or self._reading_wait.passed_s < _READING_QUIET_S:
             return ""
-        return self._host.storage.trouble or f"it has been reading its checkpoint for {how_long(waited)}"
+        return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
 
     def recognise(self, children: Mapping[str, Child], pages: ControlPages) -> dict[int, Found]:
         """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""
