@@ -263,7 +263,7 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         epoch=stray.epoch,
         master_sequence=stray.master_sequence,
         intent=Intent.STOP,
-        claim=Claim(node, stray.device_mask, (), 0),
+        claim=stray.told.claim if stray.told is not None else Claim(node, stray.device_mask, (), 0),
         grace_seconds=state.settings.grace_seconds if stray.is_ordered else 0.0,
         needs_spec=False,
     )

@@ -229,7 +229,7 @@ def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: Ended 
     """What became of a job, by all that is reported of it."""
     if ended is not None:
         return Ends(ended.state, "it is recorded that it ended") if ended.state is not None else _by_ends(job, over)
-    living = _living(state, job, alive)
+    living = _living(state, alive)
     news = {epoch: parts for epoch, parts in over.items() if _is_news(state, job, epoch, parts)}
     newest = max(news, default=0)
     if living and not _was_left(living, alive[living], newest, news):
@@ -247,7 +247,7 @@ def _by_ends(job: Job, over: _Over) -> Verdict:
     return Ends(JobState.CANCELLED, "storage has a note that it ended, but not how")
 
 
-def _living(state: State, job: Job, alive: _Alive) -> int:
+def _living(state: State, alive: _Alive) -> int:
     """The newest epoch that may step; zero if there is none."""
     return max([epoch for epoch, parts in alive.items() if _may_step(state, epoch, parts)], default=0)
 
@@ -294,6 +294,8 @@ def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], ali
         return False
     if alive.keys() - set(state.gangs_of.get(job.number, ())):
         return False
+    if epoch not in state.set_of and any(part.told is not None and part.told.is_sliced for part in parts.values()):
+        return False
     return all(part.master_sequence <= gang.master_sequence for part in parts.values())
 
 
@@ -323,6 +325,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     ends, missing = state.ends or {}, awaited(state)
     alive, over = _gathered(reports)
     _learn_checkpoints(state, alive, over, now)
+    _note_stopped(state, alive, over, reports)
     verdicts = {
         number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
         for number in list(state.live)
@@ -330,7 +333,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     }
     _dissolve_sets(state, reports, alive, verdicts)
     _let_go(state, verdicts, alive, reports, now)
-    _note_strays(state, reports, alive, verdicts)
+    _note_strays(state, reports, alive, verdicts, ends)
     told = Counter(type(verdict).__name__.lower() for verdict in verdicts.values())
     for number, verdict in verdicts.items():
         job = state.jobs[number]
@@ -433,6 +436,24 @@ def _let_go(
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
 
 
+def _note_stopped(
+    state: State, alive: Mapping[str, _Alive], over: Mapping[str, _Over], reports: Mapping[str, Observe]
+) -> None:
+    """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
+    them again, and other gangs may have their devices since."""
+    for gang in [one for one in state.gangs.values() if one.intent is Intent.STOP]:
+        uid = state.jobs[gang.job].uid
+        there, ended = alive.get(uid, {}).get(gang.epoch, {}), over.get(uid, {}).get(gang.epoch, {})
+        pieces = []
+        for piece in gang.pieces:
+            fresh = piece if piece.gone and not piece.lost else _vacated(piece, there, reports)
+            known = ended.get(piece.claim.node)
+            if fresh is not piece and known is not None and not piece.gone:
+                fresh = replace(fresh, outcome=known.outcome)
+            pieces.append(fresh)
+        state.put_gang(replace(gang, pieces=tuple(pieces)))
+
+
 def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[str, Observe]) -> Piece:
     node = piece.claim.node
     if node in there or node not in reports:
@@ -457,6 +478,7 @@ def _note_strays(
     reports: Mapping[str, Observe],
     alive: Mapping[str, _Alive],
     verdicts: Mapping[int, Verdict],
+    ends: Mapping[str, Ended],
 ) -> None:
     """What is adopted, quarantined or stopped is first of all what was found."""
     for name, report in reports.items():
@@ -467,8 +489,11 @@ def _note_strays(
                 continue
             job = state.jobs.get(observed.job)
             verdict = verdicts.get(observed.job) if job is not None and job.uid == observed.uid else None
-            is_over = isinstance(verdict, (Ends, Asks, Stands)) or (
-                isinstance(verdict, Takes) and not _may_step(state, observed.epoch, alive_of(alive, observed))
+            is_over = (
+                isinstance(verdict, (Ends, Asks, Stands))
+                or (isinstance(verdict, Takes) and not _may_step(state, observed.epoch, alive_of(alive, observed)))
+                or observed.uid in ends
+                or observed.epoch < _living(state, alive.get(observed.uid, {}))
             )
             is_final = job is not None and job.uid == observed.uid and job.state.is_final
             note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)

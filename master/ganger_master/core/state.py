@@ -513,8 +513,14 @@ class State:
         insort(self.gangs_of.setdefault(gang.job, []), epoch)
         for place, piece in enumerate(gang.pieces):
             held, node = piece.held, piece.claim.node
-            gangs_on.setdefault(node, {})[epoch] = place
-            if node not in wants:
+            there = gangs_on.setdefault(node, {})
+            is_newest = not there or epoch > next(reversed(there))
+            there[epoch] = place
+            if not is_newest:
+                # An adopted gang may be older than those that are there.
+                gangs_on[node] = dict(sorted(there.items()))
+                wants[node] = []
+            elif node not in wants:
                 wants[node] = [(gang, place)]
             elif wants[node]:
                 wants[node].append((gang, place))

@@ -43,6 +43,9 @@ class Oracle:
         self.accepted: dict[int, str] = {}
         # Accepted after the copy was made that the database was restored from.
         self.lost: set[int] = set()
+        # Jobs by uid: those that have ended, and of these the ones that a person has since decided about.
+        self.ended: set[str] = set()
+        self.decided: set[str] = set()
         # Who may step on a device: (node, device) -> (uid, epoch) -> whether it knows that others may, too.
         self.users: dict[tuple[str, int], dict[tuple[str, int], bool]] = {}
         # Memory of each device of a node, and what processes that have offloaded keep: device -> attempt -> bytes.
@@ -62,6 +65,8 @@ class Oracle:
     def restored(self, uid: str, epoch: int, step: int, from_parked: bool) -> None:
         """A new attempt starts its first step from here."""
         training = self.trainings[uid]
+        if uid in self.ended - self.decided:
+            raise RuleBrokenError(f"{uid} epoch {epoch} runs, though the job has ended")
         began, training.began = training.began, step
         known = training.known_to.get(epoch)
         if not from_parked and step != known:
@@ -181,10 +186,23 @@ class Oracle:
         training = self.trainings[uid]
         training.known_to[epoch] = training.known
 
-    def rolled_back(self, jobs: Mapping[int, tuple[str, int]]) -> None:
+    def finished(self, uid: str) -> None:
+        """The master has made known that the job ended."""
+        self.ended.add(uid)
+
+    def decided_anew(self, uid: str) -> None:
+        """A person is to decide about the job, or has: it may run again, from an earlier step."""
+        self.decided.add(uid)
+        self.died(uid)
+
+    def rolled_back(self, jobs: Mapping[int, tuple[str, int]], remembered: Collection[str] | None = None) -> None:
         """The master's database is an older copy: with these jobs, by number their uid and the step of the newest
-        checkpoint that is known. What was accepted since may be lost; no number of it may be given again."""
+        checkpoint that is known. What was accepted since may be lost; no number of it may be given again.
+        `remembered`: only jobs with these uids are known outside the database; None where all numbers are."""
         self.lost |= self.accepted.keys() - jobs.keys()
+        if remembered is not None:
+            for number in [one for one in self.lost if self.accepted.get(one, "") not in remembered]:
+                self.accepted.pop(number, None)
         for uid, step in jobs.values():
             self.trainings[uid].known = step
 

@@ -43,6 +43,7 @@ from ganger_master.sim.turning import Turns
 from ganger_master.sim.wild import go_elsewhere, let_go, wild_plan
 
 _RETRY_SECONDS = 5.0
+_ENDS = ("job_succeeded", "job_failed", "job_cancelled")
 
 
 @dataclass(slots=True)
@@ -183,6 +184,26 @@ class Cluster:
             if job.state is JobState.SUCCEEDED:
                 self.oracle.check_succeeded(job.uid)
 
+    def check_devices(self) -> None:
+        """No device that a process may use counts as free, or as another job's, once its node has reported."""
+        state = self.state
+        if not self.master.is_up or state.counters.restoring is not None:
+            return
+        for (epoch, name), ranks in self.physics.ranks.items():
+            node = state.nodes.get(name)
+            if node is None or node.lost or not node.heard or not ranks.is_on_devices:
+                continue
+            uid, claim = ranks.order.uid, ranks.wanted.claim
+            if claim.device_mask & state.rows[name].free_mask:
+                raise RuleBrokenError(f"{uid} epoch {epoch} runs on devices of {name} that count as free")
+            # A gang that the master knows may share its devices with those: the oracle minds who steps.
+            for gang in [state.gangs[of] for of in state.gangs_on.get(name, ()) if epoch not in state.gangs]:
+                held = [piece.held for piece in gang.pieces if piece.claim.node == name and piece.held is not None]
+                if state.jobs[gang.job].uid != uid and any(
+                    claim.device_mask & one.device_mask & ~(claim.shared_mask & one.shared_mask) for one in held
+                ):
+                    raise RuleBrokenError(f"{uid} epoch {epoch} runs on devices of {name} that jobs/{gang.job} holds")
+
     # -- backups -------------------------------------------------------------------------------------------------------
 
     def backup(self) -> dict[tuple[str, str], bytes]:
@@ -196,7 +217,13 @@ class Cluster:
             number: (job.uid, 0 if job.checkpoint is None else job.checkpoint.step)
             for number, job in self.state.jobs.items()
         }
-        self.oracle.rolled_back(known)
+        ran = {gang.uid for gang in self.physics.gangs.values()}
+        self.oracle.rolled_back(known, remembered=ran if opened.marks is None else None)
+        for submission in self.submissions:
+            job = self.state.jobs.get(submission.number)
+            if submission.number and (job is None or job.uid != submission.uid):
+                # Accepted since, and lost with the database.
+                submission.refused = True
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -317,6 +344,8 @@ class Cluster:
     # -- what the master says ------------------------------------------------------------------------------------------
 
     def _on_history(self, row: History) -> None:
+        if row.kind in _ENDS:
+            self.oracle.finished(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         if row.kind in ("move_committed", "resize_committed"):
             source, epoch = int(row.figures["source"]), int(row.figures["epoch"])
             stopped_at = {ranks.stop_step for (of, _), ranks in self.physics.ranks.items() if of == source}
@@ -334,6 +363,10 @@ class Cluster:
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             if row.figures.get("failure") == "NO_CHECKPOINT":
                 self.oracle.check_without_checkpoint(job.uid, [one.path for one in self.physics.on_storage(job.uid)])
+        elif row.kind in ("end_not_known", "gang_adopted"):
+            self.oracle.decided_anew(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
+        elif row.kind == "quarantine_ended":
+            self.oracle.decided_anew(row.figures["uid"])
         elif row.kind == "checkpoint_complete":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.made_known(job.uid, int(row.figures["step"]))

@@ -193,7 +193,14 @@ class SimMaster:
         self._in_flight.clear()
         self.is_up = False
         self.incarnation += 1
-        self.engine.after(away_seconds, self._restart)
+        incarnation = self.incarnation
+
+        def restart() -> None:
+            # An operator may have started it on a restored database meanwhile.
+            if incarnation == self.incarnation:
+                self._restart()
+
+        self.engine.after(away_seconds, restart)
 
     def restore(self, copy: Mapping[tuple[str, str], bytes], opened: OpenStore) -> None:
         """Stops, and starts on an older copy of the database. `opened`: what it finds beside it."""

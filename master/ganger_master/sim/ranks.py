@@ -15,7 +15,7 @@ from ganger.resources.topology import bits
 
 from ganger_master.core.model import Checkpoint, Intent, JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang
-from ganger_master.sim.checkers import Oracle
+from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE
 
@@ -265,6 +265,9 @@ class Physics:
         if order.epoch not in self.gangs:
             nodes = tuple(member.node for member in order.members)
             self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes, opaque=order.uid in self.opaque)
+        elif self.gangs[order.epoch].uid != order.uid:
+            known = self.gangs[order.epoch].uid
+            raise RuleBrokenError(f"epoch {order.epoch} was given twice: to {known} and to {order.uid}")
 
     def _forked(self, ranks: Ranks) -> None:
         if ranks.doing is not Doing.FORKING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
