@@ -24,7 +24,7 @@ from ganger.wire.errors import from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
 from ganger.wire.tls import trouble_with
 
-from ganger_daemon.core.leases import lease_until
+from ganger_daemon.core.leases import lease_until, renewed
 from ganger_daemon.gangs import GangSet
 from ganger_daemon.host import Host
 from ganger_daemon.progress import report_progress
@@ -265,7 +265,10 @@ class Session:
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
         # Not before its orders are known: what stands still for want of a lease may be what it stops.
-        self._host.lease_until_ns = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        until = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        # A daemon that has no gangs has no lease that could have ended.
+        has_orders = answer.desired_version > 0 or not conversation.said
+        self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()
 

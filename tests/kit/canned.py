@@ -31,6 +31,8 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.nodes = node_pb2.ListNodesResponse()
         self.events: list[job_pb2.Event] = []
         self.cluster = node_pb2.Cluster(version="9.9", policy="fifo")
+        self.quarantined: list[node_pb2.QuarantinedGang] = []
+        self.refused_adoption: Exception | None = None
         self.explanation = job_service_pb2.Explanation()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
@@ -232,6 +234,25 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def ResizeJob(self, request: Any, context: Any) -> job_pb2.Job:
         return await self._changed(request, lambda job: None)
+
+    async def ListQuarantinedGangs(self, request: Any, context: Any) -> node_pb2.ListQuarantinedGangsResponse:
+        self._taken(request)
+        return node_pb2.ListQuarantinedGangsResponse(gangs=self.quarantined)
+
+    async def EndQuarantinedGang(self, request: Any, context: Any) -> node_pb2.EndQuarantinedGangResponse:
+        self._taken(request)
+        return node_pb2.EndQuarantinedGangResponse()
+
+    async def AdoptQuarantinedGang(self, request: Any, context: Any) -> node_pb2.AdoptQuarantinedGangResponse:
+        self._taken(request)
+        if self.refused_adoption is not None:
+            raise self.refused_adoption
+        (job,) = [gang.job for gang in self.quarantined if gang.name == request.name]
+        return node_pb2.AdoptQuarantinedGangResponse(job=job)
+
+    async def SettleRestore(self, request: Any, context: Any) -> node_pb2.SettleRestoreResponse:
+        self._taken(request)
+        return node_pb2.SettleRestoreResponse(missing_nodes=self.cluster.restore.awaited_nodes)
 
     async def GetCluster(self, request: Any, context: Any) -> node_pb2.Cluster:
         self._taken(request)

@@ -10,7 +10,7 @@ from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
-from ganger_master.core.model import JobSpec
+from ganger_master.core.model import Intent, JobSpec
 from ganger_master.core.settings import Settings
 from ganger_master.sim import faults
 from ganger_master.sim.cluster import Cluster, require_progress
@@ -61,6 +61,10 @@ class Restores:
             cluster.oracle.decided |= cluster.master.ended.keys() - recorded
             cluster.master.ended.clear()
         cluster.restore(dice.choice(self.copies), opened)
+        if not keeps_ends:
+            # Nor is a cancel of a job whose gang was on its way to its end by then: its nodes report only that.
+            stopped = [gang.job for gang in cluster.state.gangs.values() if gang.intent is Intent.STOP]
+            cluster.oracle.decided |= {cluster.state.jobs[number].uid for number in stopped}
         self.count += 1
         if keeps_ends and dice.random() < 0.2:
             cluster.engine.after(cluster.engine.between(1.0, 60.0), lambda: cluster.send(GoOn()))
@@ -78,6 +82,14 @@ class Restores:
     def _look(self) -> None:
         self.cluster.check_devices()
         self.cluster.engine.after(0.5, self._look)
+
+
+def _cut_off(cluster: Cluster) -> None:
+    """A daemon does not call for longer than lost_after, now and then, while its ranks live on."""
+    daemon = cluster._pick(cluster.daemons)
+    if daemon.is_up:
+        daemon.crash()
+        cluster.engine.after(cluster.engine.between(30.0, 150.0), lambda: cluster._start(daemon))
 
 
 def storm_of(seed: int) -> faults.Faults:
@@ -105,6 +117,7 @@ def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Resto
     cluster.unleash_users(20.0)
     if is_planned:
         cluster.unleash_planner(2.0, turns=0.6)
+    cluster._again(150.0, lambda: _cut_off(cluster), lambda: cluster.meddling)
     restores = Restores(cluster)
     restores.begin(restores_s)
     for _ in range(jobs):

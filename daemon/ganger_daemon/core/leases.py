@@ -3,7 +3,7 @@ call."""
 
 from __future__ import annotations
 
-from ganger.injob.lease import NEVER
+from ganger.injob.lease import NEVER, expired
 
 
 def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
@@ -15,3 +15,15 @@ def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
     if lost_after_seconds is None:
         return NEVER
     return sent_at_ns + int(lost_after_seconds * 1e9)
+
+
+def renewed(until_ns: int | None, next_ns: int, has_orders: bool, now_ns: int) -> int | None:
+    """Return until when ranks may step after an answer of the master; None where only what the ranks have counts.
+
+    `until_ns` is the lease so far, `next_ns` what the answer extends it to. `has_orders`: whether the answer says what
+    is to run here. One without orders, of a master whose database is being restored, extends a lease that still runs.
+    It does not renew one that has ended: the jobs may run elsewhere, and that master does not know yet.
+    """
+    if has_orders or (until_ns is not None and not expired(until_ns, now_ns)):
+        return next_ns
+    return until_ns

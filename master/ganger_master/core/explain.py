@@ -17,6 +17,7 @@ from ganger_master.core.model import GangPhase, Intent, Job, JobState, Node, Nod
 from ganger_master.core.residues import holders_on
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
+from ganger_master.core.texts import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
 
@@ -53,6 +54,8 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
         said = "" if job.state.is_final else job.trouble or trouble_of(state.gangs.get(job.epoch))
+        if said in (END_UNKNOWN, FOUND_AT_REST) and job.state is JobState.SUSPENDED:
+            return Explanation((), assumption=said)
         trouble = f"; {said}" if said else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
     if capacity.is_beyond_quota(state, job):

@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, checkpoints, quarantine
+from ganger_master.core import arrays, checkpoints, orders, quarantine
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
@@ -181,7 +181,11 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         held=None if ended else piece.held,
         outcome=outcome,
     )
-    state.put_gang(_with_piece(gang, fresh))
+    gang = _with_piece(gang, fresh)
+    if observed.master_sequence > gang.master_sequence and not fresh.gone:
+        # An order that a restored database does not know. The gang obeys only a later one.
+        gang = orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))
+    state.put_gang(gang)
     if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is Intent.RUN:
         node = piece.claim.node
         state.history(

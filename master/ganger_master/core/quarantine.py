@@ -30,8 +30,9 @@ from ganger_master.core.model import (
     SuspendLevel,
     Told,
 )
-from ganger_master.core.residues import kept_of
+from ganger_master.core.residues import holders_on, kept_of
 from ganger_master.core.state import State
+from ganger_master.core.texts import FOUND_AT_REST
 
 # More ranges are joined, the oldest first: what lies between is then taken for skipped, too, and is not stopped.
 _RANGES_MOST: Final = 64
@@ -207,6 +208,9 @@ def _not_there(uid: str, epoch: int) -> Refused:
 
 def gang_of(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
     """The gang that these parts make, as its daemons were last told; or why it cannot be adopted."""
+    known = state.gangs.get(epoch)
+    if known is not None and known.job != job.number:
+        return f"its epoch is that of another gang by now, of {state.jobs[known.job].name}"
     told = [part.told for part in parts.values() if part.told is not None]
     if len(told) < len(parts):
         return "its daemon has not sent what it was told; wait a moment"
@@ -230,7 +234,7 @@ def take(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     rests = gang.intent is Intent.PARK
     trouble = job.trouble
     if rests and job.state is not JobState.SUSPENDED:
-        trouble = "it was found at rest after a restore; `ganger resume` lets it go on"
+        trouble = FOUND_AT_REST
     level = gang.park_level if rests else SuspendLevel.NONE
     for name in gang.nodes:
         # It may rest, so what it holds is not just its claim.
@@ -295,6 +299,9 @@ def _misfit(state: State, job: Job, gang: Gang) -> str:
         held = state.held_on(claim.node)
         if any(claim.device_mask & other.device_mask & ~(claim.shared_mask & other.shared_mask) for other in held):
             return f"another gang is given a device of it on nodes/{claim.node}"
+        other = _other_on(state, job, claim)
+        if other is not None:
+            return f"epoch {other.epoch} of {other.uid}, quarantined too, has a device of it on nodes/{claim.node}"
         for index, socket in enumerate(kind.sockets[: len(claim.millicores)]):
             others = sum([other.millicores[index] for other in held if index < len(other.millicores)])
             if others + claim.millicores[index] > socket.millicores:
@@ -302,7 +309,38 @@ def _misfit(state: State, job: Job, gang: Gang) -> str:
         memory = sum([other.memory_bytes + other.arena_bytes for other in held])
         if memory + claim.memory_bytes + claim.arena_bytes > kind.memory_bytes:
             return f"memory of it is given to others on nodes/{claim.node}"
+        device = _crowded_device(state, job, claim)
+        if device is not None:
+            return f"device {device} of nodes/{claim.node} has no room for it beside what others keep there"
     return ""
+
+
+def _crowded_device(state: State, job: Job, claim: Claim) -> int | None:
+    """Return a device whose memory is too small for what gangs at rest keep there and what another gang needs."""
+    whole = state.configuration_sets[state.nodes[claim.node].configuration_set].device_memory_bytes
+    at_rest = [one.parked_bytes for one in [*state.held_on(claim.node), claim] if one.parked_bytes]
+    if not at_rest or not whole:
+        return None
+    holders = [*holders_on(state, claim.node), (job.number, claim)]
+    specs = {**{number: state.jobs[number].spec for number, _ in holders[:-1]}, job.number: job.spec}
+    for device, kept_bytes in enumerate(map(sum, zip(*at_rest, strict=True))):
+        needed = [specs[number].gpu_memory_bytes for number, one in holders if one.device_mask >> device & 1]
+        if any(one and one + kept_bytes > whole for one in needed):
+            return device
+    return None
+
+
+def _other_on(state: State, job: Job, claim: Claim) -> Stray | None:
+    """Return a gang of another job that has a device of the claim, does not share it, and is quarantined or about to be
+    ended by an operator."""
+    for stray in state.nodes[claim.node].strays:
+        if stray.phase is ObservedPhase.PARKED and stray.level is SuspendLevel.OFFLOAD:
+            continue
+        shared = stray.told.claim.shared_mask if stray.told is not None else 0
+        overlap = stray.device_mask & claim.device_mask & ~(shared & claim.shared_mask)
+        if stray.holds_back and stray.uid != job.uid and overlap:
+            return stray
+    return None
 
 
 def _built(

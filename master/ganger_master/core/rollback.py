@@ -34,6 +34,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.state import State
+from ganger_master.core.texts import END_UNKNOWN
 
 # Daemons that the database does not know are given as long to call; the longest they wait between two attempts.
 _DESCRIBED_SECONDS: Final = 5.0
@@ -41,10 +42,6 @@ _DESCRIBED_SECONDS: Final = 5.0
 _REVISIONS_SKIPPED: Final = 1 << 20
 _VERSIONS_SKIPPED: Final = 1 << 40
 _NAMED: Final = 8
-_LOST_FROM_SIGHT: Final = (
-    "the database was restored from a backup, and what became of the job since is not known: `ganger resume` runs it "
-    "(again), `ganger cancel` ends it"
-)
 # What may be done meanwhile.
 _ALWAYS: Final = (
     commands.OpenSession,
@@ -68,11 +65,12 @@ _Over: TypeAlias = dict[int, dict[str, FinishedGang]]
 def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[tuple[events.StoreOpened, ...], Answer]:
     counters, marks = state.counters, command.marks
     name = counters.store or command.name
-    if counters.restoring is not None:
-        return (), Done()
     is_used = bool(counters.store)
     why = ""
-    if command.is_restored:
+    if counters.restoring is not None:
+        # Its nodes have to report again: what they reported to the former master is lost, or older than this copy.
+        why = counters.restoring.why
+    elif command.is_restored:
         why = "the operator says so"
     elif marks is not None and marks.store == counters.store and is_used and is_behind(state, marks):
         why = f"the file beside it has seen event {marks.next_event - 1}, it ends with {counters.next_event - 1}"
@@ -531,9 +529,9 @@ def _take(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
 
 def _ask(state: State, job: Job, now: float, cause: str) -> None:
     if job.state is not JobState.SUSPENDED or job.epoch:
-        ending.end(state, job.number, JobState.SUSPENDED, now, _LOST_FROM_SIGHT)
-    state.put_job(replace(state.jobs[job.number], trouble=_LOST_FROM_SIGHT))
-    state.history(now, job, "end_not_known", cause, _LOST_FROM_SIGHT)
+        ending.end(state, job.number, JobState.SUSPENDED, now, END_UNKNOWN)
+    state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN))
+    state.history(now, job, "end_not_known", cause, END_UNKNOWN)
 
 
 def follow_ended(state: State, name: str, now: float, cause: str) -> None:

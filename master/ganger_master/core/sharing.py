@@ -83,10 +83,11 @@ def leave(state: State, gang: Gang) -> None:
             continue
         node = piece.claim.node
         there = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
+        strays = [stray.device_mask for stray in state.nodes[node].strays] if node in state.nodes else []
         for other, place in there:
             own = other.pieces[place].claim
             others = [one.pieces[at].claim.device_mask for one, at in there if one is not other]
-            left = own.shared_mask & functools.reduce(operator.or_, others, 0)
+            left = own.shared_mask & functools.reduce(operator.or_, [*others, *strays], 0)
             if left != own.shared_mask:
                 state.put_gang(orders.marked(other, node, left))
 

@@ -1,4 +1,4 @@
-"""Texts from outside that are kept: cut to a length that a person reads."""
+"""Texts that jobs are given: those from outside are cut to a length that a person reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from typing import Final
 
 # Characters of a text that is shown to people.
 TEXT_MOST: Final = 1_000
+
+# Why a job is suspended that no user has suspended.
+END_UNKNOWN: Final = (
+    "the database was restored from a backup, and what became of the job since is not known: `ganger resume` runs it "
+    "(again), `ganger cancel` ends it"
+)
+FOUND_AT_REST: Final = "it was found at rest after a restore of the database: `ganger resume` lets it go on"
 
 
 def cut(text: str, most: int = TEXT_MOST) -> str:

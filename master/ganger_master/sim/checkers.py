@@ -43,6 +43,7 @@ class Oracle:
         self.accepted: dict[int, str] = {}
         # Accepted after the copy was made that the database was restored from.
         self.lost: set[int] = set()
+        self.is_restored = False
         # Jobs by uid: those that have ended, and of these the ones that a person has since decided about.
         self.ended: set[str] = set()
         self.decided: set[str] = set()
@@ -199,6 +200,7 @@ class Oracle:
         """The master's database is an older copy: with these jobs, by number their uid and the step of the newest
         checkpoint that is known. What was accepted since may be lost; no number of it may be given again.
         `remembered`: only jobs with these uids are known outside the database; None where all numbers are."""
+        self.is_restored = True
         self.lost |= self.accepted.keys() - jobs.keys()
         if remembered is not None:
             for number in [one for one in self.lost if self.accepted.get(one, "") not in remembered]:

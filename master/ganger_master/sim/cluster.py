@@ -134,6 +134,10 @@ class Cluster:
 
         def answered(answer: Answer) -> None:
             if isinstance(answer, JobAnswer) and not submission.number:
+                if submission.uid not in {job.uid for job in self.state.jobs.values()} and self.oracle.is_restored:
+                    # Answered before the database went back.
+                    submission.refused = True
+                    return
                 submission.number = answer.number
                 self.oracle.acknowledged(answer.number, submission.uid)
                 if spec.scheduler in self.hosts:
@@ -196,12 +200,13 @@ class Cluster:
             uid, claim = ranks.order.uid, ranks.wanted.claim
             if claim.device_mask & state.rows[name].free_mask:
                 raise RuleBrokenError(f"{uid} epoch {epoch} runs on devices of {name} that count as free")
-            # A gang that the master knows may share its devices with those: the oracle minds who steps.
-            for gang in [state.gangs[of] for of in state.gangs_on.get(name, ()) if epoch not in state.gangs]:
+            # Of a gang that the master knows the oracle judges whether it may step; one on a node that had not reported
+            # when all was settled may be where the master has another one.
+            known = epoch in state.gangs or name in self.settled_without
+            for gang in [state.gangs[of] for of in state.gangs_on.get(name, ()) if not known]:
                 held = [piece.held for piece in gang.pieces if piece.claim.node == name and piece.held is not None]
-                if state.jobs[gang.job].uid != uid and any(
-                    claim.device_mask & one.device_mask & ~(claim.shared_mask & one.shared_mask) for one in held
-                ):
+                owns = claim.device_mask & ~claim.shared_mask
+                if state.jobs[gang.job].uid != uid and any(owns & one.device_mask for one in held):
                     raise RuleBrokenError(f"{uid} epoch {epoch} runs on devices of {name} that jobs/{gang.job} holds")
 
     # -- backups -------------------------------------------------------------------------------------------------------
@@ -258,6 +263,8 @@ class Cluster:
         self._again(mean_seconds, self._resize, lambda: self.meddling)
 
     meddling = True
+    # Nodes that had not reported when the last restore was settled.
+    settled_without: frozenset[str] = frozenset()
 
     def _again(self, mean_seconds: float, act: Callable[[], None], holds: Callable[[], bool] | None = None) -> None:
         if not mean_seconds:
@@ -365,6 +372,8 @@ class Cluster:
                 self.oracle.check_without_checkpoint(job.uid, [one.path for one in self.physics.on_storage(job.uid)])
         elif row.kind in ("end_not_known", "gang_adopted"):
             self.oracle.decided_anew(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
+        elif row.kind == "restore_settled":
+            self.settled_without = frozenset(row.message.removeprefix("without ").split(", "))
         elif row.kind == "quarantine_ended":
             self.oracle.decided_anew(row.figures["uid"])
         elif row.kind == "checkpoint_complete":

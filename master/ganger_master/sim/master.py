@@ -212,7 +212,7 @@ class SimMaster:
     def _restart(self) -> None:
         self._jump()
         self._looked = self._look()
-        self._go_on(self._restore(self.durable), "the master was started again", Tick())
+        self._go_on(self._restore(self.durable), "the master was started again", OpenStore("", marks=self.marks))
 
     def _go_on(self, state: State, cause: str, first: Command) -> None:
         self.state = state

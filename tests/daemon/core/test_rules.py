@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ganger.injob.lease import expired
+import pytest
+from ganger.injob.lease import NEVER, expired
 from ganger_daemon.checkpoints.collect import is_leftover, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.publish import Gathering, Shard
@@ -14,7 +15,7 @@ from ganger_daemon.control.rates import Look, rate_between
 from ganger_daemon.control.retune import Retune, RetuneStep
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
-from ganger_daemon.core.leases import lease_until
+from ganger_daemon.core.leases import lease_until, renewed
 from ganger_daemon.core.relay import Point, decided, merge, merge_all
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,26 @@ def test_the_stop_is_decided_when_all_have_acked() -> None:
     assert decided({**points, 1: Point(1, 7, 4, 7)}, 4) == 9
     assert decided({**points, 1: Point(1, 20, done=True)}, 4) == 21
     assert decided({0: Point(0, 9, 4, 8)}, 4) == 8
+
+
+@pytest.mark.parametrize(
+    ("until", "has_orders", "then"),
+    [
+        # It still runs.
+        (100, True, 900),
+        (100, False, 900),
+        (NEVER, False, 900),
+        # It has ended, or only the ranks know of one.
+        (10, True, 900),
+        (10, False, 10),
+        (None, True, 900),
+        (None, False, None),
+    ],
+)
+def test_an_answer_without_orders_renews_no_lease_that_has_ended(
+    until: int | None, has_orders: bool, then: int | None
+) -> None:
+    assert renewed(until, 900, has_orders, now_ns=50) == then
 
 
 def test_a_lease_counts_from_the_sending_and_never_means_never() -> None:
