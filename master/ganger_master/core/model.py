@@ -45,11 +45,11 @@ __all__ = [
     "ObservedPhase",
     "Outcome",
     "OutcomeKind",
+    "PendingRestore",
     "Piece",
     "Progress",
     "Request",
     "Restore",
-    "Restoring",
     "Role",
     "Stray",
     "SuspendLevel",
@@ -747,7 +747,7 @@ class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.active.rows if self.coming is None else self.active.rows + self.coming.rows
 
 
-class Restoring(Struct, frozen=True, gc=False, omit_defaults=True):
+class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
     """The database is an older copy of what this cluster had. Until all nodes have reported what they run, nothing is
     started, stopped or changed. `why`: how that was noticed, for people."""
 
@@ -778,7 +778,7 @@ class Counters(Struct):
     store: str = ""
     # Epochs [first, end) that were given in a time that this copy knows nothing of, or by another master: ascending.
     skipped_epochs: tuple[tuple[int, int], ...] = ()
-    restoring: Restoring | None = None
+    restoring: PendingRestore | None = None
 
 
 Element: TypeAlias = Job | Request | Gang | Node | NodeSet | ConfigurationSet | Counters

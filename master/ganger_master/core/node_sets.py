@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, ending, moving, orders, queue
+from ganger_master.core import attempts, ending, moving, orders, queue, sharing
 from ganger_master.core.events import RowsChanged
 from ganger_master.core.model import Claim, Gang, Intent, JobState, Level, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
@@ -51,8 +51,7 @@ def change(state: State, event: RowsChanged) -> None:
     for number in event.resumes:
         gang = state.gangs[state.jobs[number].epoch]
         # Nobody is beside it who shares its devices at once.
-        pieces = tuple([replace(piece, claim=replace(piece.claim, shared_mask=0)) for piece in gang.pieces])
-        state.put_gang(replace(gang, pieces=pieces))
+        state.put_gang(_alone(state, gang))
         _go_on(state, number, now, cause)
     for number, (claims, level, purpose) in event.moves.items():
         for claim in claims:
@@ -77,8 +76,7 @@ def change(state: State, event: RowsChanged) -> None:
     for job in sorted({job for row in event.rows for job in row} - begun):
         state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
         # Whom it shared devices with at once is gone, or rests.
-        for node in (gang := state.gangs[state.jobs[job].epoch]).nodes:
-            gang = orders.marked(gang, node, 0)
+        gang = _alone(state, state.gangs[state.jobs[job].epoch])
         if gang.pieces != state.gangs[gang.epoch].pieces:
             state.put_gang(gang)
     figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_seconds:g}"}
@@ -87,6 +85,14 @@ def change(state: State, event: RowsChanged) -> None:
         state.history(
             now, f"jobs/{job}", "rows_changed", cause, event.reason, rows=own, of_rows=len(event.rows), **figures
         )
+
+
+def _alone(state: State, gang: Gang) -> Gang:
+    """The gang without the marks of devices that it shares at once, but for those that a stray has."""
+    for piece in gang.pieces:
+        node = piece.claim.node
+        gang = orders.marked(gang, node, piece.claim.shared_mask & sharing.stray_devices(state, node))
+    return gang
 
 
 def _go_on(state: State, number: int, now: float, cause: str) -> None:

@@ -28,8 +28,8 @@ from ganger_master.core.model import (
     ObservedPhase,
     Outcome,
     OutcomeKind,
+    PendingRestore,
     Piece,
-    Restoring,
     Stray,
     SuspendLevel,
 )
@@ -112,7 +112,7 @@ def open_store(state: State, event: events.StoreOpened) -> None:
         setattr(counters, name, max(getattr(counters, name), getattr(marks, name)))
     # Beyond what any daemon can have had of the time that is lost: one that calls late is no news.
     counters.desired_version += _VERSIONS_SKIPPED
-    counters.restoring = Restoring(event.time, event.why)
+    counters.restoring = PendingRestore(event.time, event.why)
     state.reports.clear()
     state.ends = None
     for number in list(state.turn_of):

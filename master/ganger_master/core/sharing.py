@@ -83,13 +83,18 @@ def leave(state: State, gang: Gang) -> None:
             continue
         node = piece.claim.node
         there = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
-        strays = [stray.device_mask for stray in state.nodes[node].strays] if node in state.nodes else []
         for other, place in there:
             own = other.pieces[place].claim
             others = [one.pieces[at].claim.device_mask for one, at in there if one is not other]
-            left = own.shared_mask & functools.reduce(operator.or_, [*others, *strays], 0)
+            left = own.shared_mask & functools.reduce(operator.or_, others, stray_devices(state, node))
             if left != own.shared_mask:
                 state.put_gang(orders.marked(other, node, left))
+
+
+def stray_devices(state: State, node: str) -> int:
+    """Return the devices of a node that gangs have which the master did not start: those who share them stay marked."""
+    strays = state.nodes[node].strays if node in state.nodes else ()
+    return functools.reduce(operator.or_, [stray.device_mask for stray in strays], 0)
 
 
 def _company_on(state: State, job: Job, claim: Claim, agreed_only: bool) -> tuple[int, ...]:

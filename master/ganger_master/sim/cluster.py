@@ -373,7 +373,7 @@ class Cluster:
         elif row.kind in ("end_not_known", "gang_adopted"):
             self.oracle.decided_anew(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         elif row.kind == "restore_settled":
-            self.settled_without = frozenset(row.message.removeprefix("without ").split(", "))
+            self.settled_without = frozenset(filter(None, row.message.removeprefix("without ").split(", ")))
         elif row.kind == "quarantine_ended":
             self.oracle.decided_anew(row.figures["uid"])
         elif row.kind == "checkpoint_complete":

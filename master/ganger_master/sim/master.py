@@ -212,7 +212,9 @@ class SimMaster:
     def _restart(self) -> None:
         self._jump()
         self._looked = self._look()
-        self._go_on(self._restore(self.durable), "the master was started again", OpenStore("", marks=self.marks))
+        state = self._restore(self.durable)
+        opened = OpenStore("", marks=self.marks) if state.counters.restoring is not None else Tick()
+        self._go_on(state, "the master was started again", opened)
 
     def _go_on(self, state: State, cause: str, first: Command) -> None:
         self.state = state
