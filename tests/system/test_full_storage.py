@@ -39,6 +39,13 @@ def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_sk
                 every_seconds=0.2,
                 story=run.story,
             )
+        eventually(
+            lambda: f"STORAGE_FULL, reported by jobs/{run.id}" in run.shell("nodes"),
+            what="nodes shows that checkpoints are skipped",
+            within_seconds=60,
+            every_seconds=0.2,
+            story=run.story,
+        )
         kept = checkpoints_of(cluster, uid)
         assert kept, "the newest complete checkpoint is kept"
         # Long enough for checkpoints that are due.

@@ -30,6 +30,7 @@ def test_jobs_on_storage_that_hangs_show_it_go_on_and_can_be_ended(tmp_path: Pat
                 within_seconds=60,
                 story=run.story,
             )
+        assert f"STORAGE_HUNG, reported by jobs/{running.id}, jobs/{starting.id}" in running.shell("nodes")
         assert "STORAGE_HUNG" in running.shell("show", running.id)
         assert "STORAGE_HUNG" in running.shell("history", running.id)
         done = running.last_step()
@@ -43,7 +44,7 @@ def test_jobs_on_storage_that_hangs_show_it_go_on_and_can_be_ended(tmp_path: Pat
             fresh.rename(token)
             pipe.write("\n")
         eventually(
-            lambda: "STORAGE_HUNG" not in running.shell("why", running.id),
+            lambda: "STORAGE_HUNG" not in running.shell("why", running.id) + running.shell("nodes"),
             what="storage answers again",
             within_seconds=60,
             story=running.story,

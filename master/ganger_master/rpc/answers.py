@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Collection
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from typing import Final, TypeVar
 
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
@@ -27,6 +27,8 @@ from ganger_master.runtime.writer import Writer
 
 _Kind = TypeVar("_Kind")
 
+# Of the jobs that report the same trouble of a node.
+_JOBS_NAMED: Final = 3
 _NODE_STATES = {state: node_pb2.Node.State.Value(f"STATE_{state.name}") for state in NodeState}
 
 
@@ -126,7 +128,11 @@ class Shown:
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
         is_cut_off = name in (self.fallen_at_once() if fallen_at_once is None else fallen_at_once)
-        reasons = (self._refusals.of(name) or _silent_why(node, is_cut_off), node.state_reason)
+        reasons = (
+            self._refusals.of(name) or _silent_why(node, is_cut_off),
+            node.state_reason,
+            self._storage_trouble(node),
+        )
         return node_pb2.Node(
             name=names.node_name(node.name),
             machine_uuid=node.machine_uuid,
@@ -149,6 +155,24 @@ class Shown:
             ),
         )
 
+    def _storage_trouble(self, node: Node) -> str:
+        """Return what the node's gangs and its daemon report of the storage: codes and jobs, no text of a job."""
+        if not node.heard:
+            return ""
+        jobs: dict[str, list[int]] = {}
+        for gang in self._writer.state.gangs_there(node.name):
+            for piece in gang.pieces:
+                code = piece.trouble.partition(":")[0]
+                if piece.claim.node == node.name and code.startswith("STORAGE_"):
+                    jobs.setdefault(code, []).append(gang.job)
+        reported = [
+            f"{code}, reported by {_jobs_text(numbers)}: see `ganger why {numbers[0]}`"
+            for code, numbers in sorted(jobs.items())
+        ]
+        if not node.storage_proved:
+            reported.append("its daemon does not find the cluster's storage: no job with a checkpoint can go on here")
+        return "; ".join(reported)
+
     def node_names(self) -> list[str]:
         """Return the known nodes and those that the master does not accept, in order."""
         return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
@@ -156,6 +180,12 @@ class Shown:
     def fallen_at_once(self) -> Collection[str]:
         """The nodes whose silence may be the master's own."""
         return silence.fallen_at_once(self._writer.state, self._writer.now())
+
+
+def _jobs_text(numbers: Sequence[int]) -> str:
+    more = len(numbers) - _JOBS_NAMED
+    named = ", ".join(names.job_name(number) for number in numbers[:_JOBS_NAMED])
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def _silent_why(node: Node, is_cut_off: bool) -> str:
