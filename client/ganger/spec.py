@@ -6,6 +6,7 @@ the master can know (whether the gang could ever fit) is not judged here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ganger.units import parse_cores, parse_duration, parse_memory
 from ganger.v1.job_pb2 import JobSpec
@@ -73,6 +74,10 @@ _MAX_ENVIRONMENT_BYTES = 256 * 1024
 _MAX_VARIABLE_BYTES = 128 * 1024 - 2
 # What a shell takes for the end of a command, its way to another, or its files; a newline among them.
 _SHELL_SIGNS = "\n;&|<>"
+_JOB_FILES: Final = (".yaml", ".yml", ".toml")
+_BATCH_SCRIPTS: Final = (".sbatch", ".slurm")
+# Of a directory in which a file is not found.
+_NAMES_MOST: Final = 1_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -435,15 +440,31 @@ def _hint(command: Sequence[str], directory: str) -> str:
             any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
         ):
             return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
-        return ""
-    if path.suffix in (".yaml", ".yml", ".toml"):
+        return _missing_file(path) if len(command) == 1 and not path.exists() else ""
+    if path.suffix in _JOB_FILES:
         return f"{word} is a job file, not a program: submit it with --file {word}"
     runner = {".py": "python", ".sh": "bash", ".bash": "bash", ".sbatch": "bash", ".slurm": "bash"}.get(path.suffix)
     if runner is None:
         return ""
     line = shlex.join([runner, *command])
-    slurm = ", and give what its #SBATCH lines ask for as flags" if path.suffix in (".sbatch", ".slurm") else ""
+    slurm = ", and give what its #SBATCH lines ask for as flags" if path.suffix in _BATCH_SCRIPTS else ""
     return f"{word} is not a program that can be executed: write {line}{slurm}"
+
+
+def _missing_file(path: Path) -> str:
+    """What to write instead of a file that is not there, if its name is that of a job file or a batch script."""
+    import difflib
+
+    # A suffix may be mistyped as well as a name.
+    if not difflib.get_close_matches(path.suffix, (*_JOB_FILES, *_BATCH_SCRIPTS), 1, 0.8):
+        return ""
+    try:
+        present = [entry.name for entry in itertools.islice(path.parent.iterdir(), _NAMES_MOST)]
+    except OSError:
+        present = []
+    alike = difflib.get_close_matches(path.name, present, 1)
+    instead = f"; {alike[0]} is there" if alike else ""
+    return f"there is no file {path}{instead}; a job file is submitted with --file, a script with its interpreter"
 
 
 def _is_program(word: str, directory: str) -> bool:

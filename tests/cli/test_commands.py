@@ -31,6 +31,26 @@ def test_submit_prints_the_number_alone_on_stdout(call: Call, master: CannedMast
     assert spec.working_directory == str(Path.cwd())
 
 
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("python x.py --gpus 2", "--gpus after the command goes"),
+        ("python x.py --name=a --gpus 2 --name b", "--name, --gpus after the command go"),
+        ("--gpus 2 python x.py --lr 1", ""),
+        ("-- python x.py --gpus 2", ""),
+        ("--gpus 2 -- python x.py --gpus 2", ""),
+    ],
+)
+def test_an_option_of_submit_behind_the_command_is_noted(
+    call: Call, master: CannedMaster, capsys: Output, words: str, note: str
+) -> None:
+    assert call("submit", *words.split()) == 0
+    told = capsys.readouterr()
+    assert told.out == "submitted job 1\n"
+    assert told.err == (note and f"note: {note} to the command; options of ganger come before it\n")
+    assert list(master.requests[0].spec.command) == words[words.index("python") :].split()
+
+
 def test_submit_and_why_tell_whether_a_deadline_can_be_met(call: Call, master: CannedMaster, capsys: Output) -> None:
     master.explanation.job.CopyFrom(running_job(master))
     master.explanation.deadline_advice = "can be met: it would end 90 min before it"

@@ -417,6 +417,20 @@ def test_a_file_that_is_no_program_is_refused_with_what_to_write(
     assert list(spec(command=[name, *arguments], directory=str(tmp_path)).command) == [name, *arguments]
 
 
+@pytest.mark.parametrize("name", ["jbo.yaml", "no/job.yml", "job.tmol", "train.sbtach", "train.slurm"])
+def test_a_job_file_that_is_not_there_is_no_command(tmp_path: Path, name: str) -> None:
+    found = wrong(command=[name], directory=str(tmp_path))
+    assert found["command"] == (
+        f"there is no file {tmp_path / name}; a job file is submitted with --file, a script with its interpreter"
+    )
+    assert list(spec(command=[name, "x"], directory=str(tmp_path)).command) == [name, "x"]
+
+
+def test_a_mistyped_job_file_is_refused_with_the_name_of_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").touch()
+    assert "; job.yaml is there;" in wrong(command=["jbo.yaml"], directory=str(tmp_path))["command"]
+
+
 def test_a_command_for_a_shell_in_one_word_is_refused_with_what_to_write() -> None:
     assert wrong(command=["./prepare && python train.py"]) == {
         "command": "'./prepare && python train.py' is one word, and no shell runs it: "

@@ -18,8 +18,30 @@ if TYPE_CHECKING:
 _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 
 
+class _Submission(click.Command):
+    """A command that reports options of its own behind the words of the job: there they are the job's."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        rest = super().parse_args(context, args)
+        command = context.params.get("command") or ()
+        is_marked = "--" in given[: len(given) - len(command)]
+        if is_marked or context.resilient_parsing:
+            return rest
+        own = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
+        words = dict.fromkeys(word.partition("=")[0] for word in command[1:])
+        if mistaken := [word for word in words if word in own]:
+            verb = "goes" if len(mistaken) == 1 else "go"
+            click.echo(
+                f"note: {', '.join(mistaken)} after the command {verb} to the command;"
+                " options of ganger come before it",
+                err=True,
+            )
+        return rest
+
+
 # Values are texts here: ganger.spec reads them, so that flags and files follow the same rules and errors come at once.
-@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.command(cls=_Submission, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--file", "-F", "file", type=click.Path(dir_okay=False, path_type=Path), help="Job file, YAML or TOML.")
 @click.option("--name", "-n", metavar="TEXT", help="A label; need not be unique.")
 @click.option(
