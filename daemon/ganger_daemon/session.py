@@ -25,10 +25,10 @@ from ganger.wire.times import duration, seconds
 from ganger.wire.tls import trouble_with
 
 from ganger_daemon.core.leases import lease_until, renewed
+from ganger_daemon.database_position import DatabasePosition
 from ganger_daemon.gangs import GangSet
 from ganger_daemon.host import Host
 from ganger_daemon.progress import report_progress
-from ganger_daemon.seen import Seen
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Session:
         self._gangs = gangs
         self._find_master = find_master
         self._describe = describe
-        self._seen = Seen(host.paths.state / "master.json")
+        self._seen = DatabasePosition(host.paths.state / "master.json")
         self._news = asyncio.Event()
         self._wait = _FIRST_RETRY_SECONDS
         self.connected = asyncio.Event()

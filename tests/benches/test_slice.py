@@ -17,7 +17,7 @@ from ganger_daemon.bench.notes import (
     turns_of,
 )
 from ganger_daemon.bench.slice import main
-from ganger_daemon.bench.switches import Seen, Switch, parts, switch_of
+from ganger_daemon.bench.switches import PageChange, Switch, parts, switch_of
 
 
 def steps(*times: tuple[int, int]) -> list[Step]:
@@ -102,7 +102,7 @@ def test_parts_of_switches_on_two_devices_at_once_are_not_mixed() -> None:
         *((11, 2, 1, "ordered"), (13, 2, 1, "stopped"), (16, 2, 1, "offloaded")),
         *((20, 3, 1, "told"), (25, 3, 1, "runs"), (31, 3, 1, "stepped")),
     ]
-    seen = [Seen(moment * 1_000_000_000, *rest) for moment, *rest in switch]
+    seen = [PageChange(moment * 1_000_000_000, *rest) for moment, *rest in switch]
     found = parts(seen, [3_000_000_000, 9_000_000_000])
     expected = {"order": 1.0, "wait_for_k": 2.0, "offload": 3.0, "release_seen": 4.0, "restore": 5.0, "first_step": 6.0}
     assert set(found) == set(expected)

@@ -6,21 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.comparison import Costs, Ran, Told, TwinError, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.comparison import Costs, JobEvent, Ran, TwinError, compared, costs_of, step_seconds, trace_of
 from ganger_daemon.bench.twin import MOVES, _simulated, main
 
 EVENTS = [
-    Told(10.0, "jobs/1", "gang_approved"),
-    Told(11.0, "jobs/1", "gang_running"),
-    Told(20.0, "jobs/2", "gang_approved"),
-    Told(22.0, "jobs/2", "gang_running"),
-    Told(30.0, "jobs/1", "suspend_ordered", level="CHECKPOINT"),
-    Told(30.4, "jobs/1", "gang_parked", level="CHECKPOINT"),
-    Told(30.5, "jobs/1", "job_pending"),
-    Told(40.0, "jobs/1", "gang_approved"),
-    Told(42.0, "jobs/1", "gang_running"),
-    Told(50.0, "jobs/1", "job_succeeded"),
-    Told(60.0, "jobs/2", "job_succeeded"),
+    JobEvent(10.0, "jobs/1", "gang_approved"),
+    JobEvent(11.0, "jobs/1", "gang_running"),
+    JobEvent(20.0, "jobs/2", "gang_approved"),
+    JobEvent(22.0, "jobs/2", "gang_running"),
+    JobEvent(30.0, "jobs/1", "suspend_ordered", level="CHECKPOINT"),
+    JobEvent(30.4, "jobs/1", "gang_parked", level="CHECKPOINT"),
+    JobEvent(30.5, "jobs/1", "job_pending"),
+    JobEvent(40.0, "jobs/1", "gang_approved"),
+    JobEvent(42.0, "jobs/1", "gang_running"),
+    JobEvent(50.0, "jobs/1", "job_succeeded"),
+    JobEvent(60.0, "jobs/2", "job_succeeded"),
 ]
 COSTS = Costs(start_s=1.5, suspend_s=0.5, resume_s=0.5, end_s=0.25, starts=2, suspends=1, resumes=1)
 FIRST = Ran("first", 4, 101, 0.1, 0.0, None, 25.0, 1)
@@ -37,12 +37,12 @@ def test_a_run_in_which_nobody_was_suspended_tells_no_costs() -> None:
 
 
 MOVED = [
-    Told(10.0, "jobs/1", "gang_approved"),
-    Told(11.0, "jobs/1", "gang_running"),
-    Told(30.0, "jobs/1", "move_begun"),
-    Told(31.4, "jobs/1", "gang_running"),
-    Told(31.5, "jobs/1", "move_done", pause_ms=300.0),
-    Told(50.0, "jobs/1", "job_succeeded"),
+    JobEvent(10.0, "jobs/1", "gang_approved"),
+    JobEvent(11.0, "jobs/1", "gang_running"),
+    JobEvent(30.0, "jobs/1", "move_begun"),
+    JobEvent(31.4, "jobs/1", "gang_running"),
+    JobEvent(31.5, "jobs/1", "move_done", pause_ms=300.0),
+    JobEvent(50.0, "jobs/1", "job_succeeded"),
 ]
 
 

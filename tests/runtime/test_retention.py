@@ -14,7 +14,7 @@ from ganger.v1.job_service_pb2 import CancelJobRequest
 from ganger.wire.times import seconds
 from ganger_master.app import Master
 from ganger_master.config import Config, ConfigError, load
-from ganger_master.core.commands import Ended
+from ganger_master.core.commands import RecordedEnd
 from ganger_master.core.model import JobState
 from ganger_master.runtime.retention import (
     CHECKPOINTS,
@@ -92,9 +92,9 @@ def test_who_was_noted_goes_though_the_master_no_longer_knows_it_and_a_stranger_
 def test_how_a_job_ended_is_read_from_storage_also_where_an_older_master_noted_it(tmp_path: Path) -> None:
     left_by(tmp_path, ENDED)
     (left_by(tmp_path, ALIVE) / "ended").write_text("12.5\n")
-    note_ended(tmp_path, {ENDED: Ended(JobState.CANCELLED, 100.0)})
+    note_ended(tmp_path, {ENDED: RecordedEnd(JobState.CANCELLED, 100.0)})
     found = noted_ends(tmp_path, [ENDED, ALIVE, STRANGE])
-    assert found == {ENDED: Ended(JobState.CANCELLED, 100.0), ALIVE: Ended(None, 12.5)}
+    assert found == {ENDED: RecordedEnd(JobState.CANCELLED, 100.0), ALIVE: RecordedEnd(None, 12.5)}
 
 
 def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ganger.resources.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job
 from ganger_master.planner import packs as of_packs
-from ganger_master.planner.packs import Packs, Seen, is_settled, whole_again
+from ganger_master.planner.packs import JobRates, Packs, is_settled, whole_again
 from ganger_master.sim.replay.footprints import Footprints
 from ganger_master.sim.replay.options import Options
 from ganger_master.sim.replay.run import _Replay, simulate
@@ -63,7 +63,7 @@ def test_jobs_that_use_all_of_a_gpu_do_not_stay_together() -> None:
 
 
 def naive_whole_again(
-    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
     """Everybody is looked at, wherever no core is free, too."""
     free = dict(zip(view.nodes, view.millicores, strict=True))
@@ -85,7 +85,7 @@ def test_who_gets_its_cores_back_is_found_as_if_everybody_were_looked_at() -> No
     found = []
 
     def both(
-        running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+        running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
     ) -> Iterator[Change]:
         changes = list(whole_again(running, busy, view, seen))
         assert changes == list(naive_whole_again(running, busy, view, seen))

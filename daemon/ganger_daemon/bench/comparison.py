@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 
-class Told(NamedTuple):
+class JobEvent(NamedTuple):
     """An event of the master about a job; time is Unix seconds."""
 
     time: float
@@ -67,7 +67,7 @@ class TwinError(Exception):
 
 
 def costs_of(
-    events: Sequence[Told], last_steps: Mapping[str, float], needs: Sequence[str] = ("suspensions", "resumes")
+    events: Sequence[JobEvent], last_steps: Mapping[str, float], needs: Sequence[str] = ("suspensions", "resumes")
 ) -> Costs:
     """`last_steps`: when each job made its last step. Raises TwinError where nothing was started, or where there was
     none of what it `needs`: suspensions, resumes, moves."""

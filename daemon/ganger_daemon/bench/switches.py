@@ -24,7 +24,7 @@ _PARTS = (
 )
 
 
-class Seen(NamedTuple):
+class PageChange(NamedTuple):
     """`moment`: ns of the clock of pages; `device`: of the page, as a number of its own."""
 
     moment: int
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     what: str
 
 
-def parts(seen: Iterable[Seen], switched: Sequence[int]) -> dict[str, list[float]]:
+def parts(seen: Iterable[PageChange], switched: Sequence[int]) -> dict[str, list[float]]:
     """In seconds, one after the other: the leader's order to the order on a page that is to stop (`switched`: moments
     of the former), that to its rank at K, K to the state off the device, that to the order of the next one (the release
     is seen), that order to its state on the device, and that to its first step's end."""
@@ -107,7 +107,7 @@ class PageWatch(Watch):
     def parts(self, device_of: Mapping[int, int]) -> dict[str, list[float]]:
         """As `parts` has them. `device_of`: by epoch; those of who has one alone are of no interest."""
         seen = [
-            Seen(moment, page, device_of[self._epochs[page]], what)
+            PageChange(moment, page, device_of[self._epochs[page]], what)
             for moment, page, what in self._seen
             if self._epochs[page] in device_of
         ]

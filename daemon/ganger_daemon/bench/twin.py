@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ganger_daemon.bench.cluster import GANGER, BenchCluster, ClusterError
-from ganger_daemon.bench.comparison import Costs, Ran, Told, compared, costs_of, step_seconds, trace_of
+from ganger_daemon.bench.comparison import Costs, JobEvent, Ran, compared, costs_of, step_seconds, trace_of
 from ganger_daemon.bench.report import SAMPLES, Report
 
 _NODES, _GPUS = 2, 4
@@ -185,9 +185,9 @@ def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:
         time.sleep(1.0)
 
 
-def _events(cluster: BenchCluster) -> list[Told]:
+def _events(cluster: BenchCluster) -> list[JobEvent]:
     return [
-        Told(
+        JobEvent(
             datetime.fromisoformat(event["time"]).timestamp(),
             event["subject"],
             event["kind"],
@@ -210,7 +210,7 @@ def _printed(log: str) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _ran(one: Planned, job: str, events: Sequence[Told], times: list[tuple[int, float]], first: float) -> Ran:
+def _ran(one: Planned, job: str, events: Sequence[JobEvent], times: list[tuple[int, float]], first: float) -> Ran:
     own = {event.kind: event.time for event in events if event.job == job}
     if "job_succeeded" not in own:
         raise ClusterError(f"{one.name} did not succeed: {sorted(own)}")

@@ -19,8 +19,8 @@ from ganger_master.core.model import (
     ObservedPhase,
     Outcome,
     Progress,
+    StoredOrder,
     SuspendLevel,
-    Told,
 )
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 from ganger_master.core.update import Update
@@ -258,7 +258,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     last_step_time: float = 0.0
     first_step_time: float = 0.0
     # Where the master asked for it.
-    told: Told | None = None
+    told: StoredOrder | None = None
 
 
 class FinishedGang(Struct, frozen=True, gc=False):
@@ -350,7 +350,7 @@ class OpenStore(Struct, frozen=True, gc=False):
     is_restored: bool = False
 
 
-class Ended(Struct, frozen=True, gc=False):
+class RecordedEnd(Struct, frozen=True, gc=False):
     """How a job ended, by what is recorded beside the database or on storage; None: no more than that it did."""
 
     state: JobState | None
@@ -360,7 +360,7 @@ class Ended(Struct, frozen=True, gc=False):
 class NoteEnds(Struct, frozen=True, gc=False):
     """Which of the jobs that the database believes alive have ended, by uid; the shell says so once after a restore."""
 
-    ends: Mapping[str, Ended]
+    ends: Mapping[str, RecordedEnd]
 
 
 class GoOn(Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ganger.resources.reasons import Refusal
 from msgspec import Struct
 
-from ganger_master.core.commands import NO_MARKS, ClaimTurns, Ended, Line, Marks, Observe, OpenSession, Promise
+from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
 from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
 from ganger_master.core.update import Update
@@ -243,7 +243,7 @@ class StoreOpened(Struct, frozen=True, gc=False):
 class EndsNoted(Struct, frozen=True, gc=False):
     time: float
     cause: str
-    ends: Mapping[str, Ended]
+    ends: Mapping[str, RecordedEnd]
 
 
 class RestoreSettled(Struct, frozen=True, gc=False):

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ganger_master.core.changes import Dirty
-from ganger_master.core.commands import Ended, Observe, ObservedGang, ObservedRows
+from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired import Party, Projected, project
 from ganger_master.core.model import Claim, Counters, Gang, Job, Node, NodeSet, Request
 from ganger_master.core.settings import Settings
@@ -24,7 +24,7 @@ from ganger_master.core.waiting import Blocked, Kept, Turn
 from ganger_master.core.wanted import Member
 
 
-class Told(Struct, frozen=True, gc=False):
+class SentMembers(Struct, frozen=True, gc=False):
     """What a node was told of a gang's members when these were others than now: it hears of them with other news."""
 
     node: str
@@ -62,9 +62,9 @@ class Image(Struct, frozen=True, gc=False):
     unheard: tuple[str, ...] = ()
     # Versions of what nodes are to want, by node, and what they were told otherwise than it would be put now.
     desired: Mapping[str, int] = field(default_factory=dict)
-    told: tuple[Told, ...] = ()
+    told: tuple[SentMembers, ...] = ()
     reports: Mapping[str, tuple[float, Observe]] = field(default_factory=dict)
-    ends: Mapping[str, Ended] | None = None
+    ends: Mapping[str, RecordedEnd] | None = None
     last_answer: Mapping[str, float] = field(default_factory=dict)
     left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
@@ -213,13 +213,13 @@ def _index(state: State) -> None:
         state.note_lack(number)
 
 
-def _told(state: State) -> Iterator[Told]:
+def _told(state: State) -> Iterator[SentMembers]:
     for name, projected in state.projected.items():
         for epoch, one in projected.items():
             party = one.party
             if party is not state.parties.get(epoch) or not _is_fresh(state, party):
                 source = party.source
-                yield Told(name, epoch, party.members, None if source is None else source.members)
+                yield SentMembers(name, epoch, party.members, None if source is None else source.members)
 
 
 def _is_fresh(state: State, party: Party) -> bool:
@@ -241,7 +241,7 @@ def _addresses(node: Node | None) -> tuple[str, str]:
     return ("", "") if node is None else (node.peer_address, node.stream_address)
 
 
-def _tell(state: State, told: Told) -> None:
+def _tell(state: State, told: SentMembers) -> None:
     gang = state.gangs[told.epoch]
     job, settings = state.jobs[gang.job], state.settings
     nodes = [None] * len(gang.pieces)

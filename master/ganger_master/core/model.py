@@ -51,9 +51,9 @@ __all__ = [
     "Request",
     "Restore",
     "Role",
+    "StoredOrder",
     "Stray",
     "SuspendLevel",
-    "Told",
 ]
 
 
@@ -597,7 +597,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
         return None
 
 
-class Told(Struct, frozen=True, gc=False, omit_defaults=True):
+class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
     """The newest order that a daemon has for a gang, as it lies on the daemon's disk. `nodes`: all members of the gang,
     the leader first. `spec` is None where the daemon's copy cannot be read as a job."""
 
@@ -633,7 +633,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     note: str = ""
     phase: ObservedPhase = ObservedPhase.NONE
     # Once the daemon has sent it.
-    told: Told | None = None
+    told: StoredOrder | None = None
     # Where it rests.
     level: SuspendLevel = SuspendLevel.NONE
     stop_step: int = 0

@@ -26,9 +26,9 @@ from ganger_master.core.model import (
     JobState,
     ObservedPhase,
     Piece,
+    StoredOrder,
     Stray,
     SuspendLevel,
-    Told,
 )
 from ganger_master.core.residues import holders_on, kept_of
 from ganger_master.core.state import State
@@ -267,12 +267,12 @@ def take(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     state.history(now, job, "gang_adopted", cause, epoch=gang.epoch, nodes=" ".join(gang.nodes))
 
 
-def _refused(state: State, job: Job, newest: Told, parts: Mapping[str, Stray]) -> str:
+def _refused(state: State, job: Job, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
     """Why it is not adopted, whatever it holds; empty if nothing of the kind."""
     if any(_told(part).is_sliced for part in parts.values()):
         return "it takes turns with others on its devices"
     if newest.intent not in (Intent.RUN, Intent.PARK, Intent.HAND_OVER):
-        return f"it was told to {newest.intent.value.lower()}"
+        return f"it was ordered to {newest.intent.value.lower()}"
     if newest.restore.parked_epoch and any(part.phase not in _SETTLED for part in parts.values()):
         return f"it still takes its state from epoch {newest.restore.parked_epoch}; wait until it steps"
     if any(part.phase in (ObservedPhase.ENDED, ObservedPhase.NONE) for part in parts.values()):
@@ -344,7 +344,7 @@ def _other_on(state: State, job: Job, claim: Claim) -> Stray | None:
 
 
 def _built(
-    state: State, job: Job, epoch: int, newest: Told, parts: Sequence[Stray], claims: Sequence[Claim], now: float
+    state: State, job: Job, epoch: int, newest: StoredOrder, parts: Sequence[Stray], claims: Sequence[Claim], now: float
 ) -> Gang:
     version = state.next_desired_version
     gang = Gang(
@@ -404,6 +404,6 @@ def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int
     )
 
 
-def _told(part: Stray) -> Told:
+def _told(part: Stray) -> StoredOrder:
     assert part.told is not None, "looked at before"
     return part.told

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import checkpoints, commands, ending, events, observation, orders, quarantine
 from ganger_master.core.answers import Answer, Done, Refused
-from ganger_master.core.commands import Ended, FinishedGang, Marks, Observe, ObservedGang
+from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, RecordedEnd
 from ganger_master.core.desired import undescribed
 from ganger_master.core.model import (
     Failure,
@@ -223,7 +223,7 @@ class Takes(Struct, frozen=True):
 Verdict: TypeAlias = Ends | Asks | Stands | Takes
 
 
-def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: Ended | None) -> Verdict:
+def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: RecordedEnd | None) -> Verdict:
     """What became of a job, by all that is reported of it."""
     if ended is not None:
         return Ends(ended.state, "it is recorded that it ended") if ended.state is not None else _by_ends(job, over)

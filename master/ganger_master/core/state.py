@@ -17,7 +17,7 @@ from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.changes import Changes, Dirty
-from ganger_master.core.commands import Ended, Observe, ObservedGang, ObservedRows
+from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired import Party, Projected
 from ganger_master.core.effects import History
 from ganger_master.core.holdings import Holdings
@@ -95,7 +95,7 @@ class State:
         # Volatile.
         # Of a restored database, until all is settled: nodes' reports and when they came, and which jobs have ended.
         self.reports: dict[str, tuple[float, Observe]] = {}
-        self.ends: Mapping[str, Ended] | None = None
+        self.ends: Mapping[str, RecordedEnd] | None = None
         self.last_answer: dict[str, float] = {}
         # By node: who last gave devices back there, and when; for who waited for them.
         self.left_by: dict[str, tuple[int, float]] = {}

@@ -19,10 +19,10 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Intent, Job, JobState
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.packs import (
+    JobRates,
     Leaving,
     Pack,
     Packs,
-    Seen,
     is_resting,
     is_settled,
     move_in,
@@ -38,7 +38,7 @@ _LONGEST_S: Final = 120.0
 _Pair: TypeAlias = tuple[Job, Gang]
 
 
-def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: Seen) -> tuple[tuple[Change, ...], Packs]:
+def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: JobRates) -> tuple[tuple[Change, ...], Packs]:
     """The changes to propose now, and what to remember if they are proposed."""
     changes: list[Change] = []
     leaving: list[Leaving] = []

@@ -21,7 +21,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Intent, Job
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Finding, Goal, Purpose
-from ganger_master.planner.packs import Packs, Seen, is_settled, may_be_slower, plan_packs, with_refusals
+from ganger_master.planner.packs import JobRates, Packs, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import as_held
 from ganger_master.planner.table import LiveTable
@@ -73,7 +73,7 @@ def plan_packing(
     table: LiveTable,
     room: Room,
     now: float,
-    seen: Seen,
+    seen: JobRates,
     gpus: int,
     plan_every_s: float,
     kept_out: KeptOut = NOBODY,
@@ -181,4 +181,4 @@ def _apart(packs: Packs, placement: Placement, table: LiveTable, room: Room) -> 
 
 
 _ANYWHERE: Final = Want(math.inf)
-_ROOM_AGAIN: Final = Purpose(Goal.UNPACK, detail="nobody waits for the devices that it goes to")
+_ROOM_AGAIN: Final = Purpose(Goal.UNPACK, detail="no job waits for the devices that it goes to")

@@ -51,10 +51,10 @@ _DEVICES_PER_TRIAL: Final = 8
 _LONGEST_TRIAL_S: Final = 3600.0
 # A pack that was kept goes by its latest windows: interference that has come is not to be outvoted by what was before.
 _WATCHED_WINDOWS: Final = 16
-_NO_ROOM: Final = "those who rest on their devices keep so much memory there that both have no room any more"
+_NO_ROOM: Final = "jobs that rest on their devices keep so much memory there that both have no room any more"
 
 
-class Seen(Protocol):
+class JobRates(Protocol):
     """What is measured of the jobs, by number. Rates are windows of several mini-batches each, in steps a second."""
 
     def alone(self, number: int) -> tuple[float, ...]:
@@ -161,7 +161,7 @@ def plan_packs(
     table: LiveTable,
     view: View,
     now: float,
-    seen: Seen,
+    seen: JobRates,
     gpus: int,
     is_crowded: bool,
     in_turns: bool = True,
@@ -183,7 +183,7 @@ def plan_packs(
         if stays is not None and not (limited and _is_together(pack, running)):
             left.append(stays)
         elif _is_together(pack, running):
-            detail = "somebody's time has a limit by now" if limited else "what it gains could not be measured"
+            detail = "the time of a job has a limit by now" if limited else "what it gains could not be measured"
             detail = found[0].detail if found else detail
             changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
             packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
@@ -260,7 +260,7 @@ def _suspending(job: Job, gang: Gang, purpose: Purpose) -> Change:
 def _strangers(
     running: Mapping[int, tuple[Job, Gang]],
     busy: Collection[int],
-    seen: Seen,
+    seen: JobRates,
     rests: Callable[[Job, Gang, Purpose], Change],
 ) -> Iterator[Change]:
     """Who shares devices, and nobody knows for what: whoever came last has to go."""
@@ -270,12 +270,12 @@ def _strangers(
             continue
         epochs = [running[mate][1].epoch for mate in mates if mate in running]
         if gang.epoch > max(epochs, default=0):
-            detail = "nobody knows any more what the pack that it is in was to bring"
+            detail = "what the pack that it is in was to bring is not known any more"
             yield rests(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
 def whole_again(
-    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: Seen
+    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
     """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
     free: dict[str, tuple[int, ...]] = {}
@@ -310,7 +310,7 @@ def _judged(
     table: LiveTable,
     view: View,
     now: float,
-    seen: Seen,
+    seen: JobRates,
 ) -> tuple[Packs, Pack | None, list[Finding]]:
     """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
@@ -400,7 +400,7 @@ def is_resting(job: Job, gang: Gang) -> bool:
     return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
-def _berth(job: Job, gang: Gang, view: View, seen: Seen, in_turns: bool) -> Berth | None:
+def _berth(job: Job, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> Berth | None:
     """A gang alone on its devices that was measured there. Where packs come apart into turns, who takes none is in no
     pack: its guest could not go on where the host is."""
     if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not in_turns):
@@ -461,7 +461,7 @@ def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], v
     between = f"{expected.low:.2f} to {expected.high:.2f}"
     detail = f"with {host.name}: {expected.gain:.2f} expected ({between}), 1.00 in turns"
     purpose = Purpose(Goal.PACK, detail=detail)
-    gives = f"half of its cores for {guest.name}, who comes to its GPUs"
+    gives = f"half of its cores for {guest.name}, which comes to its GPUs"
     return (
         Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number, reason=gives),
         Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number, purpose=purpose),

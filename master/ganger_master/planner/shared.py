@@ -15,7 +15,7 @@ from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, credited, moved, stayed
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
-from ganger_master.planner.packs import Packs, Seen, plan_packs, with_refusals
+from ganger_master.planner.packs import JobRates, Packs, plan_packs, with_refusals
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.table import LiveTable
@@ -49,7 +49,7 @@ def plan_shared(
     now: float,
     room: Room,
     remembered: Shared,
-    seen: Seen,
+    seen: JobRates,
     gpus: int,
     quantum_s: float,
     kept_out: KeptOut = NOBODY,

@@ -19,7 +19,7 @@ from ganger_master.core.model import (
     Outcome,
     OutcomeKind,
     Restore,
-    Told,
+    StoredOrder,
 )
 from ganger_master.core.texts import cut
 from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, Member
@@ -120,14 +120,14 @@ def _job_number(name: str) -> int:
     return number
 
 
-def _told_from_wire(message: agent_pb2.ObservedGang) -> Told | None:
+def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
     """None for an order that this master cannot read, as one of a newer master."""
     told = message.told
     intent = _INTENTS_FROM_WIRE.get(told.intent)
     if intent is None or not told.members:
         return None
     restore, parked = told.restore, told.restore.parked
-    return Told(
+    return StoredOrder(
         master_sequence=min(told.order.master_sequence, _SEQUENCE_MOST),
         intent=intent,
         claim=convert.claim_from_wire(told.claim),

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from ganger_master.core.commands import Ended, Marks
+from ganger_master.core.commands import Marks, RecordedEnd
 from ganger_master.core.model import Counters, Element, Job, JobState
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Beside:
     def __init__(self, database: Path) -> None:
         self._marks = database.with_name(f"{database.name}.marks")
         self._ended = database.with_name(f"{database.name}.ended")
-        self._fresh: list[tuple[str, Ended]] = []
+        self._fresh: list[tuple[str, RecordedEnd]] = []
         self._synced = 0.0
         self._fails = False
 
@@ -45,9 +45,9 @@ class Beside:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def ends(self, uids: Collection[str]) -> dict[str, Ended]:
+    def ends(self, uids: Collection[str]) -> dict[str, RecordedEnd]:
         """Which of these jobs are named as ended. Blocks."""
-        found: dict[str, Ended] = {}
+        found: dict[str, RecordedEnd] = {}
         try:
             with self._ended.open("rb") as file:
                 for line in file:
@@ -65,7 +65,7 @@ class Beside:
             if isinstance(element, Counters):
                 counters = element
             elif isinstance(element, Job) and element.state.is_final:
-                ended.append((element.uid, Ended(element.state, element.end_time)))
+                ended.append((element.uid, RecordedEnd(element.state, element.end_time)))
         try:
             if ended:
                 self._append(ended)
@@ -78,7 +78,7 @@ class Beside:
                 log.warning("not noted beside the database", extra={"path": str(self._marks), "error": str(error)})
             self._fails = True
 
-    def take_ended(self) -> list[tuple[str, Ended]]:
+    def take_ended(self) -> list[tuple[str, RecordedEnd]]:
         """Jobs that have ended since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
@@ -104,7 +104,7 @@ class Beside:
         finally:
             os.close(descriptor)
 
-    def _append(self, ended: Iterable[tuple[str, Ended]]) -> None:
+    def _append(self, ended: Iterable[tuple[str, RecordedEnd]]) -> None:
         text = "".join([f"{uid} {text_of(end)}\n" for uid, end in ended])
         descriptor = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -119,16 +119,16 @@ class Beside:
             fresh.replace(self._ended)
 
 
-def text_of(end: Ended) -> str:
+def text_of(end: RecordedEnd) -> str:
     """ "TIME STATE"."""
     return f"{end.time!r} {end.state.value}" if end.state is not None else f"{end.time!r}"
 
 
-def ended_of(text: str) -> Ended:
+def ended_of(text: str) -> RecordedEnd:
     """From "TIME STATE"; without a state, or with one of a newer master, None."""
     time_text, _, state = text.strip().partition(" ")
     try:
         when = float(time_text)
     except ValueError:
         when = 0.0
-    return Ended(JobState(state) if state in set(JobState) else None, when)
+    return RecordedEnd(JobState(state) if state in set(JobState) else None, when)

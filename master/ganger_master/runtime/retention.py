@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ganger_master.core.commands import Ended
+from ganger_master.core.commands import RecordedEnd
 from ganger_master.core.model import Gang, Job
 from ganger_master.runtime.beside import ended_of, text_of
 
@@ -41,13 +41,13 @@ def may_go(ended: float | None, kept: float | None, now: float) -> bool:
     return ended is not None and kept is not None and now - ended > kept
 
 
-def known_ends(ends: Mapping[str, float], jobs: Mapping[int, Job]) -> dict[str, Ended]:
+def known_ends(ends: Mapping[str, float], jobs: Mapping[int, Job]) -> dict[str, RecordedEnd]:
     """By uid how the jobs ended that have, of `ends_of`."""
     states = {job.uid: job.state for job in jobs.values()}
-    return {uid: Ended(states.get(uid), ended) for uid, ended in ends.items() if ended != math.inf}
+    return {uid: RecordedEnd(states.get(uid), ended) for uid, ended in ends.items() if ended != math.inf}
 
 
-def note_ended(storage: Path, ends: Mapping[str, Ended]) -> None:
+def note_ended(storage: Path, ends: Mapping[str, RecordedEnd]) -> None:
     """Writes down which of the jobs with something on storage have ended. Blocks. Raises OSError."""
     for uid, ended in ends.items():
         directory = storage / uid
@@ -57,9 +57,9 @@ def note_ended(storage: Path, ends: Mapping[str, Ended]) -> None:
             fresh.rename(directory / _ENDED)
 
 
-def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, Ended]:
+def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, RecordedEnd]:
     """Which of these jobs are noted on storage as ended, and how. Blocks."""
-    found: dict[str, Ended] = {}
+    found: dict[str, RecordedEnd] = {}
     for uid in uids:
         with suppress(OSError):
             found[uid] = ended_of((storage / uid / _ENDED).read_text())

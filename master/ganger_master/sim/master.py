@@ -13,7 +13,7 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.changes import ELEMENT_TYPES, Changes
 from ganger_master.core.commands import Answer as PollAnswer
-from ganger_master.core.commands import Command, Ended, Marks, NoteEnds, OpenStore, Tick
+from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects, History
 from ganger_master.core.events import Event
@@ -87,7 +87,7 @@ class SimMaster:
         self.state.counters.store = "simulated"
         # Beside the database, and not part of a copy of it: how far it came, and how jobs ended.
         self.marks = Marks()
-        self.ended: dict[str, Ended] = {}
+        self.ended: dict[str, RecordedEnd] = {}
         self._notes_ends = False
         self.store = store or SimStore()
         self.store.generation += 1
@@ -309,7 +309,7 @@ class SimMaster:
                     element.next_set,
                 )
             elif isinstance(element, Job) and element.state.is_final:
-                self.ended[element.uid] = Ended(element.state, element.end_time)
+                self.ended[element.uid] = RecordedEnd(element.state, element.end_time)
 
     def _give(self, turns: Sequence[Turn]) -> None:
         """Their leases begin now."""

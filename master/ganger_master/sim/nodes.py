@@ -22,8 +22,8 @@ from ganger_master.core.model import (
     Outcome,
     OutcomeKind,
     Restore,
+    StoredOrder,
     SuspendLevel,
-    Told,
 )
 from ganger_master.core.wanted import DesiredGang, DesiredSet
 from ganger_master.sim.engine import Engine
@@ -348,9 +348,9 @@ class SimDaemon:
         return replace(self.offers, resize=True, resize_divides=_GLOBAL_BATCH)
 
 
-def _told(ranks: Ranks) -> Told:
+def _told(ranks: Ranks) -> StoredOrder:
     wanted, restore = ranks.wanted, ranks.wanted.restore
-    return Told(
+    return StoredOrder(
         master_sequence=wanted.master_sequence,
         intent=wanted.intent,
         claim=wanted.claim,

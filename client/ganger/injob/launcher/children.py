@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Callable
 
-from ganger.injob.launcher.keeper import Keeper
+from ganger.injob.launcher.keeper import LeaseKeeper
 from ganger.injob.processes import start_ticks
 
 
@@ -23,7 +23,7 @@ class Child:
         adopted: bool = False,
         ticks: int | None = None,
         pidfd: int | None = None,
-        keeper: Keeper | None = None,
+        keeper: LeaseKeeper | None = None,
     ) -> None:
         self.name = name
         self.kind = kind

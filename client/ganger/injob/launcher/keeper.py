@@ -23,7 +23,7 @@ _AGAIN_SECONDS = 0.05
 _SWEEPS = 8
 
 
-class Keeper:
+class LeaseKeeper:
     """Of the lease of one rank. ``freezer``: the file that freezes its control group, "" where there is none;
     ``procs``: the ``cgroup.procs`` files of its group."""
 

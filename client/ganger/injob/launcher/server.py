@@ -21,7 +21,7 @@ from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
 from ganger.injob.launcher.children import Child
 from ganger.injob.launcher.exits import Exit, from_page, from_wait, record
-from ganger.injob.launcher.keeper import Keeper
+from ganger.injob.launcher.keeper import LeaseKeeper
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command, shortened
 from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
@@ -196,7 +196,7 @@ class Server:
             self._become_child(keep=[write_end, *([] if arena is None else [arena])])
             raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
-        keeper = Keeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
+        keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
         new = self._add(Child(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
         if word is not None:
             begin(word)
@@ -317,7 +317,7 @@ class Server:
             found = recover_arena(pid, arena["name"])
             if found is not None:
                 self._arenas[arena["name"]] = found
-        keeper = Keeper(name, pid, page, str(request.get("freezer", "")), list(request.get("cgroup_procs", ())))
+        keeper = LeaseKeeper(name, pid, page, str(request.get("freezer", "")), list(request.get("cgroup_procs", ())))
         self._add(Child(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper))
         self._reply(caller, number, alive=True)
 

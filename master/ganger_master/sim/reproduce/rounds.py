@@ -47,7 +47,7 @@ class RoundJobs:
 
 
 @dataclass(frozen=True, eq=False)
-class Ended:
+class RoundTimes:
     """Of each job, in seconds: when it ended, and in which rounds it held its GPUs, all together."""
 
     end_s: Floats
@@ -61,7 +61,7 @@ def through_rounds(
     tuning: Tuning,
     measured: slice = slice(None),
     move_s: float = 0.0,
-) -> Ended:
+) -> RoundTimes:
     """Until the measured jobs have ended; infinite for those that run even then. The tuning must place, or be
     proportional: then it makes no difference where a gang lies. `move_s`: seconds that a gang of one GPU loses when it
     is on another server than in the round before. Servers must be alike; they are renamed so that the fewest move."""
@@ -97,7 +97,7 @@ def through_rounds(
             left[left < 1e-6] = 0.0
             end[of_round[left[of_round] == 0.0]] = now + ROUND_S
         now += ROUND_S
-    return Ended(end, attained)
+    return RoundTimes(end, attained)
 
 
 def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning, measured: slice = slice(None)) -> Floats:

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from ganger_daemon.files import read_json, write_hint
 
 
-class Seen:
+class DatabasePosition:
     """The note of it on disk, read at the start and written before each desired set is acted on."""
 
     def __init__(self, path: Path) -> None:
