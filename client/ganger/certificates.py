@@ -55,9 +55,9 @@ def make_authority(directory: Path) -> Path:
 def check_hosts(role: Role, hosts: Sequence[str]) -> None:
     """Raises CertificateError unless who is dialled has hosts, and nobody else."""
     if role in _SERVERS and not hosts:
-        raise CertificateError(f"a {role} is dialled by others: name the host under which they reach it with --host")
+        raise CertificateError(f"a {role} accepts connections: name the host under which it is reached with --host")
     if hosts and role not in _SERVERS:
-        raise CertificateError(f"nobody dials a {role}: leave --host out")
+        raise CertificateError(f"a {role} accepts no connections: leave --host out")
 
 
 def issue(authority: Path, identity: Identity, hosts: Sequence[str], days: float, out: Path) -> datetime:

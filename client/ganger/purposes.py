@@ -9,7 +9,7 @@ from typing import Final
 _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "LOCALITY": ("to have its GPUs closer together", ""),
     "HOLE": ("to make room for a gang that waits", "to make room for {job}"),
-    "UNPACK": ("to share its GPUs with nobody any more", ""),
+    "UNPACK": ("to have its GPUs to itself", ""),
     "DRAIN": ("because its node is drained", ""),
     "DEFRAGMENT": ("so that fewer nodes are half full", ""),
     "RETURN": ("to go on after it had rested for others", ""),
@@ -19,7 +19,7 @@ _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "UNDO": ("back to where it was faster", ""),
     "EXCHANGE": ("to change places with one that gains more", "to change places with {job}, which gains more"),
     "BALANCE": ("to be less slowed down by those beside it", ""),
-    "FAIRNESS": ("so that all who take turns get the same time", "so that {job} gets as much time as others"),
+    "FAIRNESS": ("so that all jobs that take turns get the same time", "so that {job} gets as much time as others"),
 }  # fmt: skip
 # What is worth less is told as less.
 _MILLISECONDS: Final = 1_000.0

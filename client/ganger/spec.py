@@ -605,7 +605,7 @@ def _deadline(value: Any) -> float:
         # Without a zone it is that of this machine.
         seconds: float = value.timestamp()
     except (OverflowError, OSError, ValueError):
-        raise ValueError(f"{value} is no time that anybody means") from None
+        raise ValueError(f"{value} is out of range") from None
     if value.tzinfo is None and times.local_datetime(times.timestamp(seconds)).replace(tzinfo=None) != value:
         raise ValueError(
             f"{value} does not exist here: clocks are put forward over it; write another time, or its zone"

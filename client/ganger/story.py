@@ -182,7 +182,7 @@ def _running(teller: _Teller, event: Happening) -> str:
 
 def _suspend_ordered(teller: _Teller, event: Happening) -> str:
     teller.stopping_since = event.time
-    return f"told to rest at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
+    return f"ordered to stop at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
 
 
 def _parked(teller: _Teller, event: Happening) -> str:
@@ -202,7 +202,7 @@ def _resume_ordered(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
     teller.starting_since = event.time
     teller.is_resuming = True
-    return f"told to go on{_by(event)}{rested}{_for(event)}"
+    return f"ordered to go on{_by(event)}{rested}{_for(event)}"
 
 
 def _move_begun(teller: _Teller, event: Happening) -> str:
@@ -337,7 +337,7 @@ def _ended(teller: _Teller, event: Happening) -> str:
 
 
 def _cancelled(teller: _Teller, event: Happening) -> str:
-    return f"told to end{_by(event)}{f': {event.message}' if event.message else ''}"
+    return f"ordered to end{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
 def _array_submitted(teller: _Teller, event: Happening) -> str:

@@ -74,7 +74,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     type=Within(min=0.1),
     default=60.0,
     show_default=True,
-    help="Seconds after which a job that does not obey is told to end; its stacks are dumped after half of it.",
+    help="Seconds after which a job that does not obey gets SIGTERM; its stacks are dumped after half of it.",
 )
 @click.option("--verbose", is_flag=True, help="Log more.")
 def daemon(

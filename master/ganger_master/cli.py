@@ -19,10 +19,18 @@ from ganger.console.paths import Directory
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: fifo-backfill.")
 @click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")
-@click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where a planner places; 5m.")
-@click.option("--moves-per-hour", metavar="N", help="Of a node, that nobody waits for (+defrag); default: auto.")
+@click.option(
+    "--plan-every",
+    metavar="TIME",
+    help="Least time between two plans that preempt running jobs, where a planner places; 5m.",
+)
+@click.option(
+    "--moves-per-hour",
+    metavar="N",
+    help="Most moves of a node in an hour that no pending job needs (+defrag); default: auto.",
+)
 @click.option("--checkpoint-interval", metavar="TIME", help="Between checkpoints of jobs that set none; default 30m.")
-@click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: everybody else.")
+@click.option("--quotas", metavar="USER=GPUS,...", help="GPUs that a user may hold at once; *=GPUS: every other user.")
 @click.option("--scheduler-host/--no-scheduler-host", default=None, help="Run the default job schedulers as a child.")
 @click.option("--planner/--no-planner", default=None, help="Run the planner as a child where the policy needs one.")
 @click.option("--restored", is_flag=True, default=None, help="The database is a backup: take what nodes run first.")
@@ -66,4 +74,4 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     except app.FencedError as error:
         raise CommandError(str(error), Exit.FENCED) from error
     if not was_asked:
-        raise CommandError("the master could not go on: its log says why", Exit.BUG)
+        raise CommandError("the master could not go on: see its log", Exit.BUG)

@@ -171,7 +171,7 @@ def load(
         except ValueError as error:
             problems.append(str(error))
     if "state_dir" not in values and not any(problem.startswith("state_dir") for problem in problems):
-        problems.append("state_dir: say where the master keeps its state (--state-dir DIR)")
+        problems.append("state_dir: name where the master keeps its state (--state-dir DIR)")
     if problems:
         raise ConfigError(tuple(problems))
     return Config(**values)  # type: ignore[arg-type]

@@ -22,7 +22,9 @@ def quotas_of(value: object) -> dict[str, int]:
         raise ValueError(f"quotas: {value!r} is no table of users and GPUs")
     wrong = [user for user, gpus in value.items() if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
     if wrong:
-        raise ValueError(f"quotas: {_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for everybody else")
+        raise ValueError(
+            f"quotas: {_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for every other user"
+        )
     return {user: int(str(gpus)) for user, gpus in value.items()}
 
 

@@ -48,7 +48,7 @@ def test_a_certificate_of_each_role_is_issued(
         (("--role", "root", "--name", "a"), Exit.USAGE, "'root' is not one of"),
         (("--role", "user", "--name", "a", "--days", "nan"), Exit.USAGE, "not a number"),
         (("--role", "user", "--name", "a", "--days", "0"), Exit.USAGE, "not in the range"),
-        (("--role", "master", "--name", "m"), Exit.USAGE, "name the host under which they reach it"),
+        (("--role", "master", "--name", "m"), Exit.USAGE, "name the host under which it is reached"),
         (("--role", "user", "--name", "a", "--host", "h"), Exit.USAGE, "leave --host out"),
     ],
 )

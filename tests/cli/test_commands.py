@@ -169,7 +169,7 @@ def test_the_first_line_states_whether_a_job_runs_or_has_ended(
     assert call("why", "1") == 0
     assert capsys.readouterr().out == "job 1 is running on n1[0-1,3]\n"
     master.explanation.job.gang.phase = job_pb2.Gang.PHASE_STOPPING
-    master.explanation.assumption = "it was told to end; nodes/n1 has not reported that it does"
+    master.explanation.assumption = "it was ordered to end; nodes/n1 has not reported that it does"
     assert call("why", "1") == 0
     assert capsys.readouterr().out.splitlines() == ["job 1 is stopping on n1[0-1,3]", master.explanation.assumption]
     master.explanation.job.state = job_pb2.Job.STATE_FAILED
@@ -374,7 +374,7 @@ def test_declaring_a_node_lost_asks_first(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert call("lost", "n1") == 2
-    assert "Nobody is there to answer: give --yes" in capsys.readouterr().err
+    assert "There is no terminal to answer on: give --yes" in capsys.readouterr().err
     assert [type(request).__name__ for request in master.requests] == ["GetNodeRequest"], "that there is such a node"
     assert call("nodes", "lost", "n1", "--yes") == 0
     assert "node n1 is lost" in capsys.readouterr().out

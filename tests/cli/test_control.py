@@ -106,7 +106,7 @@ def test_a_cancel_that_does_not_reach_the_node_says_when_the_job_ends(
 
 
 def test_of_a_node_that_takes_no_gangs_the_waiting_goes_on(call: Call, master: CannedMaster, capsys: Output) -> None:
-    master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="nodes/n1 has not told yet what runs there")
+    master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="nodes/n1 has not reported yet what runs there")
     running_job(master).gang.phase = job_pb2.Gang.PHASE_STOPPING
     assert call("suspend", "1", "--level", "offload", "--timeout", "1.5s") == 4
     assert "after 1.5s; the order stands" in capsys.readouterr().err

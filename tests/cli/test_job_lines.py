@@ -56,7 +56,9 @@ def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     assert "has waited" in dict(pairs(job))
     job = elastic(job_pb2.Job.STATE_HOLDING)
     job.gang.claims.add(node="nodes/n1", device_mask=3)
-    assert job_lines.sizes_text(job).endswith("keeps the number that it has, for it has not said that it can change it")
+    assert job_lines.sizes_text(job).endswith(
+        "keeps the number that it has, for it has not reported that it can change it"
+    )
     job.capabilities.missing["RESIZE"] = "it does not attach"
     assert job_lines.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
     job.capabilities.resize = True

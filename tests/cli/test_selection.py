@@ -70,7 +70,7 @@ def test_no_jobs_or_jobs_beside_a_filter_is_wrong_usage(
     call: Call, four_jobs: CannedMaster, capsys: Output, command: str
 ) -> None:
     assert call(command) == 2
-    assert "say which jobs" in capsys.readouterr().err
+    assert "name the jobs" in capsys.readouterr().err
     assert call(command, "1", "--user", "ann") == 2
     assert "not both" in capsys.readouterr().err
     assert call(command, "3-1") == 2

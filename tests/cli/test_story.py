@@ -48,15 +48,15 @@ def test_every_chapter_says_who_why_and_how_long() -> None:
         "runs, after 0.25 s",
         "moved: it stood still for 250 ms, 300 ms expected, and lost no step",
         "checkpoint 2 complete, at step 250",
-        "told to rest at offload by user:ann",
+        "ordered to stop at offload by user:ann",
         "rests at offload, step 300, 0.25 s after the order",
         "updated by user:ann: priority 0 -> 5, time limit 1h -> 2h",
-        "told to go on by user:ann after 10.00 s at rest",
+        "ordered to go on by user:ann after 10.00 s at rest",
         "got its gang on n2 by scheduler, after it had waited 0.50 s",
         "runs, after 0.25 s",
         "the attempt failed: rank 1 exited with code 3",
         "waits again: rank 1 exited with code 3",
-        "told to end by user:ann: enough",
+        "ordered to end by user:ann: enough",
         "cancelled: enough",
     ]
 

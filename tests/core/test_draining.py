@@ -89,7 +89,7 @@ def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_
     drive.runs(number)
     drive.step(DrainNode("n1", "new fan"))
     assert drive.state.gangs[drive.job(number).epoch].phase is GangPhase.RUNNING
-    said = leaves("it goes once another node takes jobs, and is saved on storage if nobody can make room")
+    said = leaves("it goes once another node takes jobs, and is saved on storage if no job can make room")
     assert told(drive, number)[0] == (Reason.NODE_UNAVAILABLE, said)
 
 

@@ -141,15 +141,15 @@ def test_why_names_the_nodes_that_have_not_acknowledged_an_order() -> None:
     def told() -> str:
         return explain(drive.state, number, drive.now).assumption
 
-    assert told() == "it was told to start; nodes/n1 has not reported yet that it was told"
+    assert told() == "it was ordered to start; nodes/n1 has not acknowledged the order yet"
     drive.runs(number)
     assert told() == "it has its gang, which is RUNNING"
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
-    assert told() == "it was told to rest; nodes/n1 has not reported that it does"
+    assert told() == "it was ordered to rest; nodes/n1 has not reported that it does"
     drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
     assert told() == "it rests because a user suspended it; resume it"
     drive.step(ResumeJob(number))
     drive.start(number)
     drive.runs(number)
     drive.step(CancelJob(number))
-    assert told() == "it was told to end; nodes/n1 has not reported that it does"
+    assert told() == "it was ordered to end; nodes/n1 has not reported that it does"

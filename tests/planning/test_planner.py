@@ -76,7 +76,7 @@ def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
         assert (found.start_before_seconds, found.assumption) == (
             0.0,
-            "unknown, because whose the next free devices are is decided anew each time",
+            "unknown, because each pass decides anew which job gets the next free devices",
         )
 
     on_a_master(tmp_path, story)

@@ -59,7 +59,7 @@ def test_a_real_master_recorded_over_real_submissions_replays_identically(tmp_pa
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert b"hunter2" not in gzip.decompress(file.read_bytes())
     whole = replay(file, "--job", large.removeprefix("jobs/"), "--policy", "backfill")
-    assert (whole["differences"], whole["recording"]["end_reason"]) == (0, "who asked for it went away")
+    assert (whole["differences"], whole["recording"]["end_reason"]) == (0, "the client that started it went away")
     assert whole["otherwise"]["differences"] == []
     assert (whole["commands"]["SubmitJob"], whole["verdicts"]["approved"]) == (2, 5)
     assert (whole["commands"]["UpdateJob"], whole["commands"]["UpdateArray"]) == (1, 1)

@@ -222,7 +222,7 @@ def test_there_is_one_recording_at_a_time_and_it_ends_with_its_time_or_its_asker
             await recorder.record(writer, Recording(tmp_path, "test"), LONG)
         await writer.submit(submission(1))
         asked.cancel()
-        assert (await first.done).reason == "who asked for it went away"
+        assert (await first.done).reason == "the client that started it went away"
         last = Recording(tmp_path, "test")
         asked = asyncio.ensure_future(recorder.record(writer, last, LONG))
         await asyncio.sleep(0)

@@ -43,11 +43,11 @@ def advice(*jobs: Job) -> str:
         ([job(1, 8, 5_000, 60)], "cannot be met: its gang never finds room beside those with earlier deadlines"),
         (
             [job(1, 4, 5_000, None), job(2, 4, 9_000, 3_600)],
-            "unknown whether it can be met, because nobody knows how long jobs/1 takes",
+            "unknown whether it can be met, because how long jobs/1 takes is not known",
         ),
         (
             [job(1, 4, 5_000, None)],
-            "unknown whether it can be met, because nobody knows how long the job takes: give it a time limit",
+            "unknown whether it can be met, because how long the job takes is not known: give it a time limit",
         ),
         # Who has no deadline yields to all that have one.
         ([job(1, 4, 0, None), job(2, 4, 9_000, 3_600)], "can be met: it would end 90 min before it"),

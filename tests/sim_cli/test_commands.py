@@ -187,7 +187,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["nowhere.csv", *ONE_NODE], "nowhere.csv: cannot be read: No such file"),
         (["/", *ONE_NODE], "/: cannot be read: Is a directory"),
         (["/dev/zero", *ONE_NODE], "zero: line 1"),
-        (["example"], "say on what: --nodes N --gpus-per-node G, or --cluster FILE"),
+        (["example"], "name the cluster: --nodes N --gpus-per-node G, or --cluster FILE"),
         (["example", "--nodes", "3"], "--gpus-per-node: is needed"),
         (["example", "--nodes", "0", "--gpus-per-node", "1"], "--nodes: 0 is not a whole number"),
         (["example", *ONE_NODE, "--cluster", "c.yaml"], "--cluster describes all servers: leave out --nodes"),
@@ -276,7 +276,7 @@ def test_a_quota_of_whom_no_job_is_is_a_mistake(said: Said, trace: Path, tmp_pat
     path.write_text(OWNED)
     code, out, err = said("simulate", path, *ONE_NODE, "-p", "fifo", "--quotas", "ann=3,bop=3")
     assert (code, out) == (2, "")
-    assert "owned.csv: it has no job of 'bop', whom --quotas names; it has jobs of ann, bob" in err
+    assert "owned.csv: it has no job of 'bop', named by --quotas; it has jobs of ann, bob" in err
     code, out, err = said("simulate", trace, *ONE_NODE, "-p", "fifo", "--quotas", "ann=3")
     assert (code, out) == (2, "")
     assert "its jobs name no user: all of them together are bounded by *=GPUS" in err

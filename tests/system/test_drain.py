@@ -43,7 +43,7 @@ def test_who_takes_turns_on_a_drained_node_is_saved_where_nobody_has_room_else_m
         assert node == f"node {here} is draining: a new disk"
         for run, said in zip((second, first), jobs, strict=True):
             # The planner may have looked already, and what it ordered not be on disk yet.
-            expected = r"( saved on storage( if nobody can make room|$)|, and goes on elsewhere$)"
+            expected = r"( saved on storage( if no job can make room|$)|, and goes on elsewhere$)"
             assert re.match(rf"  job {run.id}: .*{expected}", said), said
         for run in (first, second):
             run.wait_state("PENDING", within_seconds=120)

@@ -61,7 +61,7 @@ def test_two_share_a_gpu_for_a_third_that_waits_and_go_apart_once_it_has_ended(t
         (begun,) = events(third, "move_begun", "UNPACK")
         assert begun["subject"] in names
         told = pair[0].shell.try_("history", begun["subject"].removeprefix("jobs/")).out
-        assert "by planner, to share its GPUs with nobody any more" in told
+        assert "by planner, to have its GPUs to itself" in told
         for run in pair:
             run.hurry()
         for run in pair:

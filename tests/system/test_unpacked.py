@@ -65,8 +65,8 @@ def test_one_of_a_pair_moves_to_a_gpu_that_became_free_and_is_faster_there(tmp_p
         assert float(judged["figures"]["gain"]) > 1.05
         assert [beside(run) for run in pair] == [[], []]
         told = left.shell.try_("history", left.id).out
-        assert "by planner, to share its GPUs with nobody any more, to save" in told
-        assert "the move to share its GPUs with nobody any more was kept: its rate was" in told
+        assert "by planner, to have its GPUs to itself, to save" in told
+        assert "the move to have its GPUs to itself was kept: its rate was" in told
         for run in pair:
             run.hurry()
         for run in pair:

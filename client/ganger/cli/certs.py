@@ -22,7 +22,7 @@ def certs() -> None:
 def init(directory: Path) -> None:
     """Make the authority of a cluster in DIRECTORY.
 
-    ca-key.pem there makes certificates: who has it can be anybody in the cluster. Keep it where no job runs.
+    ca-key.pem there makes certificates: with it, every role in the cluster can be taken. Keep it where no job runs.
     """
     from ganger.certificates import AUTHORITY_KEY, CertificateError, make_authority
     from ganger.console.exits import CommandError
@@ -48,7 +48,7 @@ def init(directory: Path) -> None:
 def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Path, days: float) -> None:
     """Issue a certificate by the authority in DIRECTORY.
 
-    A master and a daemon are dialled by others and need --host; nobody else has one.
+    Masters and daemons accept connections and need --host; other roles have none.
     """
     from ganger import certificates
     from ganger.console.exits import CommandError

@@ -320,7 +320,7 @@ def _can_move(job: Job) -> bool:
 
 
 def _check_suspended(now: Job, level: str | None) -> None:
-    """A suspend that was given up, or undone by somebody else meanwhile, is no success."""
+    """A suspend that was given up, or undone by another command meanwhile, is no success."""
     from ganger.cli.job_lines import state_text
     from ganger.job import FINISHED
     from ganger.v1.job_pb2 import SuspendLevel
@@ -329,7 +329,7 @@ def _check_suspended(now: Job, level: str | None) -> None:
     rests = now.state == now.STATE_SUSPENDED and now.suspended_level >= wanted
     if rests or now.state in FINISHED:
         return
-    why = now.trouble or "somebody resumed it"
+    why = now.trouble or "it was resumed meanwhile"
     raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
 
 

@@ -47,7 +47,7 @@ def events(subject: str | None, follow: bool, after: int, limit: int | None, as_
 def history(
     subjects: tuple[str, ...], label: str, user: str, everything: bool, follow: bool, as_json: bool
 ) -> int | None:
-    """Tell what happened to SUBJECTS and why: jobs (7, 7_3, 1,2 or 3-5) or arrays (7), from submission to end.
+    """Print what happened to SUBJECTS and why: jobs (7, 7_3, 1,2 or 3-5) or arrays (7), from submission to end.
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """

@@ -105,7 +105,7 @@ def _resizes(job: job_pb2.Job) -> str:
         return f"keeps the number it was started with: {why}"
     if not job.gang.claims:
         return "whether it grows and shrinks as it runs it says itself, once it steps"
-    return "keeps the number that it has, for it has not said that it can change it"
+    return "keeps the number that it has, for it has not reported that it can change it"
 
 
 def bounds(spec: job_pb2.JobSpec) -> str:

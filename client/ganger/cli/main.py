@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "submit": ("ganger.cli.submit", "submit", "Submit a job."),
     "queue": ("ganger.cli.queue", "queue", "List jobs."),
     "show": ("ganger.cli.show", "show", "Show all that is known of jobs."),
-    "why": ("ganger.cli.why", "why", "Say why a job waits, and when it may start."),
+    "why": ("ganger.cli.why", "why", "Print why a job waits, and when it may start."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
     "update": ("ganger.cli.update", "update", "Change what was asked for: priority, time limit, name and wishes."),
     "suspend": ("ganger.cli.control", "suspend", "Stop jobs between two mini-batches, keeping their state."),
@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
     "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
-    "history": ("ganger.cli.history", "history", "Tell what happened to a job, and why."),
+    "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
     "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
@@ -58,7 +58,7 @@ _ADDED_HELP = {
     "reproduce": "Run the papers' experiments again.",
     "simulate": "Replay a trace in virtual time.",
     "compare": "Replay a trace under several policies, side by side.",
-    "replay": "Decide a recording once more, and tell why.",
+    "replay": "Make the decisions of a recording again, and print the reasons.",
 }
 ENTRY_POINTS = "ganger.commands"
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
@@ -148,7 +148,7 @@ def ganger(context: click.Context, master: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a command and exits. Never shows a traceback."""
-    # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help nobody.
+    # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help no reader.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Closed by who started us: what is said goes nowhere, as it was meant to.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115

@@ -48,7 +48,7 @@ def nodes(context: click.Context, as_json: bool) -> None:
 def drain(node: str, reason: str, as_json: bool) -> None:
     """Move all jobs off a node and give it no new ones.
 
-    Says of each where it goes, or what it waits for; later `ganger why JOB` does.
+    Reports of each job where it goes, or what it waits for; later `ganger why JOB` does.
     """
     from ganger.console.visible import print_line
     from ganger.v1.job_pb2 import Job
@@ -112,14 +112,14 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
     """
     with open_client() as client:
         if not yes:
-            client.get_node(node)  # Nobody is asked about a node that there is not.
+            client.get_node(node)  # Without such a node there is nothing to confirm.
             question = f"is {number(node)} powered off, or sure never to come back as it is?"
             try:
                 is_sure = click.confirm(question, err=True)
             except click.Abort:
                 if sys.stdin.isatty():
                     raise
-                raise click.UsageError(f"{question} Nobody is there to answer: give --yes") from None
+                raise click.UsageError(f"{question} There is no terminal to answer on: give --yes") from None
             if not is_sure:
                 raise click.Abort
         _tell(client.declare_node_lost(node), as_json)

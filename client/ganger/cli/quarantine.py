@@ -81,7 +81,7 @@ def _list(as_json: bool) -> None:
 def end(gang: str, yes: bool, as_json: bool) -> None:
     """Kill a quarantined gang.
 
-    A job that the master knows then goes on from its newest checkpoint: cancel it if it is not wanted.
+    A job that the master has then starts again from its newest checkpoint: cancel it if it is not wanted.
     """
     with open_client() as client:
         found = _found(client, gang)
@@ -94,7 +94,7 @@ def end(gang: str, yes: bool, as_json: bool) -> None:
 @click.argument("gang", type=GangType())
 @json_option
 def adopt(gang: str, as_json: bool) -> None:
-    """Take a quarantined gang as the gang of its job; of a job that the master does not know it makes one."""
+    """Take a quarantined gang as the gang of its job. Where the master has no such job, it makes one."""
     with open_client() as client:
         found = _found(client, gang)
         job = client.adopt_quarantined_gang(found.name)

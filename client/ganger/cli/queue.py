@@ -48,7 +48,7 @@ _STATES = {
     multiple=True,
     metavar="STATE",
     type=click.Choice(tuple(_STATES), case_sensitive=False),
-    help="Only jobs of which STATE says so, members of arrays among them; holding: that have a gang. Repeat for more.",
+    help="Only jobs in this state, members of arrays among them; holding: jobs that have a gang. Repeat for more.",
 )
 @click.option("--user", "-u", default="", help="Only this user's.")
 @click.option("--name", metavar="TEXT", default="", help="Only jobs submitted with this --name.")

@@ -25,7 +25,7 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
     """Write down every decision of the master for some time, from a snapshot of its state on.
 
     The file is in the master's state directory, under captures/. `ganger replay FILE` makes the decisions once more
-    and tells why they were taken.
+    and prints the reasons.
     """
     from ganger.console.exits import CommandError
     from ganger.console.plain import print_json

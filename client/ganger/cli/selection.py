@@ -132,7 +132,7 @@ def _selection(
         raise click.UsageError(f"give jobs or {filters}, not both")
     if not names and not filters:
         ways = ["--name TEXT"] * has_name + ["--user USER"] + ["--all"] * has_all
-        raise click.UsageError(f"say which jobs: numbers (7, 1,2 or 3-5), or {' or '.join(ways)}")
+        raise click.UsageError(f"name the jobs: numbers (7, 1,2 or 3-5), or {' or '.join(ways)}")
     return Selection(names, by_name, by_user, by_all, is_single=len(names) == 1)
 
 

@@ -48,7 +48,7 @@ class _Submission(click.Command):
     "--gpus",
     "-g",
     metavar="N",
-    help="GPUs in all; one task each unless told otherwise; 2:8 for any number between. Default 1.",
+    help="GPUs in all; one task each unless --gpus-per-task is given; 2:8 for any number between. Default 1.",
 )
 @click.option("--gpus-per-task", metavar="M", help="GPUs of one task (one process).")
 @click.option("--tasks", metavar="T", help="Tasks; needed with --gpus 0 for more than one.")

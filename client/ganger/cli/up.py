@@ -36,11 +36,19 @@ _WATCH_SECONDS = 0.5
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first; default: fifo-backfill.")
-@click.option("--plan-every", metavar="TIME", help="Between plans that stop who runs, where the policy makes plans.")
 @click.option(
-    "--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs (gandiva); never: none do."
+    "--plan-every",
+    metavar="TIME",
+    help="Least time between two plans that preempt running jobs, where the policy makes plans.",
 )
-@click.option("--moves-per-hour", metavar="N", help="Moves of a node that nobody waits for (+defrag); default: auto.")
+@click.option(
+    "--quantum", metavar="TIME", help="Length of a time slice where jobs share GPUs (gandiva); never: they share none."
+)
+@click.option(
+    "--moves-per-hour",
+    metavar="N",
+    help="Most moves of a node in an hour that no pending job needs (+defrag); default: auto.",
+)
 @click.option("--lost-after", metavar="TIME", help="When a silent node counts as lost; or never.")
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")

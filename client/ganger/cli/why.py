@@ -11,7 +11,7 @@ from ganger.cli.options import JobType, json_option, open_client
 @click.argument("job", type=JobType())
 @json_option
 def why(job: str, as_json: bool) -> None:
-    """Say why a job waits or rests, and when it may start."""
+    """Print why a job waits or is suspended, and when it may start."""
     from ganger.cli import failure_report, job_lines
     from ganger.console.plain import print_json
     from ganger.console.visible import print_line

@@ -273,7 +273,7 @@ class Obedience:
 
         def restore() -> None:
             if self.handlers.on_restore is None:
-                raise RuntimeError("nobody knows how to restore what was offloaded")
+                raise RuntimeError("no process can restore what was offloaded")
             self.handlers.on_restore(None)
 
         if not self._try(restore, Error.STATE_UNREADABLE):

@@ -158,4 +158,4 @@ class Error:
 
 EXIT_YIELDED = 75
 EXIT_FENCED = 76
-EXIT_NO_STATE = 77  # what it was told to restore cannot be read
+EXIT_NO_STATE = 77  # what it was ordered to restore cannot be read

@@ -288,7 +288,7 @@ def _fit_together(
     node = view.nodes[slot]
     capacity = view.topologies[slot].configuration_set.device_memory_bytes
     if not needed or not capacity:
-        detail = "nobody knows yet how much memory of a device it uses, so it can share none"
+        detail = "how much memory of a device it uses is not known yet, so it can share none"
         if needed:
             detail = "the configuration set does not say how much memory a device has, so none can be shared"
         return [Refusal(Reason.DEVICE_MEMORY, {"needed_bytes": needed}, node=node, detail=detail)]
@@ -296,7 +296,9 @@ def _fit_together(
     if needed <= free:
         return []
     figures = {"needed_bytes": needed, "free_bytes": max(0, free), "conflicting": joined.bit_count()}
-    return [Refusal(Reason.DEVICE_MEMORY, figures, node=node, detail="beside those who use the device it does not fit")]
+    return [
+        Refusal(Reason.DEVICE_MEMORY, figures, node=node, detail="beside the jobs that use the device it does not fit")
+    ]
 
 
 def memory_beside(view: View, slot: int, devices: int, company: Sequence[int], own: Sequence[int] = ()) -> int:

@@ -53,7 +53,11 @@ class Reason(Enum):
     STORAGE_NOT_SHARED = "STORAGE_NOT_SHARED", Kind.BLOCKER, "the checkpoint lies on storage the node does not see"
     CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", Kind.BLOCKER, "the daemon cannot become the job's user"
     QUARANTINED = "QUARANTINED", Kind.BLOCKER, "a gang of it that the master did not start is there already"
-    LAUNCH_FAILED = "LAUNCH_FAILED", Kind.BLOCKER, "the job could not be launched there, and nobody has been since"
+    LAUNCH_FAILED = (
+        "LAUNCH_FAILED",
+        Kind.BLOCKER,
+        "the job could not be launched there, and no other job has been since",
+    )
 
     STALE_REVISION = "STALE_REVISION", Kind.RACE, "the job has changed since the request was computed"
     OUT_OF_TURN = "OUT_OF_TURN", Kind.RACE, "the turn has expired or belongs to another"

@@ -160,7 +160,7 @@ def check_local_call(method: str) -> None:
 
 
 def _not_permitted(method: str, permitted: frozenset[Role], but: str, **caller: str) -> RoleNotPermitted:
-    *most, last = [f"{role}s" for role in Role if role in permitted] or ["nobody"]
+    *most, last = [f"{role}s" for role in Role if role in permitted] or ["no role"]
     who = f"{', '.join(most)} and {last}" if most else last
     name = method.rpartition("/")[2]
     error = RoleNotPermitted(f"{name} is for {who}; {but}")

@@ -370,7 +370,7 @@ def settle(gang: Gang) -> Outcome:
     if gang.wanted.intent is Intent.STOP and gang.stop_signalled:
         return Outcome(OutcomeKind.STOPPED, code, failed.rank)
     if not ending.known and not gang.damage:
-        return Outcome(OutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and nobody recorded its exit")
+        return Outcome(OutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and its exit was not recorded")
     if ending.code == EXIT_FENCED and not ending.signal and failed.fenced:
         return Outcome(OutcomeKind.FENCED, code, failed.rank, "its epoch was over")
     if ending.code == EXIT_NO_STATE and not ending.signal:

@@ -19,7 +19,7 @@ GangId = tuple[str, int]
 class Absence(Enum):
     """Why an unmentioned gang may be stopped."""
 
-    OLDER_EPOCH = "the master knows a newer epoch of this job"
+    OLDER_EPOCH = "the master has a newer epoch of this job"
     NO_LONGER_WANTED = "an earlier desired set of this session wanted it"
 
 

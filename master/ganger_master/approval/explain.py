@@ -89,7 +89,7 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
         if widest_now(shape, 0.0) < shape.locality.widest:
             left = shape.locality.patience_seconds
             return Estimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
-        return Estimate(0.0, 1.0, "its turn comes at once and nobody is ahead")
+        return Estimate(0.0, 1.0, "its turn comes at once and no job is ahead")
     limited = sorted(
         [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
     )
@@ -106,7 +106,7 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
         ends_by, last, _ = limited[high - 1]
         before = max(1.0, ends_by - now)
         return Estimate(
-            0.0, before, f"jobs run to their time limits, {last} being the last needed, and nobody is ahead"
+            0.0, before, f"jobs run to their time limits, {last} being the last needed, and no job is ahead"
         )
     unlimited = [holder.job for holder in holders if holder.ends_by is None]
     if unlimited:

@@ -65,7 +65,7 @@ def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel |
         return _unavailable(job, level.name)
     if level is SuspendLevel.PAUSE and gang.epoch in state.set_of:
         text = (
-            f"{job.name} takes turns with others on its devices, and who pauses keeps them: use OFFLOAD or CHECKPOINT"
+            f"{job.name} takes turns with others on its devices, and a paused job keeps them: use OFFLOAD or CHECKPOINT"
         )
         return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
     if present > level:
@@ -145,5 +145,5 @@ def not_running(job: Job, gang: Gang | None) -> Refused:
 def _unavailable(job: Job, level: str) -> Refused:
     missing = job.capabilities.missing
     why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
-    text = f"{job.name} does not offer {level}: {why or 'it has not said what it can do yet'}"
+    text = f"{job.name} does not offer {level}: {why or 'it has not reported what it can do yet'}"
     return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})

@@ -63,7 +63,7 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         return Explanation(capacity.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
-        assumption = "unknown, because whose the next free devices are is decided anew each time"
+        assumption = "unknown, because each pass decides anew which job gets the next free devices"
         told = told_blockers(state, job)
         known = {one.reason for one in blockers}
         return Explanation((*blockers, *(one for one in told if one.reason not in known)), assumption=assumption)
@@ -193,7 +193,7 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         is_silent = node.state is NodeState.SILENT or silent > patience
         if node.heard and not is_silent:
             continue
-        how = f"has not called for {silent:.0f} s" if node.heard else "has not told yet what runs there"
+        how = f"has not called for {silent:.0f} s" if node.heard else "has not reported yet what runs there"
         if node.unanswerable:
             how = f"cannot be sent what it is to do: {node.unanswerable}"
         lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
@@ -285,12 +285,12 @@ def _on_the_way(state: State, job: Job) -> str:
         waits = "has not reported that it does"
     elif gang.phase is GangPhase.STARTING:
         pieces = [piece for piece in gang.pieces if piece.phase is ObservedPhase.NONE]
-        what, waits = "start", "has not reported yet that it was told"
+        what, waits = "start", "has not acknowledged the order yet"
     else:
         return ""
     names = [f"nodes/{piece.claim.node}" for piece in pieces]
     more = f" and {len(names) - _NODES_TOLD} more" if len(names) > _NODES_TOLD else ""
-    return f"it was told to {what}; {', '.join(names[:_NODES_TOLD])}{more} {waits}" if names else ""
+    return f"it was ordered to {what}; {', '.join(names[:_NODES_TOLD])}{more} {waits}" if names else ""
 
 
 def _at_rest(state: State, job: Job) -> str:

@@ -56,7 +56,7 @@ def said_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
 
 
 def failed_on(state: State, job: Job) -> list[str]:
-    """Nodes on which the job could not be launched, and nobody has been since."""
+    """Nodes on which the job could not be launched, and no other job has been since."""
     return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
 
 

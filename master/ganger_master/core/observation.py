@@ -157,7 +157,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
     if ended:
         outcome = observed.outcome
         if outcome.kind is OutcomeKind.NONE:
-            outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and nobody recorded how")
+            outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and how was not recorded")
     fresh = replace(
         piece,
         phase=observed.phase,

@@ -211,7 +211,7 @@ class _Trial:
                     return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
         for claim in change.claims if self._resized else ():
             if any(claim.node == one.node and claim.shared_mask & one.device_mask for one in self._resized):
-                detail = "another change of this plan resizes who is there"
+                detail = "another change of this plan resizes a job that is there"
                 return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
         if not self._joined:
             return None

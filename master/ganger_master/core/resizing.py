@@ -33,7 +33,7 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
         each = f", whole tasks of {spec.roles[0].shape.gpus}" if spec.roles[0].shape.gpus > 1 else ""
         return _refused(job, f"it accepts {spec.gpus_min} to {spec.gpus_max} GPUs{each}, not {gpus}")
     if not capabilities.resize:
-        why = capabilities.missing.get("RESIZE", "it has not said that it can")
+        why = capabilities.missing.get("RESIZE", "it has not reported that it can")
         text = f"{job.name} cannot be resized: {why}"
         return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "RESIZE"})
     if not tasks_divide(job, gpus):

@@ -29,7 +29,7 @@ def rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...
     """What keeps a job from sharing devices on these nodes, whatever room there is."""
     nodes = [claim.node for claim in claims if claim.shared_mask and claim.node in state.nodes]
     if nodes and not job.spec.preemptible:
-        detail = "who is not to be suspended shares no devices"
+        detail = "a job that must not be suspended shares no devices"
         return (Refusal(Reason.WRONG_STATE, job=job.name, detail=detail),)
     detail = "its daemon lets no two gangs use a device at once"
     return tuple(

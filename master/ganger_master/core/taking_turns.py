@@ -272,20 +272,20 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         return _resting(state, change, job, gang)
     if state.is_waiting(job):
         if not change.claims:
-            _refuse(job.number, Reason.WRONG_STATE, detail="nobody says where it is to start")
+            _refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
         if any(claim.shared_mask for claim in change.claims):
-            _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+            _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
         return _Member(change, job, None, change.claims, Level.CLUSTER)
     if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
         return _resting(state, change, job, gang)
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
-        _refuse(job.number, Reason.WRONG_STATE, detail="only who runs or waits can begin to take turns")
+        _refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
     if _is_launched_in_part(state, gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
     if sharing.beside(state, gang):
-        _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
     if has_two_worlds(state, job.number):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
     if change.claims and not orders.same_place(change.claims, gang.claims):
@@ -314,11 +314,11 @@ def _moving(state: State, change: Change, job: Job, gang: Gang) -> _Member:
     if gang.node_set and not has_arenas(gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
     if any(claim.shared_mask for claim in change.claims):
-        _refuse(job.number, Reason.NOT_SUPPORTED, detail="who shares devices at once takes no turns")
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
     if gang.phase is not GangPhase.PARKED and not node_sets.is_free_of_turns([change.claims, gang.claims]):
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
     if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
-        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes nobody's size")
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
     return _Member(change, job, gang, change.claims, Level.CLUSTER, moves=True)
 
 
@@ -480,7 +480,9 @@ def _check_room(
         ]
         if not all(needs) or sum(needs) > MEMORY_SHARE * whole:
             figures = {"needed_bytes": sum(needs), "free_bytes": int(MEMORY_SHARE * whole)}
-            detail = "those who take turns do not all stay on the device" if all(needs) else "nobody knows what it uses"
+            detail = (
+                "the jobs that take turns do not all stay on the device" if all(needs) else "what it uses is not known"
+            )
             _refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
 
 

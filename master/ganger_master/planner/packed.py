@@ -53,7 +53,7 @@ def plan_packed(
 ) -> Pass | None:
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
     place, or it would place nobody at all."""
-    assert tuning.place is not None, f"{tuning.name} places nobody"
+    assert tuning.place is not None, f"{tuning.name} places no job"
     choice = choose(asked(order, table, now, capacity, remaining_s, kept_out))
     is_movable = choice.facts.is_running & choice.facts.is_preemptible
     running = {job.number: gang for job, gang in _gangs(table, choice, is_movable)}

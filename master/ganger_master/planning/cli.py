@@ -15,7 +15,9 @@ def planner() -> None:
 @planner.command()
 @click.option("--master", "--state-dir", "master", help="State directory of the master, or its address.")
 @click.option("--policy", default="", metavar="NAME", help="Default: the master's.")
-@click.option("--plan-every", default="", metavar="TIME", help="Least time between two plans that stop who runs.")
+@click.option(
+    "--plan-every", default="", metavar="TIME", help="Least time between two plans that preempt running jobs."
+)
 @click.option(
     "--note",
     type=click.Path(path_type=Path),
@@ -32,9 +34,9 @@ def run(
     note: Path | None,
     until_stdin_closes: bool,
 ) -> None:
-    """Place jobs and stop them for others until told to stop.
+    """Place jobs, and preempt jobs for others, until stopped.
 
-    A master whose policy needs a planner starts one itself, unless told not to (--no-planner).
+    A master whose policy needs a planner starts one itself, unless it has --no-planner.
     """
     import asyncio
 

@@ -137,7 +137,7 @@ class Planner:
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
                 log.info("master is away", extra={"reason": await why_away(error, self._find)})
             except TimeoutError:
-                log.warning("what was approved was not told of: asking for everything anew")
+                log.warning("approvals were missed: requesting the whole state anew")
             except NoPlannerError:
                 raise
             except Exception:

@@ -121,7 +121,7 @@ def policy_named(name: str) -> Policy:
         raise KeyError(f"policy {name!r} names {twice} twice")
     if _MOVES in whole[1:]:
         if _PACKS in whole[1:]:
-            raise KeyError(f"{_MOVES} and {_PACKS} cannot be composed: who is moved is measured alone")
+            raise KeyError(f"{_MOVES} and {_PACKS} cannot be composed: a job that is moved is measured alone")
         base = policy_named("+".join([part for part in whole if part != _MOVES]))
         # Who would be stopped to start elsewhere is moved there.
         order = replace(base.order, regroups=False)

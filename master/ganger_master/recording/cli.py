@@ -13,14 +13,14 @@ from ganger.console.numbers import Within
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--job", "-j", "number", type=click.IntRange(1), metavar="N", help="Tell the story of this job.")
+@click.option("--job", "-j", "number", type=click.IntRange(1), metavar="N", help="Print the history of this job.")
 @click.option("--until", type=Within(0), metavar="SECONDS", help="Stop there; counted from where the recording began.")
-@click.option("--policy", "-p", metavar="NAME", help="Say what this policy would have decided at the same instants.")
+@click.option("--policy", "-p", metavar="NAME", help="Print what this policy would have decided at the same instants.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
     """Decide once more what a master decided while it was recorded (`ganger record`), and compare.
 
-    Ends with 1 where a decision differs, and says the first one that does.
+    Ends with 1 where a decision differs, and prints the first one that does.
     """
     from ganger.console.exits import CommandError, Exit
     from ganger.console.tables import print_table

@@ -39,7 +39,7 @@ def deadline_advice(jobs: Iterable[tuple[Job, Gang | None]], number: int, view: 
     others = facts.number != number
     deadline_s = float(facts.deadline_s[mine])
     if math.isnan(left[mine]):
-        return "unknown whether it can be met, because nobody knows how long the job takes: give it a time limit"
+        return "unknown whether it can be met, because how long the job takes is not known: give it a time limit"
     newcomer = Newcomer(int(facts.gpus[mine]), float(left[mine]), deadline_s, int(facts.priority[mine]))
     told = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
     match told.verdict:
@@ -52,7 +52,7 @@ def deadline_advice(jobs: Iterable[tuple[Job, Gang | None]], number: int, view: 
         case Verdict.TOO_LATE:
             return f"cannot be met: it would end {_ago(told.end_s - deadline_s)} after it"
         case _:
-            return f"unknown whether it can be met, because nobody knows how long {_names(told.unknown)} takes"
+            return f"unknown whether it can be met, because how long {_names(told.unknown)} takes is not known"
 
 
 def _limits(table: LiveTable, rows: Integers, now: float) -> Floats:

@@ -81,7 +81,7 @@ def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.
             row.quantum.CopyFrom(times.duration(change.quantum_seconds))
             row.level = job_messages.level_to_wire(change.level)
         case _:
-            assert change.kind == "SUSPEND", f"nobody proposes to {change.kind}"
+            assert change.kind == "SUSPEND", f"no plan may contain {change.kind}"
             message.suspend.level = job_messages.level_to_wire(change.level)
     if change.purpose != NO_PURPOSE:
         purpose_to_wire(change.purpose, message.purpose)

@@ -88,7 +88,7 @@ async def record(writer: Records, recording: Recording, seconds: float) -> Recor
     except TimeoutError:
         pass
     except asyncio.CancelledError:
-        reason = "who asked for it went away"
+        reason = "the client that started it went away"
         raise
     finally:
         writer.end_recording(reason)

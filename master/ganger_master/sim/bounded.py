@@ -26,7 +26,7 @@ def strangers_among(quotas: Mapping[str, int], jobs: Workload) -> Finding | None
     there = f"it has jobs of {', '.join(sorted(users)[:_TOLD])}{', ...' if len(users) > _TOLD else ''}"
     if not users:
         there = "its jobs name no user: all of them together are bounded by *=GPUS"
-    return Finding(Kind.MISTAKE, f"it has no job of {names}, whom --quotas names; {there}", 0)
+    return Finding(Kind.MISTAKE, f"it has no job of {names}, named by --quotas; {there}", 0)
 
 
 def within_quotas(jobs: Workload, quotas: Mapping[str, int]) -> tuple[Workload, tuple[Finding, ...]]:

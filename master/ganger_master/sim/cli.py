@@ -357,7 +357,7 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
             raise click.UsageError(str(error.args[0])) from error
         if rates == "profiles" and policy.grows and not policy.shares:
             without = name.replace("+elastic", "")
-            text = "with --rates profiles no host memory is kept for a state that is carried over, so nobody grows"
+            text = "with --rates profiles no host memory is kept for a state that is carried over, so no job grows"
             raise click.UsageError(f"{text}: write {without}, not {name}")
         if is_ideal and ("+" in name or policy.tuning is not None):
             order = name.partition("+")[0] if "+" in name else policy.order.name
@@ -378,7 +378,7 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
         text = "--elastic: only optimus, gandiva and policies with +elastic give jobs other sizes: name one of them"
         raise click.UsageError(text)
     if flags["elastic"] is not None and is_bare and not resizes:
-        text = "nobody grows with --ideal or --rates profiles: there is no host memory for a state that is carried over"
+        text = "no job grows with --ideal or --rates profiles: there is no host memory for a state that is carried over"
         raise click.UsageError(text)
     if flags["ideal"] and flags["rates"] != "recorded":
         raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
@@ -426,7 +426,7 @@ def _servers(flags: Mapping[str, Any]) -> Servers:
     if path is not None and given:
         raise click.UsageError(f"--cluster describes all servers: leave out --{next(iter(given)).replace('_', '-')}")
     if path is None and not given:
-        raise click.UsageError("say on what: --nodes N --gpus-per-node G, or --cluster FILE")
+        raise click.UsageError("name the cluster: --nodes N --gpus-per-node G, or --cluster FILE")
     with _explained():
         return servers_from_flags(**given) if path is None else servers_from_file(path)
 

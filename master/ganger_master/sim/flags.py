@@ -208,7 +208,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         type=click.Choice(["recorded", "profiles"]),
         default="recorded",
         show_default=True,
-        help="How fast jobs go: as recorded, or as published profiles of their models say of cores, memory, distance.",
+        help="How fast jobs go: as recorded, or as published profiles of their models give by cores, memory, distance.",
     ),
     click.option(
         "--profile",
@@ -228,7 +228,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         "--moves-per-hour",
         type=MovesPerHour(),
         metavar="N",
-        help="For +defrag: moves of a node in an hour that nobody waits for, at most; auto (default): in all as many as"
+        help="For +defrag: most moves of a node in an hour that no pending job needs; auto (default): in all as many as"
         " GPUs are in use.",
     ),
     click.option(
@@ -237,7 +237,7 @@ _SHARED: list[Callable[[Any], Any]] = [
         metavar="USER=GPUS,...",
         multiple=True,
         callback=_all_quotas,
-        help="GPUs that a user may hold at once, as for a master; *=GPUS: everybody else.",
+        help="GPUs that a user may hold at once, as for a master; *=GPUS: every other user.",
     ),
     click.option(
         "--cost",
@@ -257,7 +257,7 @@ _SHARED: list[Callable[[Any], Any]] = [
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     click.option("--csv", type=Directory(), metavar="DIR", help="Write figures, jobs and use over time there."),
     click.option("--plots", type=Directory(), metavar="DIR", help="Draw pictures there (needs ganger[plots])."),
-    click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal."),
+    click.option("--progress/--no-progress", default=None, help="Print how far it is; default: on a terminal."),
 ]
 
 

@@ -52,7 +52,7 @@ def options_in_words(options: Options) -> str:
         costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
         words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
     if options.moves_per_hour is not None:
-        words += f"; at most {options.moves_per_hour:g} moves of a node in an hour that nobody waits for"
+        words += f"; at most {options.moves_per_hour:g} moves of a node in an hour that no pending job needs"
     if options.rates == "profiles":
         words += f"; rates by published profiles, known {options.profile_s:g}s after submission"
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"

@@ -112,7 +112,7 @@ def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
 
 def _check(jobs: Sequence[Rates]) -> None:
     if not jobs:
-        raise ValueError("nobody was measured")
+        raise ValueError("no job was measured")
     for job in jobs:
         if len(job.before) < 2 or not sum(job.before) > 0.0:
             raise ValueError("a job needs two windows before the change, and some progress in them")

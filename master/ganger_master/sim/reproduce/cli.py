@@ -39,7 +39,7 @@ _ROWS = Path("build/reproduce")
 @click.option("--anew", is_flag=True, help="Measure also what the same code has measured before.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @click.option("--document", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of documentation.")
-@click.option("--progress/--no-progress", default=None, help="Say how far it is; default: on a terminal.")
+@click.option("--progress/--no-progress", default=None, help="Print how far it is; default: on a terminal.")
 def reproduce(
     is_all: bool,
     only: tuple[str, ...],
@@ -57,7 +57,7 @@ def reproduce(
 ) -> None:
     """Run the papers' experiments again and print their figures beside ours.
 
-    Each says whether the paper's claim holds here, and whether it is beaten; docs/reproduce.md has the last full run.
+    Each reports whether the paper's claim holds and whether it is beaten; docs/reproduce.md has the last full run.
     A run that was stopped goes on where it was: what the same code has measured is not measured again.
     """
     if not is_list and is_all == bool(only):
