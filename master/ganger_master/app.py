@@ -123,42 +123,43 @@ class Master:
             places = live_policy_named(config.policy).places
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), Obstacle.SETTING) from error
-        settings = Settings(
-            lost_after_seconds=config.lost_after_seconds,
-            policy=config.policy,
-            plan_every_seconds=config.plan_every_seconds,
-            quantum_seconds=config.quantum_seconds,
-            moves_per_hour=config.moves_per_hour,
-            storage=str(config.storage_path),
-            storage_token=storage_token(config.storage_path),
-            checkpoint_interval_seconds=config.checkpoint_interval_seconds,
-            logs_kept_seconds=config.logs_kept_seconds,
-            restart_delay_seconds=config.restart_delay_seconds,
-            move_deadline_seconds=config.move_deadline_seconds,
-            restored_wait_seconds=config.restored_wait_seconds,
-            session_alive_seconds=config.session_alive_seconds,
-            finished_jobs_limit=config.finished_jobs_limit,
-            finished_bytes_limit=_FINISHED_BYTES,
-            pending_jobs_per_user=config.pending_jobs_per_user,
-            spec_bytes_per_user=config.spec_bytes_per_user,
-            residue_bytes=config.residue_bytes,
-            quota_devices=as_settings(config.quotas),
-        )
-        store = self._given_store or SqlStore(config.database)
         beside = self._beside = Beside(config.database_path or config.state_dir / "database")
+        writer = await self._open_store(beside)
+        if config.metrics:
+            self._metrics = self._serve_metrics(config.metrics)
+            self.metrics_url = self._metrics.url
+        await self._serve(writer)
+        self._directory.write_endpoint(self.local_address)
+        if places is Places.JOBS and config.scheduler_host:
+            self._child = SupervisedProcess(host_command(config.state_dir))
+        elif places is Places.PLANNER and config.planner:
+            self._child = SupervisedProcess(planner_command(config.state_dir))
+        if self._child is not None:
+            self._child.start()
+        loop = asyncio.get_running_loop()
+        work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
+        self._housekeeping = [loop.create_task(one) for one in work]
+        log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
+
+    async def _open_store(self, beside: Beside) -> Writer:
+        """Take the database over and start the writer on it. Raises StoreError and StartError."""
+        config, settings = self.config, _core_settings(self.config)
         opens = OpenStore(
             name=uuid.uuid4().hex,
             marks=beside.marks(),
             must_have_marks=not config.database_url,
             is_restored=config.restored,
         )
+        store = self._given_store or SqlStore(config.database)
         writer = Writer(store, settings, self._clock, failpoints.of_environment(), beside=beside, opens=opens)
         await writer.start()
         self._writer = writer
         _check_storage(writer.state.counters.storage_token, settings)
-        if config.metrics:
-            self._metrics = self._serve_metrics(config.metrics)
-            self.metrics_url = self._metrics.url
+        return writer
+
+    async def _serve(self, writer: Writer) -> None:
+        """Raises EndpointError."""
+        config = self.config
         self._server = MasterServer(
             writer,
             self.progress,
@@ -173,17 +174,6 @@ class Master:
         )
         self.address, self.local_address = self._server.address, self._server.local_address
         await self._server.start()
-        self._directory.write_endpoint(self.local_address)
-        if places is Places.JOBS and config.scheduler_host:
-            self._child = SupervisedProcess(host_command(config.state_dir))
-        elif places is Places.PLANNER and config.planner:
-            self._child = SupervisedProcess(planner_command(config.state_dir))
-        if self._child is not None:
-            self._child.start()
-        loop = asyncio.get_running_loop()
-        work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
-        self._housekeeping = [loop.create_task(one) for one in work]
-        log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
         """Raises EndpointError."""
@@ -275,6 +265,30 @@ class Master:
                 ends |= await asyncio.to_thread(beside.ends, uids)
                 self.writer.tell(NoteEnds(ends))
             await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _core_settings(config: Config) -> Settings:
+    return Settings(
+        lost_after_seconds=config.lost_after_seconds,
+        policy=config.policy,
+        plan_every_seconds=config.plan_every_seconds,
+        quantum_seconds=config.quantum_seconds,
+        moves_per_hour=config.moves_per_hour,
+        storage=str(config.storage_path),
+        storage_token=storage_token(config.storage_path),
+        checkpoint_interval_seconds=config.checkpoint_interval_seconds,
+        logs_kept_seconds=config.logs_kept_seconds,
+        restart_delay_seconds=config.restart_delay_seconds,
+        move_deadline_seconds=config.move_deadline_seconds,
+        restored_wait_seconds=config.restored_wait_seconds,
+        session_alive_seconds=config.session_alive_seconds,
+        finished_jobs_limit=config.finished_jobs_limit,
+        finished_bytes_limit=_FINISHED_BYTES,
+        pending_jobs_per_user=config.pending_jobs_per_user,
+        spec_bytes_per_user=config.spec_bytes_per_user,
+        residue_bytes=config.residue_bytes,
+        quota_devices=as_settings(config.quotas),
+    )
 
 
 def _check_storage(token: str, settings: Settings) -> None:

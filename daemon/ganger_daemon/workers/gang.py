@@ -89,28 +89,7 @@ class LocalGang:
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
-        self.launching = Launching(host, peers, self.paths, self.part, blocked_by, cores_kept_by, self._write_local)
-        self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
-        self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
-        self.memory = MemoryWatch(
-            host,
-            self.part,
-            lambda: bool(self.desired.claim.shared_mask),
-            self.paths.group,
-            lambda: int(self.desired.claim.arena_bytes),
-        )
-        self.saving = Saving(
-            host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
-        )
-        self._agreeing = Agreeing(peers, self.paths, self.part, self.pages, self.saving)
-        self.complaints = Complaints(host, self.paths, self.part, self.pages)
-        self._pressing = Pressing(host, self.paths, self.deaths)
-        self._pace = Pace(self.pages, self.part.ranks)
-        self._using = Using(host, self.paths.group, desired.claim.device_mask)
-        self._watching = Watching(self.pages, self.part.ranks)
-        self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
-        self._standing = Standing(host, self.paths.group)
-        self._segments = Segments(host, self.paths.group)
+        self._make_parts(blocked_by, cores_kept_by)
         self.judgement = core.Judgement(Phase.STARTING)
         self.judged_under = self.wanted  # the order the judgement is of
         self.judged_told = self.told
@@ -138,6 +117,32 @@ class LocalGang:
         self._handed_logs = 0
         # from the first moment: a desired version that wants this gang is answered with what is known of it
         self.observed = observe(self)
+
+    def _make_parts(self, blocked_by: Callable[[LocalGang], str], cores_kept_by: Callable[[LocalGang], str]) -> None:
+        """Make the objects that each look after one thing of the gang: its launch, exits, memory, checkpoints, ..."""
+        host, peers, desired = self.host, self.peers, self.desired
+        self.launching = Launching(host, peers, self.paths, self.part, blocked_by, cores_kept_by, self._write_local)
+        self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
+        self.pinning = Pinning(host, self.paths.group, self.pages, self.part)
+        self.memory = MemoryWatch(
+            host,
+            self.part,
+            lambda: bool(self.desired.claim.shared_mask),
+            self.paths.group,
+            lambda: int(self.desired.claim.arena_bytes),
+        )
+        self.saving = Saving(
+            host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
+        )
+        self._agreeing = Agreeing(peers, self.paths, self.part, self.pages, self.saving)
+        self.complaints = Complaints(host, self.paths, self.part, self.pages)
+        self._pressing = Pressing(host, self.paths, self.deaths)
+        self._pace = Pace(self.pages, self.part.ranks)
+        self._using = Using(host, self.paths.group, desired.claim.device_mask)
+        self._watching = Watching(self.pages, self.part.ranks)
+        self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
+        self._standing = Standing(host, self.paths.group)
+        self._segments = Segments(host, self.paths.group)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 

@@ -115,47 +115,57 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     if spec.array is not None:
         spec = resolved(spec)
     message.command.extend(spec.command)
-    for role in spec.roles:
-        convert.role_to_wire(role, message.roles.add())
     message.display_name = spec.display_name
     message.working_directory = spec.working_directory
     if with_environment:
         message.environment.update(spec.environment)
+    if spec.labels:
+        message.labels.update(spec.labels)
+    if spec.scheduler:
+        message.scheduler = spec.scheduler
+    if spec.distributed:
+        message.distributed = True
+    message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
+    _resources_to_wire(spec, message)
+    _rules_to_wire(spec, message)
+    return message
+
+
+def _resources_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
+    """What the job needs, and where."""
+    for role in spec.roles:
+        convert.role_to_wire(role, message.roles.add())
     if spec.device_type:
         message.device_type = spec.device_type
     convert.locality_to_wire(spec.locality, message.locality)
     if spec.nodes:
         message.nodes = spec.nodes
-    if spec.priority:
-        message.priority = spec.priority
-    if spec.time_limit_seconds is not None:
-        message.time_limit.CopyFrom(times.duration(spec.time_limit_seconds))
     if spec.gpu_memory_bytes:
         message.gpu_memory_bytes = spec.gpu_memory_bytes
-    if spec.max_failures:
-        message.max_failures = spec.max_failures
-    if spec.scheduler:
-        message.scheduler = spec.scheduler
+    if spec.gpus_min or spec.gpus_max:
+        message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
+
+
+def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
+    """How the job is ordered among others, what may be done to it, and what ends it."""
+    if spec.priority:
+        message.priority = spec.priority
+    if spec.weight != 1.0:
+        message.weight = spec.weight
     message.preemptible = spec.preemptible
     if not spec.movable:
         message.movable = False
-    if spec.distributed:
-        message.distributed = True
-    if spec.weight != 1.0:
-        message.weight = spec.weight
+    if spec.checkpoint_interval_seconds:
+        message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_seconds))
+    if spec.max_failures:
+        message.max_failures = spec.max_failures
+    if spec.time_limit_seconds is not None:
+        message.time_limit.CopyFrom(times.duration(spec.time_limit_seconds))
+    if spec.deadline:
+        message.deadline.CopyFrom(times.timestamp(spec.deadline))
     if spec.least_decrease:
         message.convergence.least_decrease = spec.least_decrease
         message.convergence.passes = spec.converged_passes
-    if spec.gpus_min or spec.gpus_max:
-        message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
-    if spec.checkpoint_interval_seconds:
-        message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_seconds))
-    if spec.labels:
-        message.labels.update(spec.labels)
-    if spec.deadline:
-        message.deadline.CopyFrom(times.timestamp(spec.deadline))
-    message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
-    return message
 
 
 def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:

@@ -63,14 +63,14 @@ class UserLimits:
     def charge_requests(self, caller: Identity, count: int = 1) -> None:
         """Count requests of a caller. Raises UserLimit where they are too many."""
         user = self._user(caller)
-        if user is not None and (wait := user.requests.take(self._steady(), count)):
-            raise self._exceeded(caller, wait, f"{self._requests} requests", "requests_per_user", self._requests)
+        if user is not None and (wait_s := user.requests.take(self._steady(), count)):
+            raise self._exceeded(caller, wait_s, f"{self._requests} requests", "requests_per_user", self._requests)
 
     def charge_changes(self, caller: Identity, count: int = 1) -> None:
         """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
         user = self._user(caller)
-        if user is not None and (wait := user.changes.take(self._steady(), count)):
-            raise self._exceeded(caller, wait, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
+        if user is not None and (wait_s := user.changes.take(self._steady(), count)):
+            raise self._exceeded(caller, wait_s, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
 
     @contextmanager
     def stream(self, caller: Identity) -> Iterator[None]:
@@ -103,8 +103,8 @@ class UserLimits:
         return user
 
     @staticmethod
-    def _exceeded(caller: Identity, wait: float, what: str, setting: str, limit: int) -> UserLimit:
-        text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait:.1f} s"
+    def _exceeded(caller: Identity, wait_s: float, what: str, setting: str, limit: int) -> UserLimit:
+        text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait_s:.1f} s"
         return UserLimit(text, limit=limit)
 
 
