@@ -31,7 +31,7 @@ import click
 def demo(report: Path, seed: int | None, everything: bool, examples: Path | None, keep: bool) -> None:
     """Show that it works: real jobs, suspended, moved and re-pinned without changing one bit.
 
-    Takes one to two minutes on two cores. Exits with 0 only if every check holds.
+    Takes two to three minutes on two cores. Exits with 0 only if every check holds.
     """
     # Loaded here: `ganger --help` must not pay for the demo.
     from ganger.cli.demonstration.alone import Alone
