@@ -10,7 +10,7 @@ from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import AdoptQuarantined, NoteEnds, ObservedGang, OpenStore
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Gang, Intent, JobState, ObservedPhase, Restore, Stray, SuspendLevel, Told
+from ganger_master.core.model import Gang, Intent, JobState, ObservedPhase, Restore, StoredOrder, Stray, SuspendLevel
 from ganger_master.core.settings import Settings
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ class Found:
         mask, gpus = self.masks[node], sum(mask.bit_count() for mask in self.masks.values())
         tasks = mask.bit_count()
         claim = Claim(node, mask, (2_000 * tasks, 0), 4 * GIB * tasks, tasks=(tasks,))
-        told = Told(
+        told = StoredOrder(
             self.sequence, self.intent, claim, tuple(self.masks), spec=job_of(gpus), restore=Restore(),
             level=SuspendLevel.OFFLOAD if self.intent is Intent.PARK else SuspendLevel.NONE,
             is_sliced=self.is_sliced,

@@ -476,7 +476,7 @@ def _note_strays(
     reports: Mapping[str, Observe],
     alive: Mapping[str, _Alive],
     verdicts: Mapping[int, Verdict],
-    ends: Mapping[str, Ended],
+    ends: Mapping[str, RecordedEnd],
 ) -> None:
     """What is adopted, quarantined or stopped is first of all what was found."""
     for name, report in reports.items():
