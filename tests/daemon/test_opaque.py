@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.processes import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import concern
 from ganger_daemon.workers import watching
@@ -207,6 +209,59 @@ def test_a_gang_that_outlived_its_lease_is_killed_as_it_stands_when_the_master_s
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_STOPPED, -signal.SIGKILL)
         assert counter.read_text() == stood
+
+    run(story)
+
+
+# Counts in the file $0 for ever; SIGTERM makes the file $0.told.
+COUNT_ON = COUNT.replace("trap ''", "trap 'touch $0.told'")
+
+
+async def stands_still_in_its_grace(made: Cluster, counter: Path, grace_s: int, cut_off: Awaitable[None]) -> int:
+    """Stop a job that counts on after SIGTERM, and let its lease end within its grace. Return its pid."""
+    gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["bash", "-c", COUNT_ON, str(counter)])
+    await made.master.want("n1", gang)
+    pid = (await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))).ranks[0].pid
+    await until(counter.exists, "the job counts")
+    stop = with_changes(gang, 2, intent=Intents.INTENT_STOP)
+    stop.grace.FromSeconds(grace_s)
+    await made.master.want("n1", stop)
+    await until(counter.with_name("counter.told").exists, "the job has got SIGTERM")
+    await cut_off
+    await until(lambda: is_stopped(pid), "the job stands still")
+    return pid
+
+
+def test_a_job_whose_lease_ends_in_its_grace_is_killed_at_the_end_of_the_grace(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        pid = await stands_still_in_its_grace(made, counter, 8, made.stop_master())
+        stood = counter.read_text()
+        await until(lambda: start_ticks(pid) is None, "the end of the job, without a master")
+        assert counter.read_text() == stood
+
+    run(story)
+
+
+def test_a_job_whose_lease_ended_in_its_grace_is_killed_as_it_stands_by_the_next_daemon(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        pid = await stands_still_in_its_grace(made, counter, 600, made.stop_daemon("n1"))
+        stood = counter.read_text()
+        await made.stop_master()
+        connecting = asyncio.ensure_future(made.daemon("n1"))
+        await until(lambda: start_ticks(pid) is None, "the end of the job, without a master")
+        assert counter.read_text() == stood
+        await made.start()
+        await connecting
+        ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        assert (ended.outcome.kind, ended.outcome.exit_code) == (agent_pb2.Outcome.KIND_STOPPED, -signal.SIGKILL)
 
     run(story)
 

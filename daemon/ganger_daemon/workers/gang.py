@@ -346,6 +346,8 @@ class LocalGang:
                 if self.deaths.is_live(rank):
                     self.host.cgroups.track(self.paths.group, process.pid)
             self._standing.recall()
+            # Stopped before, and its lease has ended since: the rest of its grace would run beside its successor.
+            self.wanted = hastened(self.wanted, self._is_stale)
         self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
         self._look_again()
         log.info(
