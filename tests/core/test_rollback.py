@@ -180,7 +180,7 @@ def test_a_gang_over_two_nodes_is_adopted_with_both_parts() -> None:
     [
         ({"missing": ("n2",)}, "its part on n2 is not there"),
         ({"is_sliced": True}, "it takes turns with others on its devices"),
-        ({"intent": Intent.STOP}, "it was told to stop"),
+        ({"intent": Intent.STOP}, "it was ordered to stop"),
     ],
 )
 def test_of_a_gang_that_cannot_be_adopted_whole_nothing_is(more: dict[str, object], why: str) -> None:
