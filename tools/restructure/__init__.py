@@ -1,0 +1,1 @@
+"""Scripts that move, rename and merge as docs/design/009 says."""
