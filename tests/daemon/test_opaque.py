@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher
 from ganger.injob.processes import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import concern
@@ -305,6 +306,27 @@ def test_a_plain_command_stands_still_without_a_daemon_and_goes_on_once_the_mast
         await made.start()
         await connecting
         await until(lambda: not groups.frozen(group), "going on")
+
+    run(story)
+
+
+def test_a_plain_command_that_lost_its_launcher_and_its_daemon_is_frozen_by_the_next_daemon_without_a_master() -> None:
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
+        pid = (await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))).ranks[0].pid
+        (socket_path,) = made.directory.glob("r-n1/launchers/*.sock")
+        with Launcher(str(socket_path)) as launcher:
+            launcher_pid = int(launcher.info()["pid"])
+        await made.stop_master()
+        await made.stop_daemon("n1")
+        os.kill(launcher_pid, signal.SIGKILL)
+        connecting = asyncio.ensure_future(made.daemon("n1"))
+        await until(lambda: is_stopped(pid), "standing still")
+        await made.start()
+        await connecting
+        await until(lambda: not is_stopped(pid), "going on")
 
     run(story)
 
