@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ganger.resources.values import Claim
 from ganger_master.core.commands import Change
 from ganger_master.planner.parts import parts_of
 from hypothesis import given
@@ -33,6 +34,13 @@ def plan(*groups: int) -> list[Change]:
 )
 def test_a_part_ends_before_the_group_that_no_longer_fits(groups: tuple[int, ...], lengths: list[int]) -> None:
     assert [len(part) for part in parts_of(plan(*groups), 3)] == lengths
+
+
+def test_a_part_ends_before_the_gang_whose_claims_no_longer_fit() -> None:
+    claims = tuple([Claim(f"n{number}", 1, (1_000,), 1 << 30, 0, (1,)) for number in range(4)])
+    changes = [Change(number, 1, "START", claims[:many]) for number, many in enumerate((2, 2, 1, 4, 1))]
+    parts = parts_of(changes, most_claims=3)
+    assert [[change.number for change in part] for part in parts] == [[0], [1, 2], [3], [4]]
 
 
 @given(st.lists(st.integers(0, 6), max_size=20), st.integers(1, 8))

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 from ganger.agent.v1 import agent_pb2
+from ganger.resources.values import Role, TaskShape
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
+from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
+from ganger_master.core.model import JobSpec
 from ganger_master.planning.live import Live
 from ganger_master.planning.run import NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
@@ -80,6 +83,20 @@ def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path
         )
 
     on_a_master(tmp_path, story)
+
+
+def test_a_burst_of_more_jobs_than_a_plan_may_start_is_started_in_several_plans(tmp_path: Path) -> None:
+    many = CHANGES_LIMIT + 50
+
+    async def story(served: Served, node: Speaker) -> None:
+        spec = JobSpec(("train",), (Role("worker", 1, TaskShape(1, 1_000, 1 << 30)),), working_directory="/tmp")
+        await served.master.writer.submit_all([SubmitJob(spec, f"uid-{n}", "ann") for n in range(many)])
+        async with planning(served):
+            jobs = served.master.writer.committed.jobs
+            await until(lambda: all(job.state == "HOLDING" for job in jobs.values()))
+        assert len(jobs) == many
+
+    on_a_master(tmp_path, story, nodes=many // 4 + 1)
 
 
 def test_a_place_that_comes_is_used_and_who_is_cancelled_is_out_of_the_line(tmp_path: Path) -> None:

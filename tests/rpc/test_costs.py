@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import grpc
 import pytest
 from ganger.resources.values import Role, TaskShape
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
-from ganger.wire import times
+from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
 from ganger_master.core.model import JobSpec
 from ganger_master.rpc.live_jobs import signature_of
+from ganger_master.rpc.plan_messages import plan_from_wire
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of
 
@@ -150,7 +152,7 @@ def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
     made = scheduling_pb2.Plan
     start = scheduling_pb2.Change(job="jobs/1", revision=1, start=scheduling_pb2.StartChange(claims=claims(1)))
     line = scheduling_pb2.Line.FromString(repeated(field_of(scheduling_pb2.Line, "jobs"), b"", LARGEST_PLAN - 8))
-    wide = scheduling_pb2.StartChange(claims=[resources_pb2.Claim()] * 620_000)
+    wide = scheduling_pb2.StartChange(claims=[resources_pb2.Claim()] * (LARGEST_PLAN // 2 - 30))
     return [
         made(changes=[start] * 500),
         made(changes=[scheduling_pb2.Change(job="jobs/1", revision=1, start=wide)]),
@@ -296,28 +298,71 @@ def test_no_request_holds_the_master_for_long(tmp_path: Path, monkeypatch: pytes
     assert slow == []
 
 
-def test_the_largest_plan_fits_in_a_message() -> None:
-    """Starts of 4,000 jobs on 16,000 nodes with long names, and the order of 10,000 pending jobs."""
-    claim = {
-        "device_mask": 255,
-        "millicores": [16_000],
-        "memory_bytes": 1 << 37,
-        "arena_bytes": 1 << 38,
-        "tasks": [8],
-    }
+def largest_plan(numbers: list[int], line: list[int], first: int = 0) -> scheduling_pb2.Plan:
+    """Starts of these jobs on one GPU each, from the `first` GPU of the cluster on, and the order of pending jobs."""
+    claim = {"millicores": [1_000], "memory_bytes": 1 << 30, "tasks": [1]}
     changes = [
         scheduling_pb2.Change(
-            job=f"jobs/{1_000_000 + job}",
-            revision=1 << 20,
+            job=f"jobs/{number}",
+            revision=1,
             reason="aged 12,345 GPU seconds",
             start=scheduling_pb2.StartChange(
-                claims=[resources_pb2.Claim(node=f"nodes/rack-12-{10_000 + 4 * job + n}", **claim) for n in range(4)]
+                claims=[resources_pb2.Claim(node=f"nodes/rack-12-{at // 4}", device_mask=1 << at % 4, **claim)]
             ),
         )
-        for job in range(4_000)
+        for at, number in enumerate(numbers, first)
     ]
-    line = scheduling_pb2.Line(jobs=[f"jobs/{1_000_000 + job}" for job in range(10_000)])
-    assert scheduling_pb2.Plan(changes=changes, line=line).ByteSize() < LARGEST_PLAN
+    return scheduling_pb2.Plan(changes=changes, line=scheduling_pb2.Line(jobs=[f"jobs/{number}" for number in line]))
+
+
+def test_the_largest_plan_fits_in_a_message() -> None:
+    """With long names of jobs and nodes, and as many claims as a plan may have."""
+    plan = largest_plan(list(range(1 << 40, (1 << 40) + commands.CHANGES_LIMIT)), [1 << 30] * commands.LINE_LIMIT)
+    claim = resources_pb2.Claim(
+        node="nodes/rack-12-10000", device_mask=255, millicores=[1 << 14], memory_bytes=1 << 38, tasks=[8]
+    )
+    missing = commands.CLAIMS_LIMIT - commands.CHANGES_LIMIT
+    plan.changes[0].start.claims.extend([claim] * missing)
+    assert plan_from_wire(plan)
+    assert plan.ByteSize() < LARGEST_PLAN
+
+
+def test_the_largest_plan_of_which_all_is_approved_holds_the_master_for_half_of_what_a_request_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = commands.CHANGES_LIMIT
+
+    async def story() -> None:
+        async with serving(tmp_path, policy="las", planner=False) as served:
+            nodes = range(TRIES * many // 4 + 1)
+            await asyncio.gather(*[Speaker(served, f"rack-12-{number}").join() for number in nodes])
+            spec = JobSpec(("train",), (Role("worker", 1, TaskShape(1, 1_000, 1 << 30)),), working_directory="/tmp")
+            for start in range(0, commands.LINE_LIMIT, many):
+                numbers = range(start, start + many)
+                await served.master.writer.submit_all([commands.SubmitJob(spec, f"uid-{n}", "ann") for n in numbers])
+            jobs = list(served.master.writer.state.jobs)
+            seconds: list[float] = []
+            for number in range(TRIES):
+                first = number * many
+                message = largest_plan(jobs[first : first + many], jobs[many * TRIES :], first)
+                gc.collect()
+                with longest_step(monkeypatch) as longest:
+                    verdict = await served.scheduling.ProposePlan(message)
+                assert all(one.approved for one in verdict.verdicts), verdict.verdicts[0]
+                seconds.append(longest.seconds)
+            assert min(seconds) <= MOST_SECONDS / 2, seconds
+
+    asyncio.run(story())
+
+
+def test_a_plan_of_more_than_the_master_judges_in_one_turn_is_refused_with_the_number() -> None:
+    message = largest_plan(list(range(1, commands.CHANGES_LIMIT + 2)), [])
+    with pytest.raises(errors.PlanInvalid, match="at most 250 changes, this one 251: propose the others in the next"):
+        plan_from_wire(message)
+    message = largest_plan([1], [])
+    message.changes[0].start.claims.extend(claims(commands.CLAIMS_LIMIT))
+    with pytest.raises(errors.PlanInvalid, match="at most 4096 claims, this one 4097"):
+        plan_from_wire(message)
 
 
 def test_a_word_that_looks_like_a_number_for_long_is_none() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core.commands import Command, ProposePlan
+from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.sim.replay import run
@@ -24,10 +24,10 @@ OPTIONS = Options()
 class _Counted(_Replay):
     """Keeps what the core was told and when, and how many passes were made."""
 
-    def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS) -> None:
+    def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS, nodes: int = 3) -> None:
         self.told: list[tuple[float, Command]] = []
         self.passes = 0
-        super().__init__(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, options, None)
+        super().__init__(jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, options, None)
 
     def send(self, command: Command) -> object:
         self.told.append((self.clock.now, command))
@@ -126,3 +126,17 @@ def test_ganger_does_not_take_back_what_it_did_for_those_who_had_waited() -> Non
     replay.run()
     plans = Counter(at for at, command in replay.told if isinstance(command, ProposePlan))
     assert max(plans.values()) <= 5
+
+
+def test_a_burst_is_started_at_its_instant_however_many_changes_a_plan_may_have() -> None:
+    """A plan has at most 250 changes, so that no other call waits long for the master's judgement."""
+    many = 300
+    jobs = workload(
+        [str(job) for job in range(many)], np.zeros(many), np.ones(many, np.int64), np.full(many, 500.0), labels={}
+    )
+    replay = _Counted(jobs, "las", nodes=many // 4)
+    replay.run()
+    plans = [command.changes for at, command in replay.told if isinstance(command, ProposePlan)]
+    assert sum(map(len, plans)) == many
+    assert max(map(len, plans)) <= CHANGES_LIMIT
+    assert len({at for at, command in replay.told if isinstance(command, ProposePlan)}) == 1

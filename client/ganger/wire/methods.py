@@ -60,8 +60,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_SCHEDULING}/RequestGang", is_idempotent=False, largest_bytes=_MIB),
         Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False, is_stream=True, largest_bytes=_MIB),
         Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
-        # A plan that starts 4,000 jobs on 16,000 nodes takes 1.13 MiB.
-        Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=5 * _MIB // 4),
+        # A plan of 250 starts with 4,096 claims, and the order of 10,000 pending jobs, takes 0.4 MiB.
+        Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=_MIB // 2),
         Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS, is_stream=True),
         Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS, is_stream=True),
         Method(f"{_NODES}/ListNodes"),

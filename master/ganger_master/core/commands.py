@@ -179,6 +179,14 @@ class Promise(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...]
 
 
+# A plan is judged in one turn of the writer, and a change takes 50 us: other calls wait 15 ms at most.
+CHANGES_LIMIT: Final = 250
+# Of all changes of a plan together, and of all places that it keeps.
+CLAIMS_LIMIT: Final = 4_096
+LINE_LIMIT: Final = 10_000
+PROMISES_LIMIT: Final = 1_000
+
+
 class ProposePlan(Struct, frozen=True, gc=False):
     """Without a `line`, or `promises`, those told before stand."""
 

@@ -19,6 +19,7 @@ from ganger_master.core.answers import Answer, Refused
 from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import asked_memory, judge, judge_change, level_of
 from ganger_master.core.checks import check_move, check_suspend, unfinished
+from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.resizing import check_resize, judge_resize, shares_nothing
@@ -30,20 +31,14 @@ from ganger_master.core.worlds import rests_for_any_size, taken_by
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
-_CHANGES_LIMIT = 10_000
-_PROMISES_LIMIT = 1_000
 _BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "RESIZE", "ROW"})
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
     """Verdicts in the order of the changes; what is approved happens in the order in which it was judged."""
-    if len(command.changes) > _CHANGES_LIMIT:
-        return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} changes")
+    if problem := _too_long(command):
+        return (), Refused("PLAN_INVALID", problem)
     line = command.line
-    if line is not None and len(line.numbers) > _CHANGES_LIMIT:
-        return (), Refused("PLAN_INVALID", f"at most {_CHANGES_LIMIT} jobs in the line")
-    if len(command.promises or ()) > _PROMISES_LIMIT or len(command.findings) > _PROMISES_LIMIT:
-        return (), Refused("PLAN_INVALID", f"at most {_PROMISES_LIMIT} places kept, and as many findings")
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         return (), Refused("PLAN_INVALID", "one change per job")
@@ -69,6 +64,24 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
     if line is not None:
         happening.append(events.JobsRanked(now, command.proposer, line))
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
+
+
+def _too_long(plan: commands.ProposePlan) -> str:
+    """What of a plan is more than one turn of the writer is for; empty: nothing."""
+    promises = plan.promises or ()
+    if len(plan.changes) > CHANGES_LIMIT:
+        return f"{len(plan.changes)} changes, at most {CHANGES_LIMIT} in a plan: propose the others in the next one"
+    claims = sum([len(change.claims) for change in plan.changes])
+    if claims > CLAIMS_LIMIT:
+        return f"{claims} claims in the changes, at most {CLAIMS_LIMIT} in a plan: propose some in the next one"
+    if plan.line is not None and len(plan.line.numbers) > LINE_LIMIT:
+        return f"{len(plan.line.numbers)} jobs in the line, at most {LINE_LIMIT}"
+    if max(len(promises), len(plan.findings)) > PROMISES_LIMIT:
+        return f"at most {PROMISES_LIMIT} places kept, and as many findings"
+    claims = sum([len(promise.claims) for promise in promises])
+    if claims > CLAIMS_LIMIT:
+        return f"{claims} claims in the places kept, at most {CLAIMS_LIMIT}"
+    return ""
 
 
 def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:

@@ -25,7 +25,7 @@ from ganger.resources.view import View
 from msgspec import structs
 
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.commands import Change
+from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.orders import same_place
@@ -393,6 +393,9 @@ class _Joining:
             staying = [one for one in staying if one.gang is not None and one.gang.node_set in numbers]
             numbers.discard(0)
             members = [*there, *coming]
+            if len(members) > CHANGES_LIMIT or sum([len(one.claims) for one in members]) > CLAIMS_LIMIT:
+                # The matrix of a set is one group of changes, and no plan may be longer.
+                continue
             rows = rows_of([*there, *staying, *coming], self._cores_of([*there, *staying]))
             level = SuspendLevel.PAUSE if self._all_stay([*members, *staying]) else SuspendLevel.OFFLOAD
             for one in members:

@@ -1,21 +1,31 @@
-"""How a long plan is told: in parts, so that none of them takes the master long; what belongs together in one."""
+"""A long plan is proposed in parts, so that none takes the master long; changes that belong together are in one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ganger_master.core.commands import Change
 
+# The master judges a part in one turn of its writer, 8 ms, and serves other calls between two of them.
+_CHANGES_MOST: Final = 200
+_CLAIMS_MOST: Final = 1_000
 
-def parts_of(changes: Sequence[Change], most: int) -> Iterator[tuple[Change, ...]]:
-    """In this order, at most so many at once; a group, whose changes follow each other, is never cut, and one that is
-    longer than that is a part by itself."""
+
+def parts_of(
+    changes: Sequence[Change], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
+) -> Iterator[tuple[Change, ...]]:
+    """Yield the changes in their order, at most `most` with `most_claims` claims in a part. A group, whose changes
+    follow each other, is never cut; one that is larger than that is a part by itself."""
     part: list[Change] = []
+    claims = 0
     for group in _groups(changes):
-        if part and len(part) + len(group) > most:
+        own = sum([len(change.claims) for change in group])
+        if part and (len(part) + len(group) > most or claims + own > most_claims):
             yield tuple(part)
-            part = []
+            part, claims = [], 0
         part.extend(group)
+        claims += own
     if part:
         yield tuple(part)
 

@@ -27,7 +27,7 @@ from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
-from ganger_master.core.commands import Change, Promise
+from ganger_master.core.commands import LINE_LIMIT, Change, Promise
 from ganger_master.core.purpose import Finding
 from ganger_master.planner import trials
 from ganger_master.planner.acting import Moving, Terms
@@ -56,10 +56,8 @@ log = logging.getLogger(__name__)
 _BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
 _HEALTHY_SECONDS: Final = 5.0
-# Changes of one proposal: the master judges them at one go, and others wait meanwhile.
-_CHANGES_AT_ONCE: Final = 200
 # Jobs whose places are told, and how often that of many is when nothing else is.
-_LINE_MOST: Final = 10_000
+_LINE_MOST: Final = LINE_LIMIT
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
 _TRIAL_PACE: Final = trials.Pace()
@@ -429,7 +427,7 @@ class Planner:
         tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
         promises = self._moving.promises
         keeps = policy.moves and promises != self._promised
-        parts = list(parts_of(changes, _CHANGES_AT_ONCE))
+        parts = list(parts_of(changes))
         if not parts and (tells or keeps or findings):
             parts = [()]
         for number, part in enumerate(parts, 1):

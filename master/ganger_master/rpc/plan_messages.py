@@ -14,8 +14,6 @@ from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Finding, Goal, Purpose
 from ganger_master.rpc import job_messages
 
-_CHANGES_MOST: Final = 10_000
-_RESERVATIONS_MOST: Final = 1_000
 _ROWS_MOST: Final = 1_000
 # Of what a plan, or a change, is said to be for.
 REASON_MOST: Final = 1_000
@@ -29,17 +27,24 @@ _GOALS_FROM_WIRE: Final = {number: goal for goal, number in _GOALS.items()}
 
 def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
     """Not yet judged. Raises PlanInvalid and RequestInvalid."""
-    if len(message.changes) > _CHANGES_MOST:
-        raise errors.PlanInvalid(f"a plan has at most {_CHANGES_MOST} changes, this one {len(message.changes)}")
+    if len(message.changes) > commands.CHANGES_LIMIT:
+        many = f"a plan has at most {commands.CHANGES_LIMIT} changes, this one {len(message.changes)}"
+        raise errors.PlanInvalid(f"{many}: propose the others in the next one")
     line = None
     if message.HasField("line"):
-        if len(message.line.jobs) > _CHANGES_MOST:
-            raise errors.PlanInvalid(f"a line has at most {_CHANGES_MOST} jobs, this one {len(message.line.jobs)}")
+        if len(message.line.jobs) > commands.LINE_LIMIT:
+            many = f"a line has at most {commands.LINE_LIMIT} jobs, this one {len(message.line.jobs)}"
+            raise errors.PlanInvalid(many)
         numbers = tuple([names.parse_job_name(job) for job in message.line.jobs])
         line = commands.Line(numbers, message.line.policy[:_POLICY_MOST])
     kept = message.reservations.reservations
-    if max(len(kept), len(message.findings)) > _RESERVATIONS_MOST:
-        raise errors.PlanInvalid(f"a plan keeps at most {_RESERVATIONS_MOST} places, and tells of as many findings")
+    if max(len(kept), len(message.findings)) > commands.PROMISES_LIMIT:
+        raise errors.PlanInvalid(
+            f"a plan keeps at most {commands.PROMISES_LIMIT} places, and tells of as many findings"
+        )
+    claims = max(sum([_claims_in(change) for change in message.changes]), sum([len(one.claims) for one in kept]))
+    if claims > commands.CLAIMS_LIMIT:
+        raise errors.PlanInvalid(f"a plan has at most {commands.CLAIMS_LIMIT} claims, this one {claims}")
     promises = None
     if message.HasField("reservations"):
         promises = tuple(
@@ -122,6 +127,11 @@ def finding_to_wire(finding: Finding) -> scheduling_pb2.Finding:
         gain_deviation=finding.deviation,
         detail=finding.detail,
     )
+
+
+def _claims_in(message: scheduling_pb2.Change) -> int:
+    kind = message.WhichOneof("change")
+    return 0 if kind is None else len(getattr(getattr(message, kind), "claims", ()))
 
 
 def _change_from_wire(message: scheduling_pb2.Change) -> commands.Change:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ganger_master.core import commands
-from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.answers import ChangeAnswer, PlanAnswer
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Job, JobState
 from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
 from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.pace import is_stop
+from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOBODY, KeptOut
 from ganger_master.planner.table import LiveTable
@@ -332,9 +333,7 @@ class Planning:
     def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
         if not changes and not findings:
             return None
-        promises = None if self.moves is None else self.moves.moving.promises
-        answer = self._send(commands.ProposePlan(changes, promises=promises, findings=findings))
-        assert isinstance(answer, PlanAnswer)
+        answer = self._answer_in_parts(changes, findings)
         refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
         if self._is_paced:
             made = [change for change in changes if change.number not in refused]
@@ -345,6 +344,19 @@ class Planning:
         if self.sizing is not None:
             self.sizing.refused(refused)
         return answer
+
+    def _answer_in_parts(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...]) -> PlanAnswer:
+        """As a live planner proposes it."""
+        promises = None if self.moves is None else self.moves.moving.promises
+        verdicts: list[ChangeAnswer] = []
+        version = 0
+        for part in list(parts_of(changes)) or [()]:
+            answer = self._send(commands.ProposePlan(part, promises=promises, findings=findings))
+            assert isinstance(answer, PlanAnswer)
+            verdicts.extend(answer.verdicts)
+            version = answer.view_version
+            promises, findings = None, ()
+        return PlanAnswer(tuple(verdicts), version)
 
     def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
         tuning = self._policy.tuning
