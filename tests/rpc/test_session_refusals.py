@@ -68,7 +68,7 @@ def test_a_node_that_was_never_accepted_is_listed_with_the_reason(tmp_path: Path
             found = await served.nodes.ListNodes(node_pb2.ListNodesRequest(page_token=found.next_page_token))
             assert [node.name for node in found.nodes] == ["nodes/n2"]
             shown = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
-            assert shown.state_reason == MISMATCH
+            assert (shown.refusal, shown.state_reason) == ("STORAGE_MISMATCH", MISMATCH)
 
     asyncio.run(story())
 
@@ -131,7 +131,7 @@ def test_a_refusal_is_shown_as_long_as_its_daemon_goes_on_asking() -> None:
     refusals.note("n2", NotReady("the master is starting"))
     assert refusals.nodes() == ["n1"]
     now += 100.0
-    assert (refusals.nodes(), refusals.of("n1")) == ([], "")
+    assert (refusals.nodes(), refusals.of("n1").text) == ([], "")
 
 
 def test_refusals_of_many_names_with_long_texts_take_bounded_memory() -> None:
@@ -139,4 +139,4 @@ def test_refusals_of_many_names_with_long_texts_take_bounded_memory() -> None:
     for number in range(3_000):
         refusals.note(f"n{number}", StorageMismatch("x" * 100_000))
     assert refusals.nodes() == [f"n{number}" for number in range(2_000, 3_000)]
-    assert len(refusals.of("n2999")) == 500
+    assert len(refusals.of("n2999").text) == 500

@@ -233,3 +233,18 @@ def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> Non
             story=up.story,
         )
         up("suspend", job, "--level", "offload")
+
+
+def test_up_with_other_devices_below_jobs_fails_at_once_with_the_former_command(tmp_path: Path) -> None:
+    with Up(tmp_path / "c", "--nodes", "1", "--virtual-gpus", "2", "--virtual-memory", "4G") as up:
+        job = up.submit("--gpus", "2", "--", "sleep", "600")
+        eventually(lambda: up.json("show", job)["gang"]["phase"] == "RUNNING", within_seconds=60, story=up.story)
+        directory = ("--state-dir", str(up.directory))
+        up("down", *directory)
+        done = up.try_("up", *directory, "--nodes", "1", "--virtual-gpus", "3", "--detach")
+        # Refused by the master, not given up after a wait.
+        assert (done.returncode, "waited" in done.stderr) == (4, False), done.stderr
+        assert f"nodes/n1 has something of jobs/{job}" in done.stderr
+        assert f"was started with `ganger up {' '.join(directory)} --nodes 1 --virtual-gpus 2" in done.stderr
+        up.start()
+        assert up.json("show", job)["state"] == "HOLDING"

@@ -11,20 +11,28 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from ganger.cli.failures import CommandError, Exit
 from ganger.cli.options import number
 from ganger.wire.endpoints import remove_endpoint
 
+if TYPE_CHECKING:
+    from ganger.v1.node_pb2 import Node
+
 UP_FILE = "up.json"
+# The command that made the newest cluster here: it stays when the cluster is stopped.
+LAST_FILE = "up.command"
+# Reasons for which no wait of `ganger up` makes a daemon accepted.
+_LASTING_REFUSALS = frozenset({"CONFIGURATION_SET_MISMATCH", "STORAGE_MISMATCH"})
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 # A program that dies more often than this in a minute is not helped by being started again at once.
@@ -193,6 +201,8 @@ class Supervisor:
                 self._note()
 
     def announce_ready(self) -> None:
+        with contextlib.suppress(OSError):
+            (self._settings.state_directory / LAST_FILE).write_text(f"{self._settings.command}\n")
         self._is_ready = True
         self._note()
 
@@ -317,6 +327,14 @@ def command_of(state_directory: Path) -> str:
         return "ganger up"
 
 
+def last_command_of(state_directory: Path) -> str:
+    """What was typed to start the newest cluster there that became ready; empty if that is not known."""
+    try:
+        return (state_directory / LAST_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_SECONDS) -> None:
     """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
     chosen = [each for each in started if each.name == "up"] or sorted(started, key=lambda each: each.name == "master")
@@ -376,6 +394,7 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
                 missing = expected - {node.name for node in nodes if node.state != Node.STATE_UNKNOWN}
                 if not missing:
                     return endpoint.address
+                _check_accepted(settings.state_directory, [node for node in nodes if node.name in missing])
                 waits_for = ", ".join(sorted(map(number, missing)))
         except EndpointError as error:
             if error.found:
@@ -390,6 +409,21 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
         f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
         Exit.UNREACHABLE,
     )
+
+
+def _check_accepted(state_directory: Path, nodes: Iterable[Node]) -> None:
+    """Raises CommandError if the master does not accept one of these nodes, and no wait changes that."""
+    refused = [node for node in nodes if node.refusal in _LASTING_REFUSALS]
+    if not refused:
+        return
+    told = [f"\n  {number(node.name)}: {node.state_reason}" for node in refused]
+    hint = ""
+    if last := last_command_of(state_directory):
+        hint = (
+            f"\nthe cluster of {state_directory} was started with `{last}` before: start it so again; to change it,"
+            f" end its jobs first: `ganger down --state-dir {shlex.quote(str(state_directory))} --cancel-jobs`"
+        )
+    raise CommandError(f"the cluster is not the one that was here before:{''.join(told)}{hint}")
 
 
 def tail(path: Path, lines: int = 15, after: int = 0) -> str:

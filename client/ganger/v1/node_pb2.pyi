@@ -296,6 +296,7 @@ class Node(google.protobuf.message.Message):
     FABRIC_FIELD_NUMBER: builtins.int
     LAUNCH_FAILURES_FIELD_NUMBER: builtins.int
     LAUNCH_FAILURE_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -311,6 +312,8 @@ class Node(google.protobuf.message.Message):
     said of the last. It is closed to their jobs until one of others has stepped here, if these can go elsewhere.
     """
     launch_failure: builtins.str
+    refusal: builtins.str
+    """The reason with which CreateSession refuses its daemon, as `state_reason` explains; empty while it does not."""
     @property
     def row(self) -> Global___NodeRow: ...
     @property
@@ -345,10 +348,11 @@ class Node(google.protobuf.message.Message):
         fabric: builtins.str = ...,
         launch_failures: builtins.int = ...,
         launch_failure: builtins.str = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "row", b"row"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "row", b"row", "state", b"state", "state_reason", b"state_reason"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "row", b"row", "state", b"state", "state_reason", b"state_reason"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

@@ -122,14 +122,20 @@ class Shown:
     def node(self, name: str, caller: Identity, fallen_at_once: Collection[str] | None = None) -> node_pb2.Node:
         """As far as it is for the caller; a list looks once for all which nodes fell silent at once. Raises
         NodeNotFound."""
-        if name not in self._writer.committed.nodes and (refusal := self._refusals.of(name)):
-            return node_pb2.Node(name=names.node_name(name), state=node_pb2.Node.STATE_UNKNOWN, state_reason=refusal)
+        refusal = self._refusals.of(name)
+        if refusal.reason and name not in self._writer.committed.nodes:
+            return node_pb2.Node(
+                name=names.node_name(name),
+                state=node_pb2.Node.STATE_UNKNOWN,
+                state_reason=refusal.text,
+                refusal=refusal.reason,
+            )
         node = self.node_named(name)
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
         is_cut_off = name in (self.fallen_at_once() if fallen_at_once is None else fallen_at_once)
         reasons = (
-            self._refusals.of(name) or _silent_why(node, is_cut_off),
+            refusal.text or _silent_why(node, is_cut_off),
             node.state_reason,
             self._storage_trouble(node),
         )
@@ -147,6 +153,7 @@ class Shown:
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
             rack=node.rack,
             fabric=node.fabric,
+            refusal=refusal.reason,
             launch_failures=node.launch_failures,
             launch_failure=(
                 said_to(self._writer.committed.jobs, node.launch_failure, caller.name)

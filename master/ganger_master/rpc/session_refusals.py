@@ -15,9 +15,15 @@ _TEXT_MOST: Final = 500
 _KEPT_S: Final = 120.0
 
 
-class _Entry(NamedTuple):
+class SessionRefusal(NamedTuple):
+    """Why a daemon is not accepted: the reason of the error and a text. `time`: Unix seconds."""
+
     time: float
+    reason: str
     text: str
+
+
+_ACCEPTED: Final = SessionRefusal(0.0, "", "")
 
 
 class SessionRefusals:
@@ -26,7 +32,7 @@ class SessionRefusals:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         # The oldest refusal first.
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, SessionRefusal] = OrderedDict()
 
     def note(self, node: str, error: ApiError) -> None:
         """Keep the reason of a refusal; a master that is not ready refuses nothing."""
@@ -35,17 +41,17 @@ class SessionRefusals:
         self._entries.pop(node, None)
         if len(self._entries) >= _NODES_MOST:
             self._entries.popitem(last=False)
-        self._entries[node] = _Entry(self._now(), f"not accepted: {error.message}"[:_TEXT_MOST])
+        self._entries[node] = SessionRefusal(self._now(), error.reason, f"not accepted: {error.message}"[:_TEXT_MOST])
 
     def forget(self, node: str) -> None:
         """Its daemon is accepted."""
         self._entries.pop(node, None)
 
-    def of(self, node: str) -> str:
-        """Return why the node is not accepted; empty if nothing is known."""
-        entry = self._entries.get(node)
-        return "" if entry is None or self._now() > entry.time + _KEPT_S else entry.text
+    def of(self, node: str) -> SessionRefusal:
+        """Return why the node is not accepted; with empty texts if nothing is known."""
+        entry = self._entries.get(node, _ACCEPTED)
+        return _ACCEPTED if self._now() > entry.time + _KEPT_S else entry
 
     def nodes(self) -> list[str]:
         """Return the nodes that are not accepted."""
-        return [node for node in self._entries if self.of(node)]
+        return [node for node in self._entries if self.of(node).reason]
