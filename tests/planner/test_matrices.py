@@ -294,6 +294,48 @@ def test_a_job_that_its_user_resumes_runs_within_one_pass_beside_jobs_that_came_
         assert {number for row in drive.rows for number in row} == {one, *others}
 
 
+def _resting_with_little(drive: Sharing, memory: int) -> int:
+    """A job of four tasks that a user has suspended at OFFLOAD; of its memory it keeps a GiB."""
+    one = drive.submit(job_of(4, memory // 4))
+    drive.go_on()
+    assert drive.step(SuspendJob(one, SuspendLevel.OFFLOAD)) == JobAnswer(one)
+    gang = drive.state.gangs[drive.job(one).epoch]
+    said = drive.report(gang, ObservedPhase.PARKED, 5)
+    drive.observe("n1", *drive.others("n1", gang.epoch), replace(said, kept_memory_bytes=GIB))
+    return one
+
+
+def _free_memory(drive: Sharing) -> int:
+    return drive.state.rows["n1"].free_memory_bytes
+
+
+def test_a_resumed_job_whose_memory_others_have_is_not_proposed_until_they_give_it_back() -> None:
+    drive = Sharing()
+    one = _resting_with_little(drive, 8 * GIB)
+    (other,) = drive.submitted(job_of(4, 12 * GIB))
+    drive.go_on()
+    assert _free_memory(drive) < 7 * GIB
+    drive.step(ResumeJob(one))
+    assert drive.plan() == (), "the master would refuse it in every pass, and all that is to happen with it"
+    drive.step(CancelJob(other))
+    drive.seen_without("n1", other)
+    drive.go_on()
+    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+
+
+def test_a_job_that_joins_is_not_given_the_memory_that_a_resumed_job_takes_back() -> None:
+    drive = Sharing()
+    one = _resting_with_little(drive, 8 * GIB)
+    (other,) = drive.submitted(job_of(4, GIB))
+    drive.go_on()
+    arena = sum(claim.arena_bytes for claim in drive.state.gangs[drive.job(other).epoch].claims)
+    left = _free_memory(drive) - arena
+    drive.step(ResumeJob(one))
+    drive.submitted(job_of(4, (left - GIB) // 4))
+    assert drive.go_on() == ["ROW", "ROW"]
+    assert drive.rows == [[other], [one]]
+
+
 def test_a_resumed_job_whose_devices_went_to_one_that_takes_no_turns_joins_others_elsewhere() -> None:
     drive = Sharing(2)
     (one,) = drive.submitted(job_of(4, GIB))

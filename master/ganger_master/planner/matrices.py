@@ -74,6 +74,18 @@ class Sharer:
     def devices(self) -> frozenset[_Device]:
         return frozenset((claim.node, device) for claim in self.claims for device in bits(claim.device_mask))
 
+    def missing_memory(self) -> list[tuple[Claim, int]]:
+        """Host memory in bytes that each claim needs beyond what the gang holds there: at OFFLOAD it keeps less."""
+        held = {}
+        if self.gang is not None and not self.starts:
+            held = {piece.held.node: piece.held for piece in self.gang.pieces if piece.held is not None}
+        found = []
+        for claim in self.claims:
+            own = held.get(claim.node)
+            kept = own.memory_bytes + own.arena_bytes if own is not None else 0
+            found.append((claim, claim.memory_bytes + claim.arena_bytes - kept))
+        return found
+
 
 def plan_matrices(
     placement: Placement,
@@ -329,6 +341,7 @@ class _Joining:
             return None
         there = Sharer(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
         fits = self._may_join(there) and all(self._fits_cores(claim) for claim in there.claims)
+        fits = fits and self._fits_memory(there)
         if fits:
             return there
         # What a plan has parked goes back to where it was; a user's job is not to wait for what happens there.
@@ -375,7 +388,7 @@ class _Joining:
         self._moved[one.number] = one
         for device in one.devices:
             self._on.setdefault(device, set()).add(one.number)
-        self._take_memory(one.claims)
+        self._take_memory(one)
 
     def changes(self, quantum_s: float, changing: Collection[int]) -> list[Change]:
         """One group for each set that somebody joins; who would join one that is changing waits until that is done."""
@@ -466,8 +479,7 @@ class _Joining:
             tasks = (mask.bit_count() // task.gpus,)
             needed = demand(made, shape, tasks)
             cores = split_cores(topology, self._free_cores(name), mask, needed.millicores)
-            left = self._memory.get(name, self._view.memory[slot])
-            if cores is None or needed.memory_bytes + needed.arena_bytes > left:
+            if cores is None or needed.memory_bytes + needed.arena_bytes > self._memory_left(name):
                 return None
             claims.append(Claim(name, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks))
         if sum(claim.device_mask.bit_count() for claim in claims) != job.gpus:
@@ -502,13 +514,17 @@ class _Joining:
     def _join(self, one: Sharer) -> None:
         self._joined[one.number] = one
         self._put(one)
-        if one.starts:
-            self._take_memory(one.claims)
+        self._take_memory(one)
 
-    def _take_memory(self, claims: Claims) -> None:
-        for claim in claims:
-            left = self._memory.get(claim.node, self._view.memory[self._view.slots[claim.node]])
-            self._memory[claim.node] = left - claim.memory_bytes - claim.arena_bytes
+    def _fits_memory(self, one: Sharer) -> bool:
+        return all(needed <= self._memory_left(claim.node) for claim, needed in one.missing_memory())
+
+    def _memory_left(self, name: str) -> int:
+        return self._memory.get(name, self._view.memory[self._view.slots[name]])
+
+    def _take_memory(self, one: Sharer) -> None:
+        for claim, needed in one.missing_memory():
+            self._memory[claim.node] = self._memory_left(claim.node) - needed
 
     def _put(self, one: Sharer) -> None:
         self.sharers[one.number] = one
