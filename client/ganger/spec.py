@@ -434,15 +434,19 @@ def _hint(command: Sequence[str], directory: str) -> str:
     path = Path(directory, word)
     if _is_program(word, directory):
         return ""
-    if not path.is_file():
+    # Unlike the methods of Path these do not raise where a word is longer than a name can be.
+    if not os.path.isfile(path):
         first, *more = word.split() or [""]
         if len(command) == 1 and (
             any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
         ):
             return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
-        return _missing_file(path) if len(command) == 1 and not path.exists() else ""
+        return _missing_file(path) if len(command) == 1 and not os.path.exists(path) else ""
     if path.suffix in _JOB_FILES:
         return f"{word} is a job file, not a program: submit it with --file {word}"
+    if os.access(path, os.X_OK):
+        # As in a shell, a name without a slash is looked for in PATH only.
+        return f"{word} is not in PATH: write {shlex.join([f'./{word}', *command[1:]])}"
     runner = {".py": "python", ".sh": "bash", ".bash": "bash", ".sbatch": "bash", ".slurm": "bash"}.get(path.suffix)
     if runner is None:
         return ""
@@ -469,7 +473,9 @@ def _missing_file(path: Path) -> str:
 
 def _is_program(word: str, directory: str) -> bool:
     """Whether this machine could execute it."""
-    return bool(word) and (os.access(Path(directory, word), os.X_OK) or ("/" not in word and bool(shutil.which(word))))
+    if "/" not in word:
+        return bool(word and shutil.which(word))
+    return os.access(Path(directory, word), os.X_OK)
 
 
 def _directory(value: object) -> str:

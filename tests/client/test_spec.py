@@ -414,7 +414,16 @@ def test_a_file_that_is_no_program_is_refused_with_what_to_write(
     found = wrong(command=[name, *arguments], directory=str(tmp_path))
     assert found["command"].endswith(hint)
     path.chmod(0o755)
-    assert list(spec(command=[name, *arguments], directory=str(tmp_path)).command) == [name, *arguments]
+    here = f"./{name}"
+    assert list(spec(command=[here, *arguments], directory=str(tmp_path)).command) == [here, *arguments]
+
+
+def test_an_executable_file_without_a_slash_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    for name in ("train.py", "prepare"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        found = wrong(command=[name, "--lr", "0.1"], directory=str(tmp_path))
+        assert found["command"] == f"{name} is not in PATH: write ./{name} --lr 0.1"
 
 
 @pytest.mark.parametrize("name", ["jbo.yaml", "no/job.yml", "job.tmol", "train.sbtach", "train.slurm"])
@@ -437,6 +446,8 @@ def test_a_command_for_a_shell_in_one_word_is_refused_with_what_to_write() -> No
         "write it as several, or --wrap './prepare && python train.py'"
     }
     assert "--wrap 'sh prepare.sh'" in wrong(command=["sh prepare.sh"])["command"]
+    assert "is one word, and no shell runs it" in wrong(command=["sh prepare.sh && " * 300])["command"]
+    assert list(spec(command=["\x01" * 60_000]).command) == ["\x01" * 60_000]
     assert list(spec(command=["a program with spaces"]).command) == ["a program with spaces"]
     assert list(spec(command=["grep", "a && b"]).command) == ["grep", "a && b"]
     assert list(spec(command=["nowhere.py"]).command) == ["nowhere.py"], "it may be there where the job runs"
