@@ -26,7 +26,7 @@ def _own_bytes(spec: JobSpec) -> int:
 
 def bytes_of_all(texts: Mapping[str, str]) -> int:
     """Bytes of names and values together."""
-    return sum([bytes_of(name) + bytes_of(text) for name, text in texts.items()])
+    return bytes_of("".join([*texts, *texts.values()]))
 
 
 @dataclass(slots=True)
