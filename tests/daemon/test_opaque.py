@@ -91,14 +91,33 @@ def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_can
     run(story)
 
 
-def test_several_processes_without_an_agent_cannot_be_paused_and_the_reason_is_said() -> None:
+def test_several_processes_without_an_agent_on_one_node_are_paused_together_by_freezing() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
         gang = made.gang({"n1": [0, 1]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
         await made.master.want("n1", gang)
-        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        assert running.capabilities.pause
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == job_pb2.SUSPEND_LEVEL_PAUSE
+        pids = [rank.pid for rank in parked.ranks]
+        assert [is_stopped(pid) for pid in pids] == [True, True]
+        await made.master.want("n1", with_changes(gang, 3))
+        await until(lambda: not any(map(is_stopped, pids)), "both going on")
+
+    run(story)
+
+
+def test_processes_without_an_agent_on_several_nodes_cannot_be_paused_and_the_reason_is_reported() -> None:
+    async def story(made: Cluster) -> None:
+        await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+        uid, placement = str(uuid.uuid4()), {"n1": [0], "n2": [1]}
+        for node in placement:
+            await made.master.want(node, made.gang(placement, node, uid=uid, command=["sleep", "600"]))
+        running = await made.master.until("n2", 1, in_phase(Observed.PHASE_RUNNING))
         assert not running.capabilities.pause
-        assert "collective" in running.capabilities.missing["PAUSE"]
+        assert "on several nodes" in running.capabilities.missing["PAUSE"]
 
     run(story)
 

@@ -197,12 +197,13 @@ def is_busy(gang: Gang) -> bool:
 
 
 def is_paused_by_freezing(gang: Gang, now: float) -> bool:
-    """PAUSE of a job without boundaries: it stands still where it is. Only for one process alone: of several, some
-    would be caught in the middle of a collective operation, and time out there."""
+    """PAUSE of a job without boundaries: it stands still where it is. Only where all of its ranks are on this node, and
+    so stop together: on several, some would wait in a collective operation for others that stopped earlier."""
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if gang.wanted.intent is not Intent.PARK or gang.wanted.level is not Level.PAUSE or gang.world != 1:
+    if gang.wanted.intent is not Intent.PARK or gang.wanted.level is not Level.PAUSE or gang.world != len(gang.ranks):
         return False
-    return bool(live) and all(is_opaque(gang, rank, now) for rank in live)
+    # Ranks with boundaries cannot stop at one without those that have none.
+    return any(is_opaque(gang, rank, now) for rank in live)
 
 
 def is_beyond(gang: Gang) -> bool:

@@ -173,9 +173,10 @@ def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalG
     if gang.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = gang.host.cgroups.capabilities.get("freeze", "none")
-    capabilities.pause = gang.part.world == 1 and not freezer.startswith("none")
-    if gang.part.world != 1:
-        capabilities.missing["PAUSE"] = f"{why}: of several processes some would be stopped in a collective operation"
+    is_whole = gang.part.world == len(gang.part.ranks)
+    capabilities.pause = is_whole and not freezer.startswith("none")
+    if not is_whole:
+        capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
     elif not capabilities.pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
     capabilities.missing["OFFLOAD"] = said or f"{why}: its state cannot be moved out of the device"

@@ -290,3 +290,13 @@ def test_what_a_former_daemon_froze_stands_still_until_the_master_has_answered()
     assert core.should_freeze(gang, 0.0, lease_is_over=None)
     assert not core.should_freeze(gang, 0.0, lease_is_over=False)
     assert not core.should_freeze(replace(gang, frozen=False), 0.0, lease_is_over=None)
+
+
+@pytest.mark.parametrize(("world", "is_frozen"), [(2, True), (3, False)], ids=["on one node", "on several nodes"])
+def test_a_gang_with_a_rank_without_boundaries_is_paused_by_freezing_only_where_all_of_it_is_on_one_node(
+    world: int, is_frozen: bool
+) -> None:
+    gang = Gang(PAUSE, (replace(RUNNING, opaque=True), replace(RUNNING, rank=1)), launched=True, world=world)
+    assert core.should_freeze(gang, 0.0, lease_is_over=False) is is_frozen
+    parked = judge(replace(gang, frozen=True), 0.0)
+    assert (parked.phase is Phase.PARKED) is is_frozen
