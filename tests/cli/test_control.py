@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2
-from ganger.wire.errors import JobBusy, UpdateEndsJob
+from ganger.wire.errors import JobBusy, NodeNotFound, UpdateEndsJob
 from kit.canned import Call, CannedMaster, running_job
 
 Output = pytest.CaptureFixture[str]
@@ -117,6 +117,18 @@ def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMast
     assert call("move", "1", "--to", "n2") == 4
     assert "called off" in capsys.readouterr().err
     assert next(request for request in master.requests if hasattr(request, "nodes")).nodes == ["nodes/n2"]
+
+
+def test_a_move_to_a_node_that_does_not_exist_is_refused_before_the_job_has_reported_what_it_can(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    job = running_job(master)
+    job.capabilities.presumed = True
+    job.start_time.GetCurrentTime()
+    master.failing = NodeNotFound("there is no nodes/n9")
+    assert call("move", "1", "--to", "n9") == 3
+    assert capsys.readouterr().err == "ganger: there is no nodes/n9\n"
+    assert [type(request).__name__ for request in master.requests] == ["GetNodeRequest"]
 
 
 def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one_that_is_silent_for_long(

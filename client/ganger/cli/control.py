@@ -116,6 +116,9 @@ def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout
         return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
 
     with open_client() as client:
+        for node in nodes:
+            # One that does not exist is refused before the job has reported what it can.
+            client.get_node(node)
         befores: dict[str, Job] = {}
 
         def order(job: str) -> Job:
