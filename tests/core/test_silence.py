@@ -154,14 +154,24 @@ def test_all_nodes_are_looked_through_only_when_one_can_have_turned_silent() -> 
         ({"n1": 0.0, "n2": 200.0, "n3": 240.0}, {}, {"n1"}),
         # One after another.
         ({"n1": 0.0, "n2": 200.0}, {}, {"n1", "n2"}),
-        # One calls again: the clock of the others starts from there.
-        ({"n1": 0.0, "n2": 0.0, "n3": 0.0}, {"n1": 360.0}, {"n2", "n3"}),
-        ({"n1": 0.0, "n2": 0.0, "n3": 0.0}, {"n1": 380.0}, set()),
+        # One calls again: the clock of the other starts from there.
+        ({"n1": 0.0, "n2": 0.0}, {"n1": 360.0}, {"n2"}),
+        ({"n1": 0.0, "n2": 0.0}, {"n1": 380.0}, set()),
+        # Two of three are left, which is half or more.
+        ({"n1": 0.0, "n2": 0.0, "n3": 0.0}, {"n1": 360.0}, set()),
+        # Half of the nodes fell silent at once, the others call.
+        ({"n1": 0.0, "n2": 50.0, "n3": 1_000.0, "n4": 1_000.0}, {}, set()),
+        # The same, one after the other.
+        ({"n1": 0.0, "n2": 200.0, "n3": 1_000.0, "n4": 1_000.0}, {}, {"n1", "n2"}),
+        # A minority: a rack that is dead.
+        ({"n1": 0.0, "n2": 50.0, "n3": 1_000.0, "n4": 1_000.0, "n5": 1_000.0}, {}, {"n1", "n2"}),
+        # One of them comes back late: the clock of the other starts again.
+        ({"n1": 0.0, "n2": 0.0, "n3": 1_000.0, "n4": 1_000.0}, {"n1": 700.0}, set()),
         # The others go on calling all the time.
         ({"n1": 0.0, "n2": 1_000.0}, {}, {"n1"}),
     ],
 )
-def test_nodes_that_all_fell_silent_at_once_are_not_lost_by_the_clock(
+def test_nodes_that_fell_silent_at_once_are_not_lost_by_the_clock_as_soon_as_others(
     last: dict[str, float], back: dict[str, float], lost: set[str]
 ) -> None:
     drive = Drive(nodes=len(last))
@@ -171,6 +181,14 @@ def test_nodes_that_all_fell_silent_at_once_are_not_lost_by_the_clock(
         calling = [node for node in last if seconds < last[node] or seconds >= back.get(node, 1e9)]
         pass_time(drive, 10.0, *calling)
     assert {node for node in last if state_of(drive, node) is NodeState.LOST} == lost
+
+
+@pytest.mark.parametrize(("seconds", "lost"), [(1_250.0, False), (1_290.0, True)])
+def test_half_of_the_nodes_are_lost_after_twice_the_time_while_the_others_call(seconds: float, lost: bool) -> None:
+    drive = Drive(nodes=4)
+    pass_time(drive, seconds, "n3", "n4")
+    assert {state_of(drive, node) is NodeState.LOST for node in ("n1", "n2")} == {lost}
+    assert {state_of(drive, node) for node in ("n3", "n4")} == {NodeState.READY}
 
 
 def test_an_operator_declares_one_of_the_nodes_lost_that_all_fell_silent_at_once() -> None:

@@ -233,3 +233,29 @@ def test_a_gang_on_a_node_that_was_not_waited_for_keeps_its_job_from_starting() 
     cluster.daemons[away].start()
     cluster.run_for(20.0)
     assert held.number in cluster.state.jobs
+
+
+def test_a_gang_that_was_left_behind_stays_frozen_while_a_restored_master_waits_for_other_nodes() -> None:
+    """Its job runs elsewhere since, which that master does not know yet: its answers renew no lease that has ended."""
+    settings = Settings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    cluster = Cluster(1, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
+    cluster.run_for(5.0)
+    number = started(cluster, job_of(2, steps=400))
+    (behind,) = cluster.state.gangs[job(cluster, number).epoch].nodes
+    copy = cluster.backup()
+    cluster.daemons[behind].crash()
+    assert cluster.run_until(lambda: cluster.state.nodes[behind].lost, 100.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    epoch = job(cluster, number).epoch
+    (successor,) = cluster.state.gangs[epoch].nodes
+    (missing, _) = [name for name in cluster.daemons if name not in (behind, successor)]
+    cluster.daemons[missing].crash()
+    cluster.restore(copy, by_operator(cluster))
+    cluster.daemons[behind].start()
+    # The oracle finds every step of an attempt that another has followed.
+    cluster.run_for(40.0)
+    assert cluster.state.counters.restoring is not None
+    cluster.daemons[missing].start()
+    settled(cluster)
+    assert job(cluster, number).epoch == epoch
+    ends(cluster, number)

@@ -261,6 +261,38 @@ def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_all_
         assert job(cluster, number).preemptions == 0
 
 
+def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_half_of_the_nodes() -> None:
+    cluster = cluster_of(4, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    numbers = [started(cluster, job_of(4, steps=300)) for _ in range(2)]
+    away = [cluster.state.gangs[job(cluster, number).epoch].nodes[0] for number in numbers]
+    epochs = [job(cluster, number).epoch for number in numbers]
+    for name in away:
+        cluster.daemons[name].network = Network(cluster.engine, Faults(lose=1.0))
+    cluster.run_for(110.0)
+    (why,) = explain(cluster.state, numbers[0], cluster.engine.now).blockers
+    assert "half of the nodes or more fell silent at once: the master may be cut off" in why.detail
+    for name in away:
+        cluster.daemons[name].network = cluster.network
+        cluster.run_for(30.0)
+    assert [job(cluster, number).epoch for number in numbers] == epochs
+    for number in numbers:
+        ends(cluster, number)
+        assert job(cluster, number).preemptions == 0
+
+
+def test_half_of_the_nodes_that_are_dead_are_lost_after_twice_the_time_and_their_jobs_go_on_elsewhere() -> None:
+    cluster = cluster_of(4, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    numbers = [started(cluster, job_of(4, steps=100)) for _ in range(2)]
+    away = [cluster.state.gangs[job(cluster, number).epoch].nodes[0] for number in numbers]
+    for name in away:
+        cluster.daemons[name].reboot()
+    cluster.run_for(125.0)
+    assert not any(cluster.state.nodes[name].lost for name in away)
+    assert cluster.run_until(lambda: all(cluster.state.nodes[name].lost for name in away), 10.0)
+    for number in numbers:
+        ends(cluster, number)
+
+
 def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_clock_has_run_anew() -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(4, steps=200))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
@@ -184,7 +185,7 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     gang = state.gangs.get(job.epoch)
     told, fate = [], _once_lost(job)
     patience = math.inf if state.silent_after is None else state.silent_after
-    cut_off = silence.fallen_at_once(state, now)
+    cut_off: Mapping[str, float] | None = None
     for name in gang.nodes if gang is not None else ():
         node, answered = state.nodes.get(name), state.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
@@ -196,9 +197,12 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
         how = f"has not called for {silent:.0f} s" if node.heard else "has not reported yet what runs there"
         if node.unanswerable:
             how = f"cannot be sent what it is to do: {node.unanswerable}"
-        lost = "" if state.lost_after is None else f"once its silence has lasted {state.lost_after:.0f} s, or "
+        patience_s = state.lost_after
+        cut_off = silence.fallen_at_once(state, now) if cut_off is None else cut_off
         if name in cut_off:
-            how, lost = f"{how}; {silence.ALL_AT_ONCE}, see that nodes reach it", "only "
+            how = f"{how}; {silence.suspicion(cut_off[name])}, see that nodes reach it"
+            patience_s = None if cut_off[name] == math.inf else cut_off[name] - (answered or 0.0)
+        lost = "only " if patience_s is None else f"once its silence has lasted {patience_s:.0f} s, or "
         detail = (
             f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
             f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"

@@ -1,15 +1,17 @@
-"""Nodes whose daemons do not call. Who has been silent for longer than a daemon is that has nothing to tell takes no
-gangs until it calls: nobody knows whether what is ordered there would ever be heard. Who has been for so long that its
-ranks no longer step is lost, and its jobs go on elsewhere.
+"""Nodes whose daemons do not call. A node that has been silent for longer than a daemon is that has nothing to report
+takes no gangs until it calls: an order may not reach it. A node that has been silent for so long that its ranks no
+longer step is lost, and its jobs go on elsewhere.
 
-When all nodes fall silent at once, the master is more likely cut off than all nodes dead. Then the clock declares none
-of them lost: no node could take their jobs, and their processes are only paused.
+When at least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes.
+Then they are lost after twice the time, and never by the clock while no node calls at all: no node could take their
+jobs, and their processes are only paused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec.structs import replace
@@ -20,7 +22,9 @@ from ganger_master.core.state import State
 _TICK_SECONDS: Final = 0.001
 # Of one node that is silent there is nothing to compare with.
 _AT_LEAST: Final = 2
-ALL_AT_ONCE: Final = "all nodes fell silent at once: the master may be cut off"
+# Of the nodes; and how many times lost_after the clock gives them.
+_LARGE_SHARE: Final = 0.5
+_PATIENCE: Final = 2.0
 
 
 def follow(state: State, now: float, cause: str) -> None:
@@ -35,15 +39,12 @@ def follow(state: State, now: float, cause: str) -> None:
         node = state.nodes[name]
         if node.lost:
             continue
-        if name in cut_off:
-            # Its clock starts again when one of them calls.
-            if node.heard and not node.silent:
-                silent.append(name)
-            continue
-        if now > answered + lost_after:
+        # While no node calls there is no such time: the clock starts again when one does.
+        lost_at = cut_off.get(name, answered + lost_after)
+        if now > lost_at:
             lost.append(name)
             continue
-        later = min(later, answered + lost_after)
+        later = min(later, lost_at)
         # Who has not told what it has takes no gangs in any case.
         if node.heard and not node.silent:
             if now > answered + silent_after:
@@ -54,31 +55,56 @@ def follow(state: State, now: float, cause: str) -> None:
     state.next_silence_check = max(later, now) + _TICK_SECONDS if later < math.inf else None
     for name in sorted(silent):
         state.put_node(replace(state.nodes[name], silent=True))
-        why = f"; {ALL_AT_ONCE}" if name in cut_off else ""
+        why = f"; {suspicion(cut_off[name])}" if name in cut_off else ""
         state.history(now, f"nodes/{name}", "node_silent", cause, f"it has not called for {silent_after:.0f} s{why}")
     for name in sorted(lost):
         observation.lose(state, name, now, cause, "it has not called for longer than lost_after")
 
 
-def fallen_at_once(state: State, now: float) -> Collection[str]:
-    """Return the nodes that the clock must not declare lost, because the master itself may be cut off.
+def fallen_at_once(state: State, now: float) -> Mapping[str, float]:
+    """Return the silent nodes whose silence may be the master's own, each with the time at which it is lost even so.
 
-    While no node calls, those are the nodes that fell silent within one heartbeat window of the last one, if at least
-    two nodes did. Empty while a node calls. A node that an operator has declared lost counts among the two."""
+    Those are nodes that fell silent within one heartbeat window of each other, at least two and at least half of all. A
+    node that an operator has declared lost meanwhile counts, too. The time is infinite while no node calls."""
     window = state.silent_after
-    if window is None or any(now <= answered + window for answered in state.last_answer.values()):
-        return ()
-    newest = max(state.last_answer.values(), default=0.0)
-    if any(node.unanswerable for node in state.nodes.values() if not node.lost):
-        return ()
-    together = [name for name, answered in state.last_answer.items() if answered >= newest - window]
-    if len(together) < _AT_LEAST:
-        return ()
-    return {name for name in together if not state.nodes[name].lost}
+    if window is None:
+        return {}
+    nodes = state.nodes
+    fallen = {
+        name: answered
+        for name, answered in state.last_answer.items()
+        if now > answered + window and not nodes[name].unanswerable
+    }
+    known = sum([not nodes[name].lost for name in state.last_answer])
+    calling = known - sum([not nodes[name].lost for name in fallen])
+    if len(fallen) < max(_AT_LEAST, calling):
+        return {}
+    lost_after = math.inf if state.lost_after is None or not calling else _PATIENCE * state.lost_after
+    times = sorted(fallen.values())
+    lost_times = sorted([answered for name, answered in fallen.items() if nodes[name].lost])
+    found = {}
+    for name, answered in fallen.items():
+        together = _within(times, answered, window)
+        if together < _AT_LEAST or together < _LARGE_SHARE * (known + _within(lost_times, answered, window)):
+            continue
+        if not nodes[name].lost:
+            found[name] = answered + lost_after
+    return found
+
+
+def _within(times: list[float], middle: float, window: float) -> int:
+    return bisect_right(times, middle + window) - bisect_left(times, middle - window)
+
+
+def suspicion(lost_at: float) -> str:
+    """Return what is shown of a node in `fallen_at_once`, by the time that it has there."""
+    which = "all nodes" if lost_at == math.inf else "half of the nodes or more"
+    return f"{which} fell silent at once: the master may be cut off"
 
 
 def note_call(state: State, name: str, now: float) -> None:
-    """Start the clock of a node whose daemon has called; if all nodes were silent, those of the others start again."""
+    """Start the clock of a node whose daemon has called. If it fell silent with half of the nodes or more, or no node
+    called, the clocks of the others start again."""
     window, before = state.silent_after, state.last_answer.get(name)
     if window is not None and (before is None or now > before + window):
         for other in fallen_at_once(state, now):

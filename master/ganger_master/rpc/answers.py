@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
@@ -119,7 +119,7 @@ class Shown:
         members = self.members(number)
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
-    def node(self, name: str, caller: Identity, fallen_at_once: Collection[str] | None = None) -> node_pb2.Node:
+    def node(self, name: str, caller: Identity, fallen_at_once: Mapping[str, float] | None = None) -> node_pb2.Node:
         """As far as it is for the caller; a list looks once for all which nodes fell silent at once. Raises
         NodeNotFound."""
         refusal = self._refusals.of(name)
@@ -133,9 +133,9 @@ class Shown:
         node = self.node_named(name)
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.last_answer.get(name)
-        is_cut_off = name in (self.fallen_at_once() if fallen_at_once is None else fallen_at_once)
+        cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
         reasons = (
-            refusal.text or _silent_why(node, is_cut_off),
+            refusal.text or _silent_why(node, cut_off.get(name)),
             node.state_reason,
             self._storage_trouble(node),
         )
@@ -184,8 +184,8 @@ class Shown:
         """Return the known nodes and those that the master does not accept, in order."""
         return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
 
-    def fallen_at_once(self) -> Collection[str]:
-        """The nodes whose silence may be the master's own."""
+    def fallen_at_once(self) -> Mapping[str, float]:
+        """The nodes whose silence may be the master's own, each with the time at which it is lost all the same."""
         return silence.fallen_at_once(self._writer.state, self._writer.now())
 
 
@@ -195,11 +195,11 @@ def _jobs_text(numbers: Sequence[int]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _silent_why(node: Node, is_cut_off: bool) -> str:
+def _silent_why(node: Node, lost_at: float | None) -> str:
     if node.unanswerable:
         return node.unanswerable
-    if is_cut_off:
-        return silence.ALL_AT_ONCE
+    if lost_at is not None:
+        return silence.suspicion(lost_at)
     return "its daemon does not call" if node.state is NodeState.SILENT else ""
 
 
