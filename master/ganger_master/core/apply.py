@@ -182,13 +182,13 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
 
 def _node_observed(state: State, event: events.NodeObserved) -> None:
     if state.counters.restoring is not None:
-        rollback.hear(state, event.report, event.time)
+        rollback.note_report(state, event.report, event.time)
         _settle_if_complete(state, event.time, event.cause)
         return
-    rollback.note_ids_of(state, event.report)
+    rollback.note_reported_ids(state, event.report)
     observation.observe(state, event.report, event.time, event.cause)
     if state.strays_of:
-        rollback.follow_ended(state, event.report.node, event.time, event.cause)
+        rollback.follow_ended_strays(state, event.report.node, event.time, event.cause)
 
 
 def _store_opened(state: State, event: events.StoreOpened) -> None:

@@ -230,8 +230,7 @@ class NodeRemoved(Struct, frozen=True, gc=False):
 
 
 class StoreOpened(Struct, frozen=True, gc=False):
-    """The database has this name. `why` is set where it was found to be an older copy, `marks` say how far it had
-    come."""
+    """The database has the name `store`. `why` is set where it is an older copy; `marks`: how far it had come."""
 
     time: float
     cause: str
@@ -247,7 +246,7 @@ class EndsNoted(Struct, frozen=True, gc=False):
 
 
 class RestoreSettled(Struct, frozen=True, gc=False):
-    """What nodes have reported is taken as it is, and work goes on."""
+    """A restore is settled by what nodes have reported."""
 
     time: float
     cause: str

@@ -1,7 +1,7 @@
-"""Gangs found on nodes that the database does not want there: to be adopted, to be ended, or to be left alone.
+"""Gangs on nodes that the master did not start: adopted, ended by an operator, or left alone.
 
-A quarantined gang runs on and keeps its devices, cores and memory until it ends or an operator decides. It is adopted
-as it was last told: as the gang of its job, under its own epoch. Nothing is killed on doubt.
+A quarantined gang runs on and keeps its devices, cores and memory until it ends or an operator decides. Adoption takes
+it as the gang of its job, under its own epoch, by the order that its daemons obey.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ganger_master.core.residues import holders_on, kept_of
 from ganger_master.core.state import State
 from ganger_master.core.texts import FOUND_AT_REST
 
-# More ranges are joined, the oldest first: what lies between is then taken for skipped, too, and is not stopped.
+# More ranges are joined, the oldest first. Epochs between them then count as skipped, too, and are not stopped.
 _RANGES_MOST: Final = 64
 _SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
 
@@ -43,7 +43,7 @@ _SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
 
 
 def note_ids(state: State, next_epoch: int, next_job: int) -> None:
-    """Ids below these were given before: none of them is given again."""
+    """Give no id below these again, `next_epoch` of gangs and `next_job` of jobs; note skipped epochs."""
     counters = state.counters
     counters.next_job = max(counters.next_job, next_job)
     if next_epoch <= counters.next_epoch:
@@ -57,7 +57,7 @@ def note_ids(state: State, next_epoch: int, next_job: int) -> None:
 
 
 def is_skipped(state: State, epoch: int) -> bool:
-    """Whether this database never gave that epoch."""
+    """Return whether this database never gave that epoch."""
     counters = state.counters
     return epoch >= counters.next_epoch or any(first <= epoch < end for first, end in counters.skipped_epochs)
 
@@ -66,7 +66,7 @@ def is_skipped(state: State, epoch: int) -> bool:
 
 
 def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray | None = None) -> Stray:
-    """What a node has of a gang; whether it is quarantined stands, once it was decided."""
+    """Return a node's part of a gang as a stray. `before`: as it was reported earlier; its quarantine then stands."""
     is_over = observed.phase is ObservedPhase.ENDED
     return Stray(
         observed.job,
@@ -87,18 +87,18 @@ def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray
     )
 
 
-def found(state: State, uid: str, epoch: int) -> dict[str, Stray]:
-    """The parts of a quarantined gang, by node."""
+def quarantined_parts(state: State, uid: str, epoch: int) -> dict[str, Stray]:
+    """Return the parts of a quarantined gang, by node; none if it is not quarantined."""
     parts: dict[str, Stray] = {}
     for name in sorted(state.strays_of.get(uid, ())):
         for stray in state.nodes[name].strays:
-            if _is(stray, uid, epoch) and stray.quarantined:
+            if _is_gang(stray, uid, epoch) and stray.quarantined:
                 parts[name] = stray
     return parts
 
 
 def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
-    """Of a job by uid: its gangs that are, or were, quarantined and have not ended, with their nodes."""
+    """Return the nodes of a job's living gangs that are quarantined or being ended by an operator, by epoch."""
     epochs: dict[int, list[str]] = {}
     for name in sorted(state.strays_of.get(uid, ())):
         for stray in state.nodes[name].strays:
@@ -113,17 +113,17 @@ def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
 def decide_end(
     state: State, command: commands.EndQuarantined, now: float
 ) -> tuple[tuple[events.QuarantineEnded, ...], Answer]:
-    if not found(state, command.uid, command.epoch):
-        return (), _not_there(command.uid, command.epoch)
+    if not quarantined_parts(state, command.uid, command.epoch):
+        return (), _not_found(command.uid, command.epoch)
     return (events.QuarantineEnded(now, f"user:{command.user}", command.uid, command.epoch),), Done()
 
 
 def decide_adopt(
     state: State, command: commands.AdoptQuarantined, now: float
 ) -> tuple[tuple[events.QuarantineAdopted, ...], Answer]:
-    parts = found(state, command.uid, command.epoch)
+    parts = quarantined_parts(state, command.uid, command.epoch)
     if not parts:
-        return (), _not_there(command.uid, command.epoch)
+        return (), _not_found(command.uid, command.epoch)
     refusal, number = adoption_refusal(state, parts), next(iter(parts.values())).job
     if refusal:
         text = f"epoch {command.epoch} of {command.uid} cannot be adopted: {refusal}"
@@ -133,20 +133,20 @@ def decide_adopt(
 
 
 def adoption_refusal(state: State, parts: Mapping[str, Stray]) -> str:
-    """Why a quarantined gang of these parts cannot be adopted as it is now; empty if it can."""
+    """Return why a quarantined gang of these parts cannot be adopted now; empty if it can."""
     job = _job_of(state, parts, 0.0)
-    taken = job if isinstance(job, str) else gang_of(state, job, next(iter(parts.values())).epoch, parts, 0.0)
+    taken = job if isinstance(job, str) else adoptable_gang(state, job, next(iter(parts.values())).epoch, parts, 0.0)
     return taken if isinstance(taken, str) else ""
 
 
 def end(state: State, event: events.QuarantineEnded) -> None:
-    """From now on it is a gang that is not wanted: its nodes are told to stop it. Its job waits until it is gone."""
-    parts = found(state, event.uid, event.epoch)
+    """End a quarantined gang: its nodes are ordered to stop it, and its job waits until it is gone."""
+    parts = quarantined_parts(state, event.uid, event.epoch)
     for name in parts:
         node = state.nodes[name]
         strays = tuple(
             [
-                replace(stray, quarantined=False, is_ordered=True) if _is(stray, event.uid, event.epoch) else stray
+                replace(stray, quarantined=False, is_ordered=True) if _is_gang(stray, event.uid, event.epoch) else stray
                 for stray in node.strays
             ]
         )
@@ -157,29 +157,29 @@ def end(state: State, event: events.QuarantineEnded) -> None:
 
 
 def dismiss(state: State, uid: str, epoch: int) -> None:
-    """It has ended on all its nodes, which may forget it."""
+    """Acknowledge a gang that has ended on all its nodes, so that these forget it."""
     for name in sorted(state.strays_of.get(uid, ())):
         node = state.nodes[name]
-        if any(_is(stray, uid, epoch) for stray in node.strays):
-            strays = tuple([stray for stray in node.strays if not _is(stray, uid, epoch)])
+        if any(_is_gang(stray, uid, epoch) for stray in node.strays):
+            strays = tuple([stray for stray in node.strays if not _is_gang(stray, uid, epoch)])
             state.put_node(replace(node, strays=strays, acknowledged=(*node.acknowledged, epoch)))
 
 
-def _is(stray: Stray, uid: str, epoch: int) -> bool:
+def _is_gang(stray: Stray, uid: str, epoch: int) -> bool:
     return (stray.uid, stray.epoch) == (uid, epoch)
 
 
 def adopt(state: State, event: events.QuarantineAdopted) -> None:
-    parts = found(state, event.uid, event.epoch)
+    parts = quarantined_parts(state, event.uid, event.epoch)
     job = _job_of(state, parts, event.time)
     assert isinstance(job, Job), "decided before"
-    gang = gang_of(state, job, event.epoch, parts, event.time)
+    gang = adoptable_gang(state, job, event.epoch, parts, event.time)
     assert isinstance(gang, Gang), "decided before"
-    take(state, job, gang, event.time, event.cause)
+    give_gang(state, job, gang, event.time, event.cause)
 
 
 def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> Job | str:
-    """The job that waits for this gang, or one that is made for it; else why it can be neither."""
+    """Return the job of this gang, made anew where the database does not have it; or why there can be none."""
     part = next(iter(parts.values()))
     known = state.jobs.get(part.job)
     if known is None:
@@ -198,7 +198,7 @@ def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> Job | str:
     return known
 
 
-def _not_there(uid: str, epoch: int) -> Refused:
+def _not_found(uid: str, epoch: int) -> Refused:
     text = f"no gang of epoch {epoch} of {uid} is quarantined: `ganger nodes quarantine list` shows those that are"
     return Refused("GANG_NOT_FOUND", text)
 
@@ -206,8 +206,10 @@ def _not_there(uid: str, epoch: int) -> Refused:
 # -- adoption ----------------------------------------------------------------------------------------------------------
 
 
-def gang_of(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
-    """The gang that these parts make, as its daemons were last told; or why it cannot be adopted."""
+def adoptable_gang(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
+    """Return the gang that these parts make, by the newest order of its daemons; or why it cannot be adopted.
+
+    `parts`: by node; a gang is adopted with all its parts or not at all."""
     known = state.gangs.get(epoch)
     if known is not None and known.job != job.number:
         return f"its epoch is that of another gang by now, of {state.jobs[known.job].name}"
@@ -218,19 +220,19 @@ def gang_of(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now:
     missing = [name for name in newest.nodes if name not in parts]
     if missing or len(newest.nodes) != len(parts):
         return f"its part on {', '.join(missing) or 'another node'} is not there"
-    refused = _refused(state, job, newest, parts)
+    refused = _refusal_by_order(state, job, newest, parts)
     if refused:
         return refused
-    claims = tuple([_told(parts[name]).claim for name in newest.nodes])
-    misfit = _unknown(state, claims)
+    claims = tuple([_order_of(parts[name]).claim for name in newest.nodes])
+    misfit = _hardware_mismatch(state, claims)
     if misfit:
         return misfit
     gang = _built(state, job, epoch, newest, [parts[name] for name in newest.nodes], claims, now)
-    return _misfit(state, job, gang) or gang
+    return _booking_conflict(state, job, gang) or gang
 
 
-def take(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
-    """The job holds this gang, and no other."""
+def give_gang(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+    """Make this gang the only one of the job."""
     rests = gang.intent is Intent.PARK
     trouble = job.trouble
     if rests and job.state is not JobState.SUSPENDED:
@@ -262,14 +264,14 @@ def take(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     state.dirty.jobs[job.number] = None
     for name in gang.nodes:
         node = state.nodes[name]
-        strays = tuple([stray for stray in node.strays if not _is(stray, job.uid, gang.epoch)])
+        strays = tuple([stray for stray in node.strays if not _is_gang(stray, job.uid, gang.epoch)])
         state.put_node(replace(node, strays=strays))
     state.history(now, job, "gang_adopted", cause, epoch=gang.epoch, nodes=" ".join(gang.nodes))
 
 
-def _refused(state: State, job: Job, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
-    """Why it is not adopted, whatever it holds; empty if nothing of the kind."""
-    if any(_told(part).is_sliced for part in parts.values()):
+def _refusal_by_order(state: State, job: Job, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
+    """Return why its order or its phase forbids adoption; empty if neither does."""
+    if any(_order_of(part).is_sliced for part in parts.values()):
         return "it takes turns with others on its devices"
     if newest.intent not in (Intent.RUN, Intent.PARK, Intent.HAND_OVER):
         return f"it was ordered to {newest.intent.value.lower()}"
@@ -280,8 +282,8 @@ def _refused(state: State, job: Job, newest: StoredOrder, parts: Mapping[str, St
     return ""
 
 
-def _unknown(state: State, claims: Sequence[Claim]) -> str:
-    """Why claims name what their nodes do not have; empty if they do not."""
+def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
+    """Return why claims name hardware that their nodes do not have; empty if the nodes have it."""
     for claim in claims:
         kind = state.configuration_sets[state.nodes[claim.node].configuration_set]
         if claim.device_mask >> kind.devices or len(claim.millicores) > len(kind.sockets):
@@ -289,8 +291,8 @@ def _unknown(state: State, claims: Sequence[Claim]) -> str:
     return ""
 
 
-def _misfit(state: State, job: Job, gang: Gang) -> str:
-    """Why what a gang holds (where it rests less than its claims) cannot be booked beside what others hold; empty if it
+def _booking_conflict(state: State, job: Job, gang: Gang) -> str:
+    """Return why what a gang holds (at rest less than its claims) cannot be booked beside other gangs; empty if it
     can."""
     if not job.spec.accepts(gang.devices):
         return f"it has {gang.devices} devices, which {job.name} does not accept"
@@ -381,7 +383,7 @@ def _built(
     elif newest.intent is Intent.HAND_OVER:
         # The move it is the source of is not committed: it runs on.
         gang = orders.run(gang, now)
-    if len({_told(part).master_sequence for part in parts}) > 1:
+    if len({_order_of(part).master_sequence for part in parts}) > 1:
         # Some nodes have not heard the newest order: all hear it now.
         gang = orders.begin_anew(gang)
     return gang
@@ -395,7 +397,7 @@ def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int
         held=claim,
         phase=part.phase,
         level=part.level,
-        master_sequence=_told(part).master_sequence,
+        master_sequence=_order_of(part).master_sequence,
         stop_sequence=stop_sequence if is_parked else 0,
         stop_step=part.stop_step,
         kept_memory_bytes=part.kept_memory_bytes if is_offloaded else 0,
@@ -404,6 +406,6 @@ def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int
     )
 
 
-def _told(part: Stray) -> StoredOrder:
+def _order_of(part: Stray) -> StoredOrder:
     assert part.told is not None, "looked at before"
     return part.told

@@ -1,9 +1,9 @@
-"""A database that was restored from an older copy: how that is noticed, and how the master finds what became of it.
+"""A database that was restored from a backup: detection, and the settlement of what happened since the backup.
 
-Jobs have ended, started and moved since the copy was made. Until every node has reported what it runs, nothing is
-started, stopped or changed, and nodes are told nothing, so that they leave all as it is. Then everything is settled at
-once, by what nodes report and by what is recorded of ends: gangs are adopted where they are, jobs that have ended end,
-a job of which it is not known what became of it is suspended, for its user to say.
+Jobs have ended, started and moved since the copy was made. Until every node has reported what it runs, the master
+starts, stops and changes nothing and sends no orders. Then it settles everything at once, by the reports and by the
+records of ends: it adopts gangs where they are, ends jobs that have ended, and suspends a job whose end is not known
+until its user decides.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ganger_master.core.model import (
 from ganger_master.core.state import State
 from ganger_master.core.texts import END_UNKNOWN
 
-# Daemons that the database does not know are given as long to call; the longest they wait between two attempts.
+# How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
 _DESCRIBED_SECONDS: Final = 5.0
 # Revisions that callers may have seen since the copy was made are not given again.
 _REVISIONS_SKIPPED: Final = 1 << 20
 _VERSIONS_SKIPPED: Final = 1 << 40
 _NAMED: Final = 8
-# What may be done meanwhile.
+# Commands that are decided during a restore.
 _ALWAYS: Final = (
     commands.OpenSession,
     commands.Observe,
@@ -54,12 +54,12 @@ _ALWAYS: Final = (
     commands.Tick,
 )
 
-# Of one job, by epoch and node.
-_Alive: TypeAlias = dict[int, dict[str, ObservedGang]]
-_Over: TypeAlias = dict[int, dict[str, FinishedGang]]
+# Gangs of one job, by epoch and node: those that live, and those that have ended.
+_LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
+_EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
 
 
-# -- noticing ----------------------------------------------------------------------------------------------------------
+# -- detection ---------------------------------------------------------------------------------------------------------
 
 
 def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[tuple[events.StoreOpened, ...], Answer]:
@@ -92,7 +92,7 @@ _COUNTED: Final = ("desired_version", "next_epoch", "next_job", "next_event", "n
 
 
 def found_by_daemon(state: State, command: commands.OpenSession) -> str:
-    """Why a daemon's word shows that the database is an older copy; empty if it does not."""
+    """Return why what a daemon has seen shows that the database is an older copy; empty if it does not."""
     seen, counters = command.seen, state.counters
     if counters.restoring is not None or not seen.store or seen.store != counters.store:
         return ""
@@ -125,11 +125,11 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     state.history(event.time, "cluster", "restore_noticed", event.cause, event.why)
 
 
-# -- listening ---------------------------------------------------------------------------------------------------------
+# -- waiting for reports -----------------------------------------------------------------------------------------------
 
 
 def refused(state: State, command: commands.Command) -> Refused | None:
-    """Why a command has to wait; None if it may be decided now."""
+    """Return the refusal of a command during a restore; None if it may be decided now."""
     restoring = state.counters.restoring
     if restoring is None or isinstance(command, _ALWAYS):
         return None
@@ -147,19 +147,19 @@ _TEXT_MOST: Final = 250
 
 
 def awaited(state: State) -> list[str]:
-    """Nodes that have not reported yet."""
+    """Return the nodes that have not reported yet, in order."""
     return [name for name in sorted(state.nodes) if name not in state.reports]
 
 
-def hear(state: State, report: Observe, now: float) -> None:
-    """A node's whole report, kept until all is settled."""
-    note_ids_of(state, report)
+def note_report(state: State, report: Observe, now: float) -> None:
+    """Keep a node's complete report until everything is settled."""
+    note_reported_ids(state, report)
     state.reports[report.node] = (now, report)
     state.dirty.wants[report.node] = []
 
 
-def note_ids_of(state: State, report: Observe) -> None:
-    """What a node has was given before."""
+def note_reported_ids(state: State, report: Observe) -> None:
+    """Mark the ids in a report as given, so that none of them is given again."""
     ids = [(gang.epoch, gang.job) for gang in report.gangs]
     ids += [(gang.epoch, gang.job) for gang in report.finished]
     if ids:
@@ -167,7 +167,7 @@ def note_ids_of(state: State, report: Observe) -> None:
 
 
 def next_time(state: State, now: float) -> float | None:
-    """When it may be settled although something is missing; None where that waits for a report alone."""
+    """Return when the restore may be settled although reports are missing; None where only a report can settle it."""
     restoring = state.counters.restoring
     assert restoring is not None, "asked only while it listens"
     times = [restoring.since + state.settings.restored_wait_seconds]
@@ -178,8 +178,8 @@ def next_time(state: State, now: float) -> float | None:
 
 
 def is_complete(state: State, now: float) -> bool:
-    """Whether all is known that can be: ends on storage, and every node's report. A node that did not call for so long
-    that its ranks no longer step is as one that is lost."""
+    """Return whether the ends on storage are read and every node has reported. A node that has not called for
+    lost_after counts as lost, for its ranks no longer step."""
     restoring = state.counters.restoring
     if restoring is None or state.ends is None or now < restoring.since + state.settings.restored_wait_seconds:
         return False
@@ -196,74 +196,82 @@ def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tupl
     return (events.RestoreSettled(now, f"user:{command.user}"),), Done()
 
 
-# -- what became of a job ----------------------------------------------------------------------------------------------
+# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-class Ends(Struct, frozen=True):
-    """The job has ended so, `by` this."""
+class EndVerdict(Struct, frozen=True):
+    """The job has ended in this state; `by` names the evidence."""
 
     state: JobState
     by: str
 
 
-class Asks(Struct, frozen=True):
-    """It is not known whether it ended: its user is to say."""
+class AskVerdict(Struct, frozen=True):
+    """Whether the job ended is not known: suspend it until its user decides."""
 
 
-class Stands(Struct, frozen=True):
-    """Nothing shows that it is other than the database says."""
+class KeepVerdict(Struct, frozen=True):
+    """No report contradicts the database: keep what it has."""
 
 
-class Takes(Struct, frozen=True):
-    """It has the gang of this epoch."""
+class AdoptVerdict(Struct, frozen=True):
+    """The job has the gang of this epoch: adopt it."""
 
     epoch: int
 
 
-Verdict: TypeAlias = Ends | Asks | Stands | Takes
+Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict
+# As the history counts them.
+_COUNTED_AS: Final = {EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted"}
 
 
-def verdict_of(state: State, job: Job, alive: _Alive, over: _Over, ended: RecordedEnd | None) -> Verdict:
-    """What became of a job, by all that is reported of it."""
+def verdict_of(state: State, job: Job, alive: _LiveGangs, over: _EndedGangs, ended: RecordedEnd | None) -> Verdict:
+    """Return what happened to a job since the backup.
+
+    `alive` and `over`: its gangs that nodes report, living and ended; `ended`: its recorded end, if there is one."""
     if ended is not None:
-        return Ends(ended.state, "it is recorded that it ended") if ended.state is not None else _by_ends(job, over)
-    living = _living(state, alive)
-    news = {epoch: parts for epoch, parts in over.items() if _is_news(state, job, epoch, parts)}
+        return (
+            EndVerdict(ended.state, "it is recorded that it ended")
+            if ended.state is not None
+            else _by_storage_note(job, over)
+        )
+    living = _newest_living(state, alive)
+    news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
     newest = max(news, default=0)
-    if living and not _was_left(living, alive[living], newest, news):
-        return Stands() if is_as_known(state, living, alive[living], alive, job) else Takes(living)
+    if living and not _is_superseded(living, alive[living], newest, news):
+        return KeepVerdict() if is_as_known(state, living, alive[living], alive, job) else AdoptVerdict(living)
     if not newest:
-        return Stands() if not alive.keys() - {job.epoch, job.next_epoch} else Asks()
+        return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
     return _by_outcomes(state, job, newest, news[newest])
 
 
-def _by_ends(job: Job, over: _Over) -> Verdict:
-    """It ended, and its end was not recorded."""
+def _by_storage_note(job: Job, over: _EndedGangs) -> Verdict:
+    """Return the verdict for a job of which storage has only a note that it ended."""
     parts = over[max(over)].values() if over else ()
     if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
-        return Ends(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
-    return Ends(JobState.CANCELLED, "storage has a note that it ended, but not how")
+        return EndVerdict(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
+    return EndVerdict(JobState.CANCELLED, "storage has a note that it ended, but not how")
 
 
-def _living(state: State, alive: _Alive) -> int:
-    """The newest epoch that may step; zero if there is none."""
+def _newest_living(state: State, alive: _LiveGangs) -> int:
+    """Return the newest epoch that may step; zero if there is none."""
     return max([epoch for epoch, parts in alive.items() if _may_step(state, epoch, parts)], default=0)
 
 
 def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
-    """Whether it is neither on its way to its end nor a move's destination before the move is committed."""
-    told = [part.told for part in parts.values() if part.told is not None]
+    """Return whether a gang is neither on its way to its end nor the destination of a move that is not committed."""
+    orders_known = [part.told for part in parts.values() if part.told is not None]
     gang = state.gangs.get(epoch)
-    if told:
-        return max(told, key=lambda one: one.master_sequence).intent not in (Intent.STOP, Intent.PREPARE)
-    # A daemon that cannot say: what is known, or what it looks like.
+    if orders_known:
+        return max(orders_known, key=lambda one: one.master_sequence).intent not in (Intent.STOP, Intent.PREPARE)
+    # A daemon that cannot describe the order: by the database, or by the phases.
     if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
         return gang.intent not in (Intent.STOP, Intent.PREPARE)
     return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
 
 
-def _is_news(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
-    """Whether the database does not know that this attempt is over, nor wants it to be."""
+def _is_unknown_end(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
+    """Return whether the database neither knows that this attempt ended nor had ordered it to end."""
     gang = state.gangs.get(epoch)
     if gang is None:
         return quarantine.is_skipped(state, epoch)
@@ -273,18 +281,19 @@ def _is_news(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGan
     return gang.job == job.number and not is_wanted_over
 
 
-def _was_left(living: int, parts: Mapping[str, ObservedGang], newest: int, over: _Over) -> bool:
-    """Whether a later attempt took over from the one that is still there, and has ended: what is there is a copy."""
+def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, over: _EndedGangs) -> bool:
+    """Return whether a later attempt took over from the living one and has ended, so that the living one is a copy."""
     if newest <= living:
         return False
-    told = [part.told for part in parts.values() if part.told is not None]
-    intent = max(told, key=lambda one: one.master_sequence).intent if told else Intent.RUN
-    # One that was told to run since is the one that goes on: the move to the later one had been given up.
+    orders_known = [part.told for part in parts.values() if part.told is not None]
+    intent = max(orders_known, key=lambda one: one.master_sequence).intent if orders_known else Intent.RUN
+    # If it was ordered to run since, the move to the later one was given up.
     return intent is Intent.HAND_OVER and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
 
 
-def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _Alive, job: Job) -> bool:
-    """Whether a gang is where the database has it, and obeys no order that the database does not know."""
+def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: Job) -> bool:
+    """Return whether a gang is where the database has it, without time slices or orders that the database does not
+    know."""
     gang = state.gangs.get(epoch)
     if gang is None or gang.job != job.number or epoch not in (job.epoch, job.next_epoch):
         return False
@@ -302,12 +311,12 @@ def _by_outcomes(state: State, job: Job, epoch: int, parts: Mapping[str, Finishe
     gang = state.gangs.get(epoch)
     nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
     if kinds == {OutcomeKind.DONE} and len(parts) == nodes:
-        return Ends(JobState.SUCCEEDED, "every rank has finished")
+        return EndVerdict(JobState.SUCCEEDED, "every rank has finished")
     is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
     if is_users and job.failures >= job.spec.max_failures:
         failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
-        return Ends(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
-    return Asks()
+        return EndVerdict(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
+    return AskVerdict()
 
 
 _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
@@ -317,31 +326,31 @@ _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
 
 
 def settle(state: State, event: events.RestoreSettled) -> None:
-    """All that was reported is taken as it is, and what the database says is made to fit."""
+    """Take what was reported as it is, and change the database to match."""
     now, cause = event.time, event.cause
     reports = {name: report for name, (_, report) in sorted(state.reports.items()) if name in state.nodes}
     ends, missing = state.ends or {}, awaited(state)
-    alive, over = _gathered(reports)
-    _learn_checkpoints(state, alive, over, now)
+    alive, over = _by_job(reports)
+    _note_checkpoints(state, alive, over, now)
     _note_stopped(state, alive, over, reports)
     verdicts = {
         number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
         for number in list(state.live)
         for uid in (state.jobs[number].uid,)
     }
-    _dissolve_sets(state, reports, alive, verdicts)
-    _let_go(state, verdicts, alive, reports, now)
+    _forget_changed_sets(state, reports, alive, verdicts)
+    _release_gangs(state, verdicts, alive, reports, now)
     _note_strays(state, reports, alive, verdicts, ends)
-    told = Counter(type(verdict).__name__.lower() for verdict in verdicts.values())
+    counts = Counter(_COUNTED_AS[type(verdict)] for verdict in verdicts.values())
     for number, verdict in verdicts.items():
         job = state.jobs[number]
-        if isinstance(verdict, Takes) and not _take(state, job, verdict.epoch, now, cause):
-            told["quarantined"] += 1
-        elif isinstance(verdict, Ends):
+        if isinstance(verdict, AdoptVerdict) and not _adopt(state, job, verdict.epoch, now, cause):
+            counts["quarantined"] += 1
+        elif isinstance(verdict, EndVerdict):
             failure = Failure("EXIT", verdict.by) if verdict.state is JobState.FAILED else None
             ending.end(state, number, verdict.state, now, verdict.by, failure)
-        elif isinstance(verdict, Asks):
-            _ask(state, job, now, cause)
+        elif isinstance(verdict, AskVerdict):
+            _suspend(state, job, now, cause)
     for number in list(state.live):
         job = state.jobs[number]
         state.put_job(replace(job, revision=job.revision + _REVISIONS_SKIPPED))
@@ -350,16 +359,16 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     for name, report in reports.items():
         state.dirty.wants[name] = []
         observation.observe(state, replace(report, finished=()), now, cause)
-        follow_ended(state, name, now, cause)
+        follow_ended_strays(state, name, now, cause)
     for name in missing:
         state.dirty.wants[name] = []
     text = f"without {', '.join(missing)}" if missing else ""
-    state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(told.items())))
+    state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
 
 
-def _gathered(reports: Mapping[str, Observe]) -> tuple[dict[str, _Alive], dict[str, _Over]]:
-    alive: dict[str, _Alive] = {}
-    over: dict[str, _Over] = {}
+def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, _LiveGangs], dict[str, _EndedGangs]]:
+    alive: dict[str, _LiveGangs] = {}
+    over: dict[str, _EndedGangs] = {}
     for name, report in reports.items():
         for gang in report.gangs:
             if gang.phase is ObservedPhase.ENDED:
@@ -373,8 +382,10 @@ def _gathered(reports: Mapping[str, Observe]) -> tuple[dict[str, _Alive], dict[s
     return alive, over
 
 
-def _learn_checkpoints(state: State, alive: Mapping[str, _Alive], over: Mapping[str, _Over], now: float) -> None:
-    """The newest complete one counts, whichever attempt wrote it."""
+def _note_checkpoints(
+    state: State, alive: Mapping[str, _LiveGangs], over: Mapping[str, _EndedGangs], now: float
+) -> None:
+    """Note the newest complete checkpoint of each job, whichever attempt wrote it."""
     for number in list(state.live):
         job = state.jobs[number]
         known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
@@ -384,35 +395,35 @@ def _learn_checkpoints(state: State, alive: Mapping[str, _Alive], over: Mapping[
             checkpoints.learn(state, job, newest, now, f"epoch:{newest.epoch}")
 
 
-def _dissolve_sets(
-    state: State, reports: Mapping[str, Observe], alive: Mapping[str, _Alive], verdicts: dict[int, Verdict]
+def _forget_changed_sets(
+    state: State, reports: Mapping[str, Observe], alive: Mapping[str, _LiveGangs], verdicts: dict[int, Verdict]
 ) -> None:
-    """Time-slice groups that were changed since the copy was made are not known any more. What takes turns in them is
-    quarantined: its daemons keep it off each other's devices."""
+    """Forget time-slice groups that were changed since the copy was made, and mark their gangs for quarantine. Daemons
+    keep such gangs off each other's devices."""
     for number, node_set in list(state.sets.items()):
         seen = [rows for name, report in reports.items() for rows in report.rows if rows.node_set == number]
         if all(rows.known <= node_set.newest.version for rows in seen):
             continue
         for epoch in {epoch for row in node_set.rows for epoch in row} & state.gangs.keys():
             job = state.jobs[state.gangs[epoch].job]
-            if isinstance(verdicts.get(job.number), Stands) and alive.get(job.uid):
-                verdicts[job.number] = Takes(epoch)
+            if isinstance(verdicts.get(job.number), KeepVerdict) and alive.get(job.uid):
+                verdicts[job.number] = AdoptVerdict(epoch)
         state.forget_set(number)
 
 
-def _let_go(
+def _release_gangs(
     state: State,
     verdicts: Mapping[int, Verdict],
-    alive: Mapping[str, _Alive],
+    alive: Mapping[str, _LiveGangs],
     reports: Mapping[str, Observe],
     now: float,
 ) -> None:
-    """Gangs of the database that are not the ones their jobs have: what nodes report nothing of is gone."""
+    """Release gangs of the database that their jobs no longer have: forget unreported ones, stop the rest."""
     for number, verdict in verdicts.items():
-        if isinstance(verdict, Stands):
+        if isinstance(verdict, KeepVerdict):
             continue
         job = state.jobs[number]
-        taken = verdict.epoch if isinstance(verdict, Takes) else 0
+        taken = verdict.epoch if isinstance(verdict, AdoptVerdict) else 0
         for gang in state.gangs_of_job(number):
             there = alive.get(job.uid, {}).get(gang.epoch, {})
             if gang.epoch == taken:
@@ -430,12 +441,12 @@ def _let_go(
             else:
                 state.put_gang(orders.stop(left, "it was over before the restore", now))
         if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
-            kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, Takes) else 0
+            kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, AdoptVerdict) else 0
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
 
 
 def _note_stopped(
-    state: State, alive: Mapping[str, _Alive], over: Mapping[str, _Over], reports: Mapping[str, Observe]
+    state: State, alive: Mapping[str, _LiveGangs], over: Mapping[str, _EndedGangs], reports: Mapping[str, Observe]
 ) -> None:
     """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
     them again, and other gangs may have their devices since."""
@@ -461,7 +472,7 @@ def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[s
 
 
 def _waiting(job: Job, now: float) -> Job:
-    """Without a gang, as long as nothing else is decided of it."""
+    """Return the job without a gang: pending, or suspended at CHECKPOINT."""
     if job.epoch:
         return job
     if job.state is JobState.SUSPENDED:
@@ -474,11 +485,12 @@ def _waiting(job: Job, now: float) -> Job:
 def _note_strays(
     state: State,
     reports: Mapping[str, Observe],
-    alive: Mapping[str, _Alive],
+    alive: Mapping[str, _LiveGangs],
     verdicts: Mapping[int, Verdict],
     ends: Mapping[str, RecordedEnd],
 ) -> None:
-    """What is adopted, quarantined or stopped is first of all what was found."""
+    """Note each reported gang that the database does not have as a stray: quarantined, or to be stopped if it is over.
+    Adoption starts from these."""
     for name, report in reports.items():
         strays = []
         for observed in report.gangs:
@@ -488,14 +500,17 @@ def _note_strays(
             job = state.jobs.get(observed.job)
             verdict = verdicts.get(observed.job) if job is not None and job.uid == observed.uid else None
             is_over = (
-                isinstance(verdict, (Ends, Asks, Stands))
-                or (isinstance(verdict, Takes) and not _may_step(state, observed.epoch, alive_of(alive, observed)))
+                isinstance(verdict, (EndVerdict, AskVerdict, KeepVerdict))
+                or (
+                    isinstance(verdict, AdoptVerdict)
+                    and not _may_step(state, observed.epoch, _parts_of(alive, observed))
+                )
                 or observed.uid in ends
-                or observed.epoch < _living(state, alive.get(observed.uid, {}))
+                or observed.epoch < _newest_living(state, alive.get(observed.uid, {}))
             )
             is_final = job is not None and job.uid == observed.uid and job.state.is_final
             note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
-            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, Takes)):
+            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, AdoptVerdict)):
                 continue
             strays.append(quarantine.stray_of(observed, not (is_over or is_final), note))
         node = state.nodes[name]
@@ -503,7 +518,7 @@ def _note_strays(
             state.put_node(replace(node, strays=tuple(strays)))
 
 
-def alive_of(alive: Mapping[str, _Alive], observed: ObservedGang) -> Mapping[str, ObservedGang]:
+def _parts_of(alive: Mapping[str, _LiveGangs], observed: ObservedGang) -> Mapping[str, ObservedGang]:
     return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
 
 
@@ -513,34 +528,34 @@ def _note_of(state: State, observed: ObservedGang, job: Job | None) -> str:
     return "an unknown job under a known number" if job.uid != observed.uid else "an epoch of after the backup"
 
 
-def _take(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
-    """Adopts the gang; False if it stays quarantined, and its job waits for that."""
-    parts: dict[str, Stray] = quarantine.found(state, job.uid, epoch)
+def _adopt(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
+    """Adopt the gang. Return False if it stays quarantined; then its job waits for an operator."""
+    parts: dict[str, Stray] = quarantine.quarantined_parts(state, job.uid, epoch)
     taken: Gang | str = "nothing of it is there"
     if parts:
-        taken = quarantine.gang_of(state, job, epoch, parts, now)
+        taken = quarantine.adoptable_gang(state, job, epoch, parts, now)
     if isinstance(taken, Gang):
-        quarantine.take(state, job, taken, now, cause)
+        quarantine.give_gang(state, job, taken, now, cause)
         return True
     state.put_job(replace(job, trouble=f"its gang of epoch {epoch} is quarantined: {taken}"))
     state.history(now, job, "adoption_refused", cause, taken, epoch=epoch)
     return False
 
 
-def _ask(state: State, job: Job, now: float, cause: str) -> None:
+def _suspend(state: State, job: Job, now: float, cause: str) -> None:
     if job.state is not JobState.SUSPENDED or job.epoch:
         ending.end(state, job.number, JobState.SUSPENDED, now, END_UNKNOWN)
     state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN))
     state.history(now, job, "end_not_known", cause, END_UNKNOWN)
 
 
-def follow_ended(state: State, name: str, now: float, cause: str) -> None:
-    """Quarantined gangs of known jobs that have ended by themselves on all their nodes: their jobs go on by that."""
+def follow_ended_strays(state: State, name: str, now: float, cause: str) -> None:
+    """Dismiss quarantined gangs of known jobs that have ended on all their nodes; end or suspend those jobs."""
     for stray in state.nodes[name].strays:
         job = state.jobs.get(stray.job)
         if not stray.quarantined or stray.phase is not ObservedPhase.ENDED or job is None or job.uid != stray.uid:
             continue
-        parts = quarantine.found(state, stray.uid, stray.epoch)
+        parts = quarantine.quarantined_parts(state, stray.uid, stray.epoch)
         if any(part.phase is not ObservedPhase.ENDED for part in parts.values()):
             continue
         quarantine.dismiss(state, stray.uid, stray.epoch)
@@ -549,4 +564,4 @@ def follow_ended(state: State, name: str, now: float, cause: str) -> None:
         if all(part.outcome.kind is OutcomeKind.DONE for part in parts.values()):
             ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
         else:
-            _ask(state, job, now, cause)
+            _suspend(state, job, now, cause)

@@ -656,12 +656,13 @@ class State:
             _list(self.moving, number, job.next_epoch)
 
     def index_strays(self, old: Node | None, node: Node) -> None:
+        """Update `strays_of` (job uid to nodes) for a node that was `old`; None where it is new."""
         uids = {stray.uid for stray in node.strays if stray.holds_back}
         for stray in old.strays if old is not None else ():
-            there = self.strays_of.get(stray.uid)
-            if there is not None and stray.uid not in uids:
-                there.pop(node.name, None)
-                if not there:
+            nodes = self.strays_of.get(stray.uid)
+            if nodes is not None and stray.uid not in uids:
+                nodes.pop(node.name, None)
+                if not nodes:
                     del self.strays_of[stray.uid]
         for uid in uids:
             self.strays_of.setdefault(uid, {})[node.name] = None
