@@ -102,6 +102,11 @@ def test_no_switch_comes_between_two_nodes_that_hear_of_a_stop_one_after_the_oth
     run(168, jobs=14, seconds=300.0)
 
 
+def test_a_gang_whose_stop_was_taken_back_as_its_turn_ended_does_not_stand_on_a_part_of_its_nodes_for_ever() -> None:
+    """A storm in which one part had begun its turn, and the other rested by the switch before."""
+    run(260, jobs=14, seconds=300.0)
+
+
 @pytest.mark.parametrize("seed", [725, 736])
 def test_nodes_that_are_lost_or_removed_break_no_rule_of_turns(seed: int) -> None:
     """Storms in which a matrix forgot the lost gangs of jobs that began anew, and a removed node stopped the master."""

@@ -56,7 +56,10 @@ def next_order(
         # On its devices already, where it waits for its state: it leaves them by its turns once it runs.
         return told if is_new else None
     if turn is not None and turn.stop is not None:
-        return _when_over(told, obeyed, turn, turn.stop, is_new, is_parked)
+        over = _when_over(told, obeyed, turn, turn.stop, is_new, is_parked)
+        if over is None and _was_left(told, obeyed, turn, turn.stop, heard) and not is_blocked():
+            return _catching_up(told, obeyed, turn, turn.stop)
+        return over
     if told.intent is not Intent.RUN:
         if is_new:
             return _own_stop(told, obeyed, turn, is_parked)
@@ -132,6 +135,20 @@ def _stands_apart(told: Wanted, obeyed: Wanted, heard: int) -> bool:
     """Whether it stands by a former agreement while a peer, which went on meanwhile, obeys the master's newest stop:
     the two would never agree."""
     return obeyed.order.is_by_turn and obeyed.stop_sequence != told.stop_sequence == heard
+
+
+def _was_left(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch, heard: int) -> bool:
+    """Whether it still rests by a former switch while a peer had its turn meanwhile and now obeys the switch that ended
+    it: the peer comes to no boundary alone. That happens where the master took a stop of the gang back while its turn
+    ended."""
+    is_apart = obeyed.stop_sequence != agreement(turn.node_set, stop) == heard
+    return told.intent is Intent.RUN and _rests_by_turn(obeyed) and is_apart
+
+
+def _catching_up(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch) -> Wanted:
+    """It leaves the boundary where it rests for that of the switch, with its peers."""
+    switch = max(turn.switch, replace(_switch_of(obeyed), sequence=_switch_of(obeyed).sequence + 1))
+    return _resting(told, switch, agreement(turn.node_set, stop), turn.level)
 
 
 def _joining(told: Wanted, obeyed: Wanted) -> Wanted:

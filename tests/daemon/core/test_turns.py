@@ -195,6 +195,21 @@ def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_unde
     assert next_of(master, joins, None, heard=6) is None
 
 
+def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of_a_peer_ended() -> None:
+    """The master took a stop back while the turn ended: the peer had begun its turn, and comes to no boundary alone."""
+    rests = by_turn(1, Switch(1, 5), rests=True)
+    ends = agreement(SET, Switch(1, 8))
+    assert next_of(told(1), rests, OVER) is None
+    assert next_of(told(1), rests, OVER, is_blocked=True, heard=ends) is None
+    assert next_of(told(1), rests, OVER, heard=agreement(SET, Switch(1, 5))) is None
+    joins = next_of(told(1), rests, OVER, heard=ends)
+    assert joins is not None
+    assert (joins.intent, joins.level, joins.stop_sequence) == (PARK, Level.OFFLOAD, ends)
+    assert joins.order > rests.order
+    # once there it stays
+    assert next_of(told(1), joins, OVER, heard=ends) is None
+
+
 @pytest.mark.parametrize(
     ("wanted", "judged_under", "phase", "may"),
     [
