@@ -36,6 +36,8 @@ class Beside:
         self._ended = database.with_name(f"{database.name}.ended")
         self._fresh: list[tuple[str, RecordedEnd]] = []
         self._synced = 0.0
+        # Of the marks; kept open, for opening it costs more than the write. -1: none.
+        self._descriptor = -1
         self._fails = False
 
     def marks(self) -> Marks | None:
@@ -94,15 +96,30 @@ class Beside:
             counters.next_set,
         )
         text = msgspec.json.encode(marks).ljust(_MARKS_BYTES - 1) + b"\n"
-        descriptor = os.open(self._marks, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        now = time.monotonic()
+        is_due = now - self._synced > _SYNC_SECONDS
+        if self._descriptor < 0 or (is_due and not self._is_in_place()):
+            self.close()
+            self._descriptor = os.open(self._marks, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.pwrite(self._descriptor, text, 0)
+        if is_due:
+            os.fdatasync(self._descriptor)
+            self._synced = now
+
+    def _is_in_place(self) -> bool:
+        """Return whether the open file is still the one of that name: a person may have moved or removed it."""
         try:
-            os.pwrite(descriptor, text, 0)
-            now = time.monotonic()
-            if now - self._synced > _SYNC_SECONDS:
-                os.fdatasync(descriptor)
-                self._synced = now
-        finally:
-            os.close(descriptor)
+            return os.path.samestat(os.stat(self._marks), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def _append(self, ended: Iterable[tuple[str, RecordedEnd]]) -> None:
         text = "".join([f"{uid} {text_of(end)}\n" for uid, end in ended])
