@@ -13,7 +13,6 @@ from ganger_master.models.interference import (
     Trial,
     best_count,
     forecast,
-    host_slowdown,
     learn,
     shared_speeds,
 )
@@ -158,9 +157,3 @@ def test_small_jobs_are_packed_by_the_dozen_and_big_ones_not() -> None:
     assert best_count(Pressure(0.05, 1 * GB), 24 * GB, UNKNOWN_DEVICE) > 5
     assert best_count(Pressure(0.05, 10 * GB), 24 * GB, UNKNOWN_DEVICE) == 2
     assert best_count(Pressure(0.99, 1 * GB), 24 * GB, UNKNOWN_DEVICE) == 1
-
-
-def test_neighbours_slow_one_another_more_the_closer_they_are() -> None:
-    assert host_slowdown(0, 0, 0.4) == 1.0
-    assert host_slowdown(1, 0, 0.4) < host_slowdown(0, 1, 0.4) < 1.0
-    assert host_slowdown(-1, -1, 0.4) == 1.0

@@ -5,7 +5,7 @@ storage, sensitivity  rate by memory, and Synergy's matrix over both
 convergence           where a loss is heading, and how many steps are left
 server_speed, speed_design, allreduce   rate by parameter servers and workers, or by GPUs and nodes, and what to measure
 interference, locality                  what sharing a GPU, sitting close, or lying far apart costs
-classes, throughput   what is believed before a job runs, and one model of it all that every observed rate corrects
+classes               of which field a model comes
 accuracy, posterior   relative errors, and how belief and measurement meet
 
 Measured values that are not finite and above zero are left out everywhere; a fit without a usable point is None.

@@ -1,10 +1,9 @@
-"""What jobs that share a GPU, or sit beside each other on a server, cost one another.
+"""What jobs that share a GPU cost one another.
 
 On one GPU, time is conserved: residents that together want more than all of it each run at the share they get,
 speed = min(1, 1 / sum of loads), a load being utilisation times a multiplier plus an overhead for being there at all.
 Both numbers belong to the type of GPU (sharing is cheaper on later ones) and are learned from packs that were tried:
-published figures are a prior. Beside each other, jobs slow each other through the PCIe switch and the socket (Xiao et
-al., SOSP 2017 SRC, Figure 2b: up to 12 % in TensorFlow and 40 % in CNTK under one switch).
+published figures are a prior.
 A forecast only says what is worth trying; what is kept is decided by measuring (Gandiva, OSDI 2018, section 3.3).
 """
 
@@ -143,12 +142,6 @@ def best_count(pressure: Pressure, device_memory_bytes: float, contention: Conte
             break
         count = more
     return count
-
-
-def host_slowdown(on_switch: int, on_socket: int, per_neighbour: float) -> float:
-    """Relative speed beside other jobs: `per_neighbour` slowdown for each under the same switch, half of it for each
-    that only shares the socket, saturating (no published figure has more than one neighbour)."""
-    return 1.0 / (1.0 + per_neighbour * (max(0, on_switch) + 0.5 * max(0, on_socket)))
 
 
 def _speeds(pressures: Sequence[Pressure], multiplier: float, overhead: float) -> list[float]:
