@@ -1,4 +1,4 @@
-"""Optimus: how many tasks, where they go, which server keeps which block."""
+"""Optimus: how many tasks, and where they go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ganger_master.models.allreduce import AllReduceModel
 from ganger_master.models.server_speed import Mode, ServerSpeed, fit_server_speed
 from ganger_master.policies.facts import Floats, Integers
 from ganger_master.policies.optimus import YOUNG, Growing, allocated, allreduce_speeds, growing, server_speeds
-from ganger_master.policies.optimus_blocks import assigned
 from ganger_master.policies.optimus_spread import nic_traffic, spread
 from hypothesis import given
 from hypothesis import strategies as st
@@ -319,54 +318,3 @@ def test_four_thousand_jobs_on_sixteen_thousand_servers_take_a_second() -> None:
     assert time.process_time() - started < 5.0
     assert int(counts.sum()) > 100_000
     assert int(placed.counts.sum()) > 0.9 * int(counts.sum())
-
-
-# --- which server keeps which block
-
-
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.integers(1, 8))
-def test_every_block_is_kept_whole_or_in_slices_and_no_server_much_more_than_its_share(
-    sizes: list[int], servers: int
-) -> None:
-    kept = assigned(sizes, servers)
-    assert len(kept) == servers
-    found = [0] * len(sizes)
-    for slices in kept:
-        for piece in slices:
-            found[piece.block] += piece.size
-    assert found == sizes
-    share = math.ceil(sum(sizes) / servers)
-    largest_whole = max((size for size in sizes if size <= share), default=0)
-    small = sum(size for size in sizes if size <= share / 100)
-    assert max(sum(piece.size for piece in slices) for slices in kept) <= share + max(largest_whole, share) + small
-
-
-def test_blocks_are_sliced_fitted_and_counted() -> None:
-    # shares of 100: 250 is cut into 100 + 100 + 50; 40 fills up to the share best beside the 50
-    kept = assigned([250, 40, 5, 4, 1], 3)
-    assert [[(piece.block, piece.size) for piece in slices] for slices in kept] == [
-        [(0, 100), (4, 1)], [(0, 100)], [(0, 50), (1, 40), (2, 5), (3, 4)],
-    ]  # fmt: skip
-
-
-def test_resnets_blocks_are_balanced_better_than_by_mxnets_rule() -> None:
-    """MXNet: below a million parameters by hash, else split over all servers. Sizes as in ResNet-50: many small
-    blocks, convolutions of up to 2.4 million parameters, 2 million in the last layer."""
-    random = np.random.default_rng(0)
-    sizes = [2_048_000, *[64, 128, 256, 512, 1024, 2048] * 18, *random.integers(4_000, 2_400_000, 53).tolist()]
-    servers = 6
-    load, requests = [0] * servers, [0] * servers
-    for block, size in enumerate(sizes):
-        for server in range(servers) if size >= 1_000_000 else [block * 9973 % servers]:
-            load[server] += size // servers if size >= 1_000_000 else size
-            requests[server] += 1
-    kept = assigned(sizes, servers)
-    ours = [sum(piece.size for piece in slices) for slices in kept]
-    assert max(ours) - min(ours) < 0.2 * (max(load) - min(load))
-    assert sum(map(len, kept)) < sum(requests)
-
-
-@pytest.mark.parametrize(("sizes", "servers"), [([1], 0), ([0], 1), ([-1], 2)])
-def test_blocks_of_nothing_and_no_servers_are_refused(sizes: list[int], servers: int) -> None:
-    with pytest.raises(ValueError, match="above zero"):
-        assigned(sizes, servers)

@@ -11,10 +11,9 @@ from ganger.placement.claims import make_claim
 from ganger.resources.fit import demand
 from ganger.resources.values import Claim, GangShape, Level, Locality, Role, TaskShape
 from ganger.resources.view import Mode, View
-from ganger_master.policies.facts import Facts
 from ganger_master.policies.fragmentation import Demand, demand_of_shapes, fragmented_gpus
 from ganger_master.policies.place import PLACEMENTS, Want, placement_named
-from ganger_master.policies.place.optimus import smallest_first, traffic_per_card, traffic_per_server_task
+from ganger_master.policies.place.optimus import traffic_per_card, traffic_per_server_task
 from ganger_master.policies.room import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,13 +219,6 @@ def test_traffic_shrinks_with_servers_only_where_their_tasks_share_a_card() -> N
     by_task = [traffic_per_server_task(36, servers) for servers in (1, 2, 3, 4)]
     assert by_task == sorted(by_task)
     assert by_task[0] == 0
-
-
-def test_optimus_places_the_smallest_jobs_first() -> None:
-    zeros, gpus = np.zeros(4), np.array([4, 1, 4, 2])
-    columns: dict[str, Any] = dict.fromkeys(Facts.__struct_fields__, zeros)
-    facts = Facts(**{**columns, "gpus": gpus, "number": np.array([2, 1, 1, 3])})
-    assert smallest_first(facts).tolist() == [1, 3, 2, 0]
 
 
 def test_algorithm_1_places_the_published_sequence() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import Topology
-from ganger_master.core.model import SuspendLevel
-from ganger_master.policies.introspect.sharing import Footprint, Host, Resident, parked_at
 from ganger_master.policies.introspect.slicing import (
     Row,
     SharedNode,
@@ -25,7 +21,7 @@ from ganger_master.policies.introspect.slicing import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.clusters import GIB, server
+from kit.clusters import server
 from msgspec import structs
 
 QUANTUM = 60.0
@@ -266,26 +262,3 @@ def test_node_sets_are_disjoint_and_gangs_whole_in_them() -> None:
 
 def test_load_is_what_is_wanted_by_what_is_there() -> None:
     assert load(singles(6), nodes()) == 1.5
-
-
-def test_gangs_that_fit_device_memory_together_are_paused() -> None:
-    host = Host("s0", 40 * GIB, 0)
-    assert parked_at(host, [Resident(Footprint(19 * GIB), 1)], Resident(Footprint(19 * GIB), 1)) is SuspendLevel.PAUSE
-
-
-def test_gangs_that_do_not_are_offloaded_if_all_arenas_fit() -> None:
-    resident, newcomer = Resident(Footprint(30 * GIB, GIB), 4), Resident(Footprint(20 * GIB, GIB), 2)
-    host = Host("s0", 40 * GIB, 176 * GIB)
-    assert parked_at(host, [resident], newcomer) is SuspendLevel.OFFLOAD
-    refused = parked_at(replace(host, arena_room_bytes=175 * GIB), [resident], newcomer)
-    assert isinstance(refused, Refusal)
-    assert (refused.reason, refused.node) == (Reason.MEMORY, "s0")
-    assert refused.figures == {"needed_bytes": 44 * GIB, "free_bytes": 43 * GIB}
-
-
-def test_what_parked_gangs_keep_of_a_device_is_counted() -> None:
-    host = Host("s0", 40 * GIB, 1000 * GIB)
-    refused = parked_at(host, [Resident(Footprint(37 * GIB, GIB), 1)] * 2, Resident(Footprint(37 * GIB, GIB), 1))
-    assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.DEVICE_MEMORY
-    assert refused.figures == {"needed_bytes": 39 * GIB, "free_bytes": 38 * GIB}

@@ -2,7 +2,7 @@
 and equally many workers on each.
 
 The k emptiest servers get task i of each role at server i mod k, for the smallest k at which all fit. The paper places
-the smallest jobs first, which is an order's business (`smallest_first`).
+the smallest jobs first, which is an order's business.
 
 Its theorem, that the smallest k is best, holds where bandwidth belongs to a container: a parameter server sends to the
 workers that are elsewhere, ever more of them as k grows (`traffic_per_server_task`). Where all tasks of a server share
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import demand as needs
 from ganger.resources.values import Level
@@ -24,16 +23,10 @@ from ganger.resources.view import Mode
 
 from ganger_master.policies.alike import Alike, Family, Slots, each
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.facts import Facts, Integers
 from ganger_master.policies.fragmentation import Demand
 from ganger_master.policies.place.placement import Claims, Placement
 from ganger_master.policies.place.search import Single, by_key, fitting_spans, in_span, on_one_node, walk
 from ganger_master.policies.room import Room
-
-
-def smallest_first(facts: Facts) -> Integers:
-    """Positions of the jobs in the order in which they are to be placed."""
-    return np.lexsort((facts.number, facts.arrival_s, facts.gpus))
 
 
 def traffic_per_server_task(workers: int, servers: int) -> float:
