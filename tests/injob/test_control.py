@@ -283,7 +283,7 @@ def test_retune_is_applied_and_answered(page: Page, control: Control) -> None:
     page.retune(5, 3, 2)
     control.safe_point()
     assert applied == [(3, 2)]
-    assert (page.progress().retune_done, page.progress().threads_applied) == (5, 3)
+    assert (page.get(Word.RETUNE_DONE), page.progress().threads_applied) == (5, 3)
 
 
 def test_the_number_of_threads_that_a_rank_was_launched_with_is_not_applied_over_the_scripts_own(

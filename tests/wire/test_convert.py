@@ -63,9 +63,8 @@ refusals = st.builds(
 )
 
 
-@given(shapes, roles, localities)
-def test_what_a_job_asks_for_comes_back(shape: TaskShape, role: Role, locality: Locality) -> None:
-    assert convert.task_shape_from_wire(convert.task_shape_to_wire(shape)) == shape
+@given(roles, localities)
+def test_what_a_job_asks_for_comes_back(role: Role, locality: Locality) -> None:
     assert convert.role_from_wire(convert.role_to_wire(role)) == role
     assert convert.locality_from_wire(convert.locality_to_wire(locality)) == locality
 
@@ -84,7 +83,13 @@ def test_claims_and_refusals_come_back(claims: tuple[Claim, ...], refusals: tupl
 
 @given(st.builds(GangShape, st.lists(roles, max_size=3).map(tuple), words, localities, u32))
 def test_the_shape_of_a_gang_comes_back(shape: GangShape) -> None:
-    assert convert.gang_shape_from_wire(convert.gang_shape_to_wire(shape)) == shape
+    spec = job_pb2.JobSpec(
+        roles=[convert.role_to_wire(role) for role in shape.roles],
+        device_type=shape.device_type,
+        locality=convert.locality_to_wire(shape.locality),
+        nodes=shape.nodes,
+    )
+    assert convert.gang_shape_from_wire(spec) == shape
 
 
 @given(st.lists(claims, max_size=3), sizes)

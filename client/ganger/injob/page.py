@@ -141,7 +141,6 @@ class Progress(NamedTuple):
     reached_step: int
     arena_filled: int
     arena_size: int
-    retune_done: int
     capabilities: int
     device_bytes: int
     peak_device_bytes: int
@@ -154,7 +153,6 @@ class Progress(NamedTuple):
     hello_time_ns: int
     threads_applied: int
     error: int
-    lock_pid: int
     resize_divides: int
     opaque: int
 
@@ -282,9 +280,6 @@ class Page:
             raise ValueError(f"word {word} of {self.path} cannot hold {value}")
         self.words[word] = value
 
-    def get_float(self, word: int) -> float:
-        return _float_of(self.words[word])
-
     def set_float(self, word: int, value: float) -> None:
         (self.words[word],) = struct.unpack("<Q", struct.pack("<d", value))
 
@@ -319,10 +314,6 @@ class Page:
         self.words[Word.FLAGS] |= Flag.FENCED
         # Any lease is over too, so that the job needs to look at the flag only when its lease has run out.
         self.words[Word.LEASE_UNTIL] = 1
-
-    def unfence(self) -> None:
-        """Take a fence back (a parked source re-armed under a new epoch); the lease has to be extended next."""
-        self.words[Word.FLAGS] &= ~Flag.FENCED & _WORD_LIMIT
 
     @property
     def fenced(self) -> bool:
@@ -448,7 +439,6 @@ class Page:
             reached_step=cut[Word.REACHED_STEP],
             arena_filled=cut[Word.ARENA_FILLED],
             arena_size=cut[Word.ARENA_SIZE],
-            retune_done=cut[Word.RETUNE_DONE],
             capabilities=raw[Word.CAPABILITIES] & 0xFFFF,
             device_bytes=cut[Word.DEVICE_BYTES],
             peak_device_bytes=cut[Word.PEAK_DEVICE_BYTES],
@@ -461,7 +451,6 @@ class Page:
             hello_time_ns=cut[Word.HELLO_TIME],
             threads_applied=min(raw[Word.THREADS_APPLIED], _THREADS_LIMIT),
             error=min(raw[Word.ERROR], Error.STORAGE_FAILED),
-            lock_pid=cut[Word.LOCK],
             resize_divides=min(raw[Word.RESIZE_DIVIDES], _COUNT_LIMIT),
             opaque=min(raw[Word.OPAQUE], Opaque.AGENT_FAILED),
         )

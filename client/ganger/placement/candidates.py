@@ -287,18 +287,3 @@ def _still_patient(shape: GangShape, waited: float, widest: Level) -> Refusal:
         {"wish": int(widest), "widest": int(shape.locality.widest), "patience_left_seconds": int(left)},
         detail=f"waits for {widest.name} before it takes {shape.locality.widest.name}",
     )
-
-
-def share_with(view: View, shape: GangShape, avoid: Collection[str] = (), only: Collection[str] | None = None) -> str:
-    """The least loaded node of this affinity that could take the gang if devices were shared (the last line of
-    Algorithm 1); "" if there is none."""
-    gpus = shape.gpus
-    if not gpus:
-        return ""
-    scan = Scan.of(view, shape, avoid, only)
-    hosts = scan.hosts(Level.NODE, (Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.LOCALITY))
-    slots = np.flatnonzero(hosts & (scan.columns.affinity[: scan.size] == gpus)).tolist()
-    if not slots:
-        return ""
-    load = [sum(view.device_rows(slot)) / max(1, view.topologies[slot].devices) for slot in slots]
-    return view.nodes[slots[int(np.argmin(load))]]

@@ -127,10 +127,6 @@ def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
     )
 
 
-def task_shape_to_wire(value: TaskShape) -> resources_pb2.TaskShape:
-    return resources_pb2.TaskShape(gpus=value.gpus, millicores=value.millicores, memory_bytes=value.memory_bytes)
-
-
 def task_shape_from_wire(message: resources_pb2.TaskShape) -> TaskShape:
     return TaskShape(gpus=message.gpus, millicores=message.millicores, memory_bytes=message.memory_bytes)
 
@@ -241,16 +237,6 @@ def gang_shape_from_wire(
             arena_bytes_for(spec.gpu_memory_bytes) if arena_bytes_per_device is None else arena_bytes_per_device
         ),
         device_memory_bytes=spec.gpu_memory_bytes if device_memory_bytes is None else device_memory_bytes,
-    )
-
-
-def gang_shape_to_wire(shape: GangShape) -> job_pb2.JobSpec:
-    """A spec with just the fields that have a part in placement. Memory of devices is not: it is measured."""
-    return job_pb2.JobSpec(
-        roles=[role_to_wire(role) for role in shape.roles],
-        device_type=shape.device_type,
-        locality=locality_to_wire(shape.locality),
-        nodes=shape.nodes,
     )
 
 
