@@ -158,7 +158,8 @@ def test_suspend_at_pause_reports_that_the_job_keeps_its_gpus(call: Call, master
 @pytest.mark.parametrize(
     ("phase", "stop_step", "presumed", "told"),
     [
-        ("STARTING", 0, False, "its script has not reported yet what it can save"),
+        ("STARTING", 0, True, "its script has not reported yet what it can save"),
+        ("STARTING", 0, False, "it has not reached its first boundary yet"),
         ("RUNNING", 0, True, "its script has not reported yet what it can save"),
         ("MOVING", 0, False, "the order waits until that is done"),
         ("STOPPING", 0, False, "step 120 was done 7 s ago, a step takes about 0.14 s"),

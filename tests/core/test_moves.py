@@ -133,3 +133,13 @@ def test_who_moves_a_suspended_job_is_told_to_resume_it_first() -> None:
     answer = drive.step(MoveJob(number))
     assert isinstance(answer, Refused)
     assert (answer.reason, answer.message.endswith("; resume it first")) == ("NOT_RUNNING", True)
+
+
+def test_a_move_of_a_job_that_starts_again_is_refused_because_it_has_not_reached_a_boundary() -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    drive.start(number)
+    answer = drive.step(MoveJob(number))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "NOT_RUNNING"
+    assert "has not reached its first boundary yet: it is STARTING; try again" in answer.message

@@ -52,6 +52,8 @@ def obstacle(job: Job, now: float | None = None) -> str:
     name, phase = f"job {called(job)}", job.gang.phase
     if phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING):
         return f"{name} is {state_text(job)}: the order waits until that is done"
+    if phase == Gang.PHASE_STARTING and job.HasField("capabilities") and not job.capabilities.presumed:
+        return f"{name} is {state_text(job)}: it has not reached its first boundary yet"
     if job.state == job.STATE_HOLDING and (phase == Gang.PHASE_STARTING or job.capabilities.presumed):
         return f"{name} is {state_text(job)}: its script has not reported yet what it can save"
     if phase != Gang.PHASE_STOPPING:

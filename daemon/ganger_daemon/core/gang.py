@@ -89,8 +89,8 @@ class Gang:
     launched: bool = False
     launched_at: float = 0.0
     world: int = 1
-    no_agent: bool = False  # not a Python, or the user wanted no agent: nobody waits for its hello
-    restores: bool = False  # it begins from a saved state, so it has an agent, however long its hello takes
+    no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
+    restores: bool = False  # from a saved state: an agent saved it, so there is one, whatever starts it and when
     frozen: bool = False  # every process stands still
     launch_failure: Outcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
@@ -185,8 +185,8 @@ def _stopping(gang: Gang) -> Judgement:
 
 def is_opaque(gang: Gang, rank: Rank, now: float) -> bool:
     """Whether nothing in this rank can obey an order at a boundary, as far as can be told."""
-    silent = gang.no_agent or (now - gang.launched_at >= HELLO_SECONDS and not gang.restores)
-    return rank.opaque or (silent and not rank.hello)
+    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    return rank.opaque or (has_waited and not gang.restores and not rank.hello)
 
 
 def is_busy(gang: Gang) -> bool:

@@ -138,6 +138,9 @@ def busy(job: Job, why: str) -> Refused:
 
 def not_running(job: Job, gang: Gang | None) -> Refused:
     present = gang.phase.value if gang is not None else job.state.value
+    if gang is not None and gang.phase is GangPhase.STARTING:
+        text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it is RUNNING"
+        return Refused("NOT_RUNNING", text, {"job": job.name})
     remedy = "; resume it first" if job.state is JobState.SUSPENDED else ""
     return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
 

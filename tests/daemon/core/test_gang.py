@@ -174,6 +174,16 @@ def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it
     assert judge(Gang(RUN, (Rank(0),), launched=True, restores=True), late).phase is Phase.STARTING
 
 
+def test_a_shell_command_that_restores_a_state_starts_until_its_first_boundary() -> None:
+    shell = Gang(RUN, (Rank(0),), launched=True, no_agent=True)
+    assert judge(shell, 0.0).phase is Phase.RUNNING
+    restoring = replace(shell, restores=True)
+    assert not core.is_opaque(restoring, restoring.ranks[0], 0.0), "an agent saved the state, so one will report"
+    assert judge(restoring, 0.0).phase is Phase.STARTING
+    stepped = replace(restoring, ranks=(Rank(0, hello=True, first_step=True),))
+    assert judge(stepped, 0.0).phase is Phase.RUNNING
+
+
 RANKS = st.lists(
     st.builds(
         Rank,
