@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ganger.cli import job_lines
+from ganger.cli import array_lines, job_lines
 from ganger.cli.show import pairs
 from ganger.console.tables import without_spare
-from ganger.v1 import job_pb2, resources_pb2
+from ganger.console.visible import bounded, cells, visible
+from ganger.v1 import array_pb2, job_pb2, resources_pb2
 
 
 def ended(**fields: object) -> job_pb2.Job:
@@ -122,3 +123,21 @@ def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_shown_as_parked
     if becomes:
         job.gang.move_claims.add(node="nodes/n2", device_mask=becomes)
     assert job_lines.state_text(job) == state
+
+
+@pytest.mark.parametrize("word", ["\x01" * 4_000, "\u2028\x01" * 2_000, "\u4e2d" * 4_000, "a\u0301" * 4_000])
+@pytest.mark.parametrize("field", ["command", "display_name", "user"])
+def test_what_a_user_named_takes_at_most_63_columns_however_it_is_written_out(word: str, field: str) -> None:
+    job = job_pb2.Job(user=word if field == "user" else "")
+    job.spec.command.append(word if field == "command" else "train")
+    job.spec.display_name = word if field == "display_name" else ""
+    shown = job_lines.column(job.user) if field == "user" else job_lines.label(job)
+    assert 0 < cells(visible(shown)) <= 63
+    array = array_pb2.Array(name="arrays/1", display_name=word, user=word)
+    assert max(cells(visible(text)) for text in array_lines.row(array)) <= 63
+
+
+def test_a_sign_that_is_written_out_is_shown_whole_or_not_at_all() -> None:
+    assert bounded("ab\x01c", 6) == "ab\\x01"
+    assert bounded("ab\x01c", 5) == "ab"
+    assert bounded("train.py", 63) == "train.py"

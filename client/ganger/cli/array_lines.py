@@ -20,13 +20,13 @@ def row(array: array_pb2.Array) -> tuple[str, ...]:
     """A line of `ganger queue`."""
     return (
         f"{number(array.name)}[{array.size}]",
-        array.display_name,
-        array.user,
+        job_lines.column(array.display_name),
+        job_lines.column(array.user),
         "ended" if array.HasField("end_time") else "array",
         str(array.gpus * array.states["holding"]),
         elapsed(array),
         "",
-        best(array, ""),
+        job_lines.column(best(array, "")),
         states(array),
     )
 
@@ -102,7 +102,7 @@ def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[s
                 number(job.name),
                 job_lines.state_text(job),
                 job_lines.elapsed(job),
-                *(job.array.member.parameters.get(name, "") for name in parameters),
+                *(job_lines.column(job.array.member.parameters.get(name, "")) for name in parameters),
                 job_lines.progress_text(job.progress),
                 *(told.get(name, "") for name in metrics),
                 job_lines.note(job),

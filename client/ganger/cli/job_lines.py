@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ganger.console.plain import short_enum
+from ganger.console.visible import bounded
 from ganger.job import FINISHED
 from ganger.units import format_duration
 from ganger.v1 import job_pb2, job_service_pb2, resources_pb2
@@ -119,11 +120,13 @@ def tasks(spec: job_pb2.JobSpec) -> int:
 
 
 def label(job: job_pb2.Job) -> str:
-    """Its name, else the last path component of what it runs; one line."""
-    if job.spec.display_name:
-        return job.spec.display_name
-    # However long a word is, a name is short.
-    return _script(job)[:_NAME_WIDTH]
+    """Return its name, else the last path component of what it runs, within the width of a column."""
+    return column(job.spec.display_name or _script(job))
+
+
+def column(name: str) -> str:
+    """Return what a user named, as it is shown in a column: however it is written out, the columns after it stay near."""
+    return bounded(name, _NAME_WIDTH)
 
 
 def order(job: job_pb2.Job) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def queue(
         (
             job_lines.called(job),
             job_lines.label(job),
-            job.user,
+            job_lines.column(job.user),
             job_lines.state_text(job),
             job_lines.gpus_text(job),
             job_lines.elapsed(job),

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from ganger.console.visible import visible
+from ganger.console.visible import cells, visible
 
 _STYLES = {
     "running": "green",
@@ -103,15 +103,6 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell + " " * (width - cells(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     )
-
-
-def cells(text: str) -> int:
-    """Columns of a terminal that a text takes."""
-    if text.isascii():
-        return len(text)
-    from unicodedata import combining, east_asian_width
-
-    return sum(0 if combining(sign) else 2 if east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
 def _widths(table: Sequence[Sequence[str]]) -> list[int]:

@@ -24,6 +24,28 @@ def visible(text: str, lines: bool = False) -> str:
     return (_CONTROLS_BUT_NEWLINE if lines else _CONTROLS).sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def cells(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(sign) else 2 if east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
+def bounded(text: str, columns: int) -> str:
+    """Return as much of the text, written out as by `visible`, as takes at most so many columns; no sign in part."""
+    kept, width = [], 0
+    # Of signs without a width no more than of others.
+    for sign in text[:columns]:
+        shown = visible(sign)
+        width += cells(shown)
+        if width > columns:
+            break
+        kept.append(shown)
+    return "".join(kept)
+
+
 class LogText:
     """A log as it comes in pieces, for a terminal: newlines, tabs, carriage returns and colours stay; all else that a
     terminal would obey is written out."""
