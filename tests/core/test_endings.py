@@ -1,11 +1,11 @@
-"""What is known of a job once it has ended: when it began, and how far it got."""
+"""What is known of a job once it has ended or rests: when it began, and how far it got."""
 
 from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
-from ganger_master.core.commands import CancelJob
-from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind, Progress
+from ganger_master.core.commands import CancelJob, SuspendJob
+from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind, Progress, SuspendLevel
 from msgspec.structs import replace
 
 
@@ -69,3 +69,16 @@ def test_a_later_attempt_that_got_less_far_counts() -> None:
         kept = drive.job(number).progress
         assert kept is not None
         assert (kept.epoch, kept.step) == (epoch, step)
+
+
+def test_how_far_a_job_got_is_recorded_where_it_rests_and_never_goes_back() -> None:
+    drive = Drive(1)
+    number = drive.submit(job_of(1))
+    epoch = drive.start(number)
+    drive.runs(number)
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    rests = drive.report(drive.state.gangs[epoch], ObservedPhase.PARKED, 1_468)
+    drive.observe("n1", replace(rests, progress=Progress(epoch, 1_468)))
+    assert drive.job(number).progress == Progress(epoch, 1_468, time=drive.now)
+    drive.observe("n1", replace(rests, progress=Progress(epoch, 1_222)))
+    assert drive.job(number).progress.step == 1_468

@@ -67,6 +67,21 @@ def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> N
     run(story)
 
 
+def test_a_job_that_rests_reports_the_step_at_which_it_rests() -> None:
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=0.005)
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        assert not running.HasField("progress"), "how far a running job got goes by ReportProgress"
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **OFFLOAD))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.stop_step > 0
+        assert parked.progress.step == parked.stop_step
+
+    run(story)
+
+
 def test_checkpoints_come_as_often_as_the_job_asked_and_old_ones_go() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

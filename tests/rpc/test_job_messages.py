@@ -157,12 +157,33 @@ def test_after_a_loss_a_job_is_shown_at_the_step_it_starts_from(has_gang: bool, 
     assert ended.step == 3_347
 
 
-@pytest.mark.parametrize(("phase", "rate"), [(GangPhase.PARKED, 0.0), (GangPhase.RUNNING, 9.5)])
-def test_a_job_that_rests_has_no_rate(phase: GangPhase, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("phase", "has_turn", "rate"),
+    [
+        (GangPhase.PARKED, None, 0.0),
+        (GangPhase.STARTING, None, 0.0),
+        (GangPhase.RUNNING, None, 9.5),
+        (GangPhase.RUNNING, True, 9.5),
+        (GangPhase.RUNNING, False, 0.0),
+    ],
+)
+def test_a_job_that_does_not_run_now_has_no_rate(phase: GangPhase, has_turn: bool | None, rate: float) -> None:
     job = replace(JOB, state=JobState.HOLDING, progress=None)
     sample = Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0)
-    progress = job_to_wire(job, replace(GANG, phase=phase), None, sample=sample).progress
+    progress = job_to_wire(job, replace(GANG, phase=phase), None, sample=sample, has_turn=has_turn).progress
     assert (progress.step, progress.steps_per_second) == (40, rate)
+
+
+@pytest.mark.parametrize("epoch", [4, 5])
+@pytest.mark.parametrize("phase", [GangPhase.PARKED, GangPhase.STARTING, GangPhase.RUNNING])
+def test_the_step_at_which_a_job_rested_is_shown_until_a_later_one_is_reported(phase: GangPhase, epoch: int) -> None:
+    job = replace(JOB, state=JobState.HOLDING, progress=Progress(5, 1_468, 11_744, 0.25, 4.0))
+    gang = replace(GANG, phase=phase, stop_step=0)
+    sample = Sample(epoch, 1_222, 9_776, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs")
+    progress = job_to_wire(job, gang, None, sample=sample).progress
+    assert (progress.step, progress.steps_per_second, progress.concern) == (1_468, 0.0, "rank 1 hangs")
+    later = Sample(5, 1_470, 11_760, 9.5, 0.5, 0.1, 4.5)
+    assert job_to_wire(job, gang, None, sample=later).progress.step == 1_470
 
 
 def test_a_loss_that_is_no_number_is_kept_as_none() -> None:

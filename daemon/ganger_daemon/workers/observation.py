@@ -120,19 +120,16 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
     ]
     # in whole 64 MiB: a peak that creeps is no news
     message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
-    # what is walked through again was not done by this attempt
-    if gang.judgement.phase is Phase.ENDED and not any(progress.phase == RankPhase.REPLAY for progress in found):
-        slowest = min(found, key=lambda progress: progress.step)
-        message.progress.step, message.progress.samples = slowest.step, slowest.samples
-        message.progress.loss = slowest.loss
-        message.progress.data_wait_share = _waited(slowest)
-        add_metrics(message.progress, gang.metrics())
+    if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
+        _add_progress(message.progress, gang, found)
     now = time.monotonic()
     facts = gang.facts()
     live = [rank for rank in facts.ranks if rank.exit is None]
     if live and any(is_opaque(facts, rank, now) for rank in live):
-        message.capabilities_presumed = not any(rank.opaque for rank in live) and not facts.no_agent
-        why = "no agent has spoken up so far" if message.capabilities_presumed else "no agent"
+        is_certain = any(rank.opaque for rank in live) or gang.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
+        message.capabilities_presumed = not is_certain and not facts.no_agent
+        # A shell may start a Python whose agent reports later.
+        why = "no agent" if is_certain else "no agent has reported so far"
         said = "" if message.capabilities_presumed else gang.complaints.reason("BOUNDARIES")
         _add_what_an_opaque_job_can(message.capabilities, gang, why, said)
     elif all(progress.hello_time_ns for progress in found):
@@ -141,6 +138,16 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
             message.capabilities_presumed = True
             for what in list(message.capabilities.missing):
                 message.capabilities.missing[what] = "that is not known before its first step"
+
+
+def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[Progress]) -> None:
+    """Add how far an attempt got that rests or has ended. Steps that it repeats were not done by it."""
+    if any(progress.phase == RankPhase.REPLAY for progress in found):
+        return
+    slowest = min(found, key=lambda progress: progress.step)
+    message.step, message.samples, message.loss = slowest.step, slowest.samples, slowest.loss
+    message.data_wait_share = _waited(slowest)
+    add_metrics(message, gang.metrics())
 
 
 @cache

@@ -233,7 +233,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
     if fresh is not job and fresh != job:
         state.put_job(fresh)
-        if fresh.spec.array is not None and fresh.progress is not None and fresh.progress is not job.progress:
+        is_new = fresh.progress is not None and fresh.progress is not job.progress
+        if observed.phase is _ENDED and fresh.spec.array is not None and fresh.progress is not None and is_new:
             arrays.learn(state, fresh, fresh.progress, now)
     if fresh.arena_bytes_per_device:
         state.dirty.arenas[job.number] = None

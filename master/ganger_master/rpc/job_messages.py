@@ -222,13 +222,11 @@ def job_to_wire(
         message.array.CopyFrom(membership_to_wire(job, job.spec.array))
     if job.state in (JobState.CANCELLED, JobState.STOPPED):
         message.end_reason = job.reason
-    kept = job.progress
-    if kept is not None and (sample is None or (kept.epoch, kept.step) >= (sample.epoch, sample.step)):
-        message.progress.CopyFrom(_kept_progress_to_wire(kept))
-    elif sample is not None:
-        message.progress.CopyFrom(progress_to_wire(sample))
-    if message.HasField("progress") and not job.state.is_final:
-        _as_it_stands(message.progress, job, gang, kept if sample is None else sample)
+    if job.progress is not None or sample is not None:
+        message.progress.CopyFrom(_latest_progress_to_wire(job, sample))
+        if not job.state.is_final:
+            epoch = max([one.epoch for one in (job.progress, sample) if one is not None])
+            _as_it_stands(message.progress, job, gang, epoch, is_waiting=has_turn is False)
     if gang is not None and not job.state.is_final:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
@@ -246,12 +244,27 @@ def _failure_to_wire(failure: Failure) -> job_pb2.Failure:
     )
 
 
-def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, measured: Sample | Progress | None) -> None:
+def _latest_progress_to_wire(job: Job, sample: Sample | None) -> job_pb2.Progress:
+    """Return the figures of the later step: of the last sample, or of where the job rested or ended. A sample taken
+    before the job came to rest still has what only samples have, as a concern."""
+    kept = job.progress
+    if kept is not None and (sample is None or job.state.is_final):
+        if sample is None or (kept.epoch, kept.step) >= (sample.epoch, sample.step):
+            return _kept_progress_to_wire(kept)
+    assert sample is not None
+    progress = progress_to_wire(sample)
+    if kept is not None and (kept.epoch, kept.step) > (sample.epoch, sample.step):
+        progress.ClearField("step_time")
+        progress.step, progress.samples, progress.steps_per_second = kept.step, kept.samples, 0.0
+        progress.loss = math.nan if kept.loss is None else kept.loss
+    return progress
+
+
+def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, epoch: int, is_waiting: bool) -> None:
     """Correct figures of an attempt that is over, or at rest: steps that were lost are not progress, and a job that
-    does not run has no rate. `measured`: what the figures were taken from."""
-    if gang is None or gang.phase is GangPhase.PARKED:
+    does not run has no rate. `epoch`: of the attempt that reported them. `is_waiting`: for its time slice."""
+    if gang is None or is_waiting or gang.phase in (GangPhase.PARKED, GangPhase.STARTING):
         progress.steps_per_second = 0.0
-    epoch = 0 if measured is None else measured.epoch
     if gang is None:
         # It begins at its checkpoint, or anew.
         kept = 0 if job.checkpoint is None else job.checkpoint.step

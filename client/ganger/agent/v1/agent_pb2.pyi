@@ -815,7 +815,9 @@ class ObservedGang(google.protobuf.message.Message):
 
     @property
     def progress(self) -> ganger.v1.job_pb2.Progress:
-        """With PHASE_ENDED: how far the local ranks got, for the job's record. That of a running gang goes by ReportProgress."""
+        """With PHASE_PARKED and PHASE_ENDED: how far the local ranks got, for the job's record. That of a running gang goes by
+        ReportProgress.
+        """
 
     @property
     def residue_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
