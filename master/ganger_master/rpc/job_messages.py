@@ -248,10 +248,10 @@ def _latest_progress_to_wire(job: Job, sample: Sample | None) -> job_pb2.Progres
     """Return the figures of the later step: of the last sample, or of where the job rested or ended. A sample taken
     before the job came to rest still has what only samples have, as a concern."""
     kept = job.progress
-    if kept is not None and (sample is None or job.state.is_final):
-        if sample is None or (kept.epoch, kept.step) >= (sample.epoch, sample.step):
-            return _kept_progress_to_wire(kept)
-    assert sample is not None
+    if sample is None:
+        return job_pb2.Progress() if kept is None else _kept_progress_to_wire(kept)
+    if kept is not None and job.state.is_final and (kept.epoch, kept.step) >= (sample.epoch, sample.step):
+        return _kept_progress_to_wire(kept)
     progress = progress_to_wire(sample)
     if kept is not None and (kept.epoch, kept.step) > (sample.epoch, sample.step):
         progress.ClearField("step_time")
