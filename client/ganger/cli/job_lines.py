@@ -125,7 +125,7 @@ def label(job: job_pb2.Job) -> str:
 
 
 def column(name: str) -> str:
-    """Return what a user named, as it is shown in a column: however it is written out, the columns after it stay near."""
+    """Return what a user named, no wider than a column once it is written out."""
     return bounded(name, _NAME_WIDTH)
 
 

@@ -302,7 +302,7 @@ class Metric(Struct, frozen=True, gc=False):
 
 
 class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
-    """How far an attempt had got when it rested last, or ended. Without a `loss` the job reported none that is a number."""
+    """How far an attempt had got when it rested or ended. Without a `loss` the job reported none that is a number."""
 
     epoch: int
     step: int
