@@ -97,6 +97,21 @@ def test_what_is_wrong_is_said(
     assert says in problem_of(tmp_path / "changed", data)
 
 
+def test_elements_with_fields_that_a_former_version_recorded_are_read_without_them(tmp_path: Path) -> None:
+    cluster = stormy(1, is_calm=True)
+    busy(cluster, 3)
+    path = recorded(tmp_path, cluster, lambda cluster: busy(cluster, 1)).path
+    former = {"jobs": {"suspend_wanted": 3}, "gangs": {"stop_reason": "moved away"}}
+    lines, changed = [json.loads(line) for line in lines_of(path.read_bytes())], 0
+    for line in lines:
+        if line["line"] == "element" and line["kind"] in former:
+            line["value"] |= former[line["kind"]]
+            changed += 1
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    assert changed >= 2
+    assert rerun_of(path).differences == []
+
+
 def test_other_files_are_no_recordings(tmp_path: Path) -> None:
     assert "is no recording, or damaged" in problem_of(tmp_path / "text", b"job_id,submit_time_s\n1,2\n")
     with pytest.raises(RecordingUnreadable, match="No such file"):

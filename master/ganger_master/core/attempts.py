@@ -96,15 +96,15 @@ def suspend(
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.PENDING:
         # Its attempt is ending anyhow: it will rest instead of waiting again.
-        state.put_job(replace(job, state=JobState.SUSPENDED, ending=JobState.SUSPENDED, suspend_wanted=level))
+        state.put_job(replace(job, state=JobState.SUSPENDED, ending=JobState.SUSPENDED))
         return
     if not by_plan:
-        job = replace(job, state=JobState.SUSPENDED, suspend_wanted=level, suspended_level=SuspendLevel.NONE)
+        job = replace(job, state=JobState.SUSPENDED, suspended_level=SuspendLevel.NONE)
     job = replace(ending.clock_stopped(job, now), revision=job.revision + 1, pending_since=0.0, trouble="")
     if gang is None:
-        state.put_job(replace(job, suspend_wanted=SuspendLevel.CHECKPOINT, suspended_level=SuspendLevel.CHECKPOINT))
+        state.put_job(replace(job, suspended_level=SuspendLevel.CHECKPOINT))
     elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
-        state.put_job(replace(job, suspend_wanted=gang.park_level, suspended_level=gang.park_level))
+        state.put_job(replace(job, suspended_level=gang.park_level))
     else:
         # Who waits where it rests waits again once it rests deeper, or cannot: it rests for no plan.
         waits = job.state is JobState.PENDING
@@ -120,12 +120,11 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.SUSPENDED:
         # On its way to storage: it waits again once it is there.
-        state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING, suspend_wanted=SuspendLevel.NONE))
+        state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
         return
     job = replace(
         job,
         revision=job.revision + 1,
-        suspend_wanted=SuspendLevel.NONE,
         suspended_level=SuspendLevel.NONE,
         again_at=0.0,
     )
@@ -188,7 +187,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
     if gang.role is _SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
         if act in (Act.FAIL, Act.SUCCEED):
-            state.put_gang(orders.stop(gang, "source lost", now))
+            state.put_gang(orders.stop(gang, now))
             return True
         return False
     if act is _STEPPED:
@@ -300,10 +299,10 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     elif back is not SuspendLevel.NONE:
         state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
-        state.put_job(replace(job, suspend_wanted=back) if job.state is JobState.SUSPENDED else job)
+        state.put_job(job)
     else:
         going_on.run_after_all(state, gang, now)
-        state.put_job(replace(job, state=JobState.HOLDING, suspend_wanted=SuspendLevel.NONE))
+        state.put_job(replace(job, state=JobState.HOLDING))
 
 
 def _waited(state: State, job: Job, claims: Sequence[Claim], now: float) -> tuple[dict[str, str], str]:

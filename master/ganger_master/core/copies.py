@@ -46,7 +46,7 @@ def reap(state: State, job: Job, now: float) -> bool:
     """The new gang has the state and used it: the copies it came from may go."""
     sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
     for source in sources:
-        state.put_gang(orders.stop(source, "moved away", now))
+        state.put_gang(orders.stop(source, now))
     return bool(sources)
 
 

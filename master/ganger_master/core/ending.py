@@ -42,7 +42,7 @@ def end(
         return
     for gang in state.gangs_of_job(number):
         if not orders.is_over(gang):
-            state.put_gang(orders.stop(gang, reason, now, checkpoint_first))
+            state.put_gang(orders.stop(gang, now, checkpoint_first))
     state.put_job(to_end(job, becomes, now, reason, failure, preempted))
 
 
@@ -70,7 +70,7 @@ def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: s
     assert becomes is not None
     source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
     if source is not None and (becomes.is_final or not copies.is_usable(source)):
-        state.put_gang(orders.stop(source, "not needed any more", now))
+        state.put_gang(orders.stop(source, now))
         return
     job = replace(
         job,
@@ -187,7 +187,7 @@ def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float)
     if source is not None:
         state.put_gang(orders.park(state.gangs[source.epoch], level, now, by_plan=False))
     rests = SuspendLevel.NONE if source is not None else level
-    state.put_job(replace(job, suspended_level=rests, suspend_wanted=level))
+    state.put_job(replace(job, suspended_level=rests))
 
 
 def _finish(state: State, job: Job, now: float, cause: str) -> None:

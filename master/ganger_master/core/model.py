@@ -372,8 +372,7 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     used_device_bytes: int = 0
     # Of the newest attempt that has ended. What runs is measured, and measurements are not kept.
     progress: Progress | None = None
-    # What a user's suspend aims at, and where it rests (NONE until it does).
-    suspend_wanted: SuspendLevel = SuspendLevel.NONE
+    # Where a user's suspend has brought it to rest; NONE until it rests.
     suspended_level: SuspendLevel = SuspendLevel.NONE
     # Why the job is to end once its gangs are gone; None while it is not.
     ending: JobState | None = None
@@ -524,8 +523,6 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     since: float = 0.0
     # Parked by the planner: the job stays HOLDING.
     parked_by_plan: bool = False
-    # It was told to stop: its ending is not the job's.
-    stop_reason: str = ""
     # Where it rests, also while it is to rest deeper; NONE once it runs.
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last said that the level wanted cannot be had; zero if never.

@@ -133,7 +133,7 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
-    state.put_gang(orders.stop(destination, f"move given up: {trouble}", now))
+    state.put_gang(orders.stop(destination, now))
     job = replace(
         job,
         next_epoch=0,

@@ -94,7 +94,7 @@ def hand_over(gang: Gang) -> Gang:
     return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
 
 
-def stop(gang: Gang, reason: str, now: float, checkpoint_first: bool = False) -> Gang:
+def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
     """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
     if gang.intent is Intent.STOP:
         return gang
@@ -104,7 +104,6 @@ def stop(gang: Gang, reason: str, now: float, checkpoint_first: bool = False) ->
         role=GangRole.LEAVING,
         intent=Intent.STOP,
         phase=GangPhase.STOPPING,
-        stop_reason=reason,
         checkpoint_first=checkpoint_first,
         since=now,
     )

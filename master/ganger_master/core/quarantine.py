@@ -255,7 +255,6 @@ def give_gang(state: State, job: Job, gang: Gang, now: float, cause: str) -> Non
             ending=None,
             running_since=0.0 if rests else job.running_since or now,
             start_time=job.start_time or now,
-            suspend_wanted=level,
             suspended_level=level if gang.phase is GangPhase.PARKED else SuspendLevel.NONE,
             trouble=trouble,
         )

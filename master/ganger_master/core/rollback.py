@@ -439,7 +439,7 @@ def _release_gangs(
             if all(piece.gone for piece in left.pieces) and orders.holds_nothing(left):
                 state.forget_gang(gang.epoch)
             else:
-                state.put_gang(orders.stop(left, "it was over before the restore", now))
+                state.put_gang(orders.stop(left, now))
         if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
             kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, AdoptVerdict) else 0
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
@@ -477,7 +477,7 @@ def _waiting(job: Job, now: float) -> Job:
         return job
     if job.state is JobState.SUSPENDED:
         storage = SuspendLevel.CHECKPOINT
-        return replace(job, ending=None, suspend_wanted=storage, suspended_level=storage)
+        return replace(job, ending=None, suspended_level=storage)
     job = ending.clock_stopped(job, now)
     return replace(job, state=JobState.PENDING, pending_since=job.pending_since or now, ending=None)
 
