@@ -7,19 +7,15 @@ their source, so that the main figures are checked everywhere.
 from __future__ import annotations
 
 import csv
-import json
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ganger_master.models.allreduce import StepPoint
 from ganger_master.models.cpu import CpuPoint
 from ganger_master.models.interference import Pressure, Trial
 from ganger_master.models.server_speed import ServerPoint
-from numpy.typing import NDArray
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TRACES = SHARED / "traces"
@@ -72,26 +68,6 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def synergy_points(model: str) -> list[CpuPoint]:
     return [CpuPoint(cores, rate) for cores, rate in zip(GRID, SYNERGY[model], strict=True)]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Synergy's published table of one model: rates (cores, memory), and the demand its authors read from it."""
-
-    rates: NDArray[np.float64]
-    memory_gigabytes: list[float]
-    best_cores: float
-    best_gigabytes: float
-
-
-def synergy_matrices() -> dict[str, Matrix]:
-    found = json.loads(needs(DATA / "synergy_profiles.json").read_text())
-    return {
-        name: Matrix(
-            np.array(row["tput_norm_to_proportional"], float), row["mem_grid"], row["best_cpu"], row["best_mem_gb"]
-        )
-        for name, row in found.items()
-    }
 
 
 def server_points() -> dict[str, tuple[float, list[ServerPoint]]]:

@@ -98,7 +98,6 @@ def test_equal_rates_need_one_core() -> None:
     model = fitted([CpuPoint(count, 3.0) for count in (1, 4, 8)])
     assert model.sweet_point == 1.0
     assert model.plateau == pytest.approx(3.0)
-    assert model.cores_for(1.0, 8) == 1
 
 
 def test_falling_rates_give_a_flat_curve_whose_error_says_so() -> None:
@@ -129,13 +128,6 @@ def test_a_shelf_is_climbed_in_a_line() -> None:
     model = CpuModel(0.0, 1.0, 2.0, 2.0, Shelf(6.0, 8.0, 3.0))
     assert [model.rate(count) for count in (1, 2, 6, 7, 8, 20)] == [1.0, 2.0, 2.0, 2.5, 3.0, 3.0]
     assert (model.peak, model.knee) == (3.0, 8.0)
-
-
-def test_cores_for_a_share_are_the_fewest() -> None:
-    model = CpuModel(0.0, 1.0, 6.0, 6.0)
-    assert model.cores_for(0.9, 24) == 6
-    assert model.cores_for(0.5, 24) == 3
-    assert model.cores_for(1.0, 4) == 4
 
 
 def test_bracket_holds_the_sweet_point() -> None:

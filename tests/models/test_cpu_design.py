@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ganger_master.models.accuracy import fit_error
 from ganger_master.models.cpu import CpuModel, CpuPoint, fit_cpu
-from ganger_master.models.cpu_design import a_optimal, first_probes, next_probe
+from ganger_master.models.cpu_design import a_optimal, next_probe
 from models.published import GRID, SYNERGY
 
 # Mean error in percent after the sequential design, and the probes it may take.
@@ -45,12 +45,6 @@ def test_sequential_design_learns_a_published_curve_from_few_probes(name: str) -
     mean, most = REACHED[name]
     assert len(points) <= most
     assert 100 * fit_error(model.rates(GRID), SYNERGY[name]).mean <= mean
-
-
-def test_first_probes_are_all_cores_one_and_about_e() -> None:
-    assert first_probes(24) == (1, 3, 24)
-    assert first_probes(2) == (1, 2)
-    assert first_probes(1) == (1,)
 
 
 def test_a_flat_curve_takes_two_probes() -> None:

@@ -11,7 +11,6 @@ from ganger_master.models.interference import (
     Contention,
     Pressure,
     Trial,
-    best_count,
     forecast,
     learn,
     shared_speeds,
@@ -151,9 +150,3 @@ def test_slow_packs_raise_the_multiplier_and_free_ones_leave_it() -> None:
     assert slow.multiplier > 1.1
     assert free.multiplier == pytest.approx(1.0, abs=0.05)
     assert forecast([Pressure(0.9)] * 2, 24 * GB, slow).gain < 1.0
-
-
-def test_small_jobs_are_packed_by_the_dozen_and_big_ones_not() -> None:
-    assert best_count(Pressure(0.05, 1 * GB), 24 * GB, UNKNOWN_DEVICE) > 5
-    assert best_count(Pressure(0.05, 10 * GB), 24 * GB, UNKNOWN_DEVICE) == 2
-    assert best_count(Pressure(0.99, 1 * GB), 24 * GB, UNKNOWN_DEVICE) == 1

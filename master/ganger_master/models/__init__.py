@@ -1,7 +1,7 @@
 """What is known of jobs, as fits of few measurements: pure functions from points to frozen models with their errors.
 
 cpu, cpu_design       rate by cores, and which numbers of cores to measure
-storage, sensitivity  rate by memory, and Synergy's matrix over both
+sensitivity           Synergy's matrix of rates by cores and memory, and where its profiling measures
 convergence           where a loss is heading, and how many steps are left
 server_speed, speed_design, allreduce   rate by parameter servers and workers, or by GPUs and nodes, and what to measure
 interference, locality                  what sharing a GPU, sitting close, or lying far apart costs

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable
-from ganger_master.models.posterior import Belief, jacobian, posterior
-from ganger_master.models.speed_design import d_optimal
+from ganger_master.models.posterior import Belief, posterior
 
 MOST_OVERLAP = 10.0
 # A law of seven numbers misses measured steps by about this much (see the tests); fits need not do better.
@@ -67,10 +66,6 @@ class AllReduceModel:
         """One step of the whole job."""
         return overlapped(self.compute_seconds(samples), self.sync_seconds(gpus, nodes), self.overlap)
 
-    def samples_per_second(self, gpus: int, nodes: int, samples: float) -> float:
-        """Of the whole job; zero without a GPU."""
-        return 0.0 if gpus < 1 else gpus * samples / self.step_seconds(gpus, nodes, samples)
-
     def all_step_seconds(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
         """`step_seconds` for arrays of one shape."""
         beyond = np.maximum(gpus - 2.0, 0.0)
@@ -106,25 +101,6 @@ def fit_allreduce(points: Iterable[StepPoint]) -> AllReduceModel | None:
     )
     model = _model(belief.mean)
     return replace(model, error=fit_error(model.all_step_seconds(*columns), seconds))
-
-
-def next_placements(
-    candidates: Sequence[tuple[int, int]], samples: float, count: int, known: Sequence[StepPoint] = ()
-) -> tuple[tuple[int, int], ...]:
-    """`count` of the (gpus, nodes) to measure next, in the given order: those whose steps would tell most about the
-    coefficients, as they are believed after the `known` points (locally D-optimal)."""
-    usable = [p for p in known if is_usable(p.samples, p.seconds) and 1 <= p.nodes <= p.gpus]
-    belief = _prior(usable or [StepPoint(1, 1, samples, 1.0)])
-    if not candidates:
-        return ()
-    root = np.linalg.cholesky(belief.covariance)
-    columns = _columns([StepPoint(gpus, nodes, samples, 1.0) for gpus, nodes in candidates])
-    rows = jacobian(belief, lambda numbers: np.log(_model(numbers).all_step_seconds(*columns))) @ root
-    measured = None
-    if usable:
-        fitted = _columns(usable)
-        measured = jacobian(belief, lambda numbers: np.log(_model(numbers).all_step_seconds(*fitted))) @ root
-    return tuple(candidates[i] for i in d_optimal(rows, count, measured))
 
 
 def _prior(points: Sequence[StepPoint]) -> Belief:

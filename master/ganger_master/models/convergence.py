@@ -63,10 +63,6 @@ class Curve:
     def loss(self, step: float) -> float:
         return 1.0 / max(self.b0 * step + self.b1, 1e-300) + self.b2
 
-    def decrease(self, step: float, stride: float) -> float:
-        """How much the loss falls from `step` to `step + stride`; never grows with `step`."""
-        return self.loss(step) - self.loss(step + stride)
-
     def slow_from(self, least_decrease: float, stride: float) -> float:
         """The first step from which a stride lowers the loss by no more than `least_decrease`; infinite for none.
 
@@ -80,25 +76,16 @@ class Curve:
         u = (-fall + math.sqrt(fall * fall + 4.0 * fall / least_decrease)) / 2.0
         return max(0.0, (u - self.b1) / self.b0)
 
-    def reaches(self, loss: float) -> float:
-        """The first step with at most this loss; infinite if the curve stays above."""
-        if self.loss(0.0) <= loss:
-            return 0.0
-        if loss <= self.b2 or self.b0 <= 0.0:
-            return math.inf
-        return (1.0 / (loss - self.b2) - self.b1) / self.b0
-
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceModel:
     """The best curve and those the points cannot tell from it at 90 %: `plausible` by another b2, `axes` as pairs along
-    the axes of the error ellipsoid. `points` were fitted, `outliers` left out; steps up to `last_step` were seen."""
+    the axes of the error ellipsoid. `points` were fitted; steps up to `last_step` were seen."""
 
     best: Curve
     plausible: tuple[Curve, ...]
     axes: tuple[tuple[Curve, Curve], ...]
     points: int
-    outliers: int
     last_step: float
     largest_loss: float
     scatter: float
@@ -131,7 +118,7 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
     largest = float(np.max(without_outliers(losses)))
     if largest <= 0.0:
         flat = Curve(0.0, math.inf, 0.0)
-        return ConvergenceModel(flat, (flat,), (), len(steps), 0, float(steps[-1]), 0.0, 0.0)
+        return ConvergenceModel(flat, (flat,), (), len(steps), float(steps[-1]), 0.0, 0.0)
     span = float(steps[-1] - steps[0])
     x, y = steps / span, losses / largest
     best, cost, kept, found = _robust(x, y)
@@ -147,7 +134,6 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
         tuple(_scaled(curve, span, largest) for curve in plausible),
         tuple((_scaled(one, span, largest), _scaled(other, span, largest)) for one, other in axes),
         int(kept.sum()),
-        int((~kept).sum()),
         float(steps[-1]),
         largest,
         largest * math.sqrt(noise),
@@ -161,11 +147,6 @@ def steps_to_convergence(model: ConvergenceModel, least_decrease: float, stride:
         raise ValueError(f"stride {stride} and patience {patience} must be positive")
     fall = least_decrease * model.largest_loss
     return _estimate(model, lambda curve: curve.slow_from(fall, stride) + patience * stride)
-
-
-def steps_to_loss(model: ConvergenceModel, loss: float) -> Estimate:
-    """Steps from the start until the loss is reached."""
-    return _estimate(model, lambda curve: curve.reaches(loss))
 
 
 def remaining(total: Estimate, done: float) -> Estimate:

@@ -94,11 +94,6 @@ class CpuModel:
             found = np.where(counts > shelf.begins, self.plateau + share * (shelf.rate - self.plateau), found)
         return np.asarray(found * np.clip(counts, 0.0, 1.0), float)
 
-    def cores_for(self, share: float, most: int) -> int:
-        """The fewest whole cores, 1 to `most`, that reach `share` of what `most` cores reach."""
-        rates = self.rates(np.arange(1, max(most, 1) + 1))
-        return int(np.argmax(rates >= share * rates[-1] * (1.0 - 1e-9))) + 1
-
 
 def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
     """The curve of least relative error through the points, its own error with it; None if no point is usable.

@@ -54,11 +54,6 @@ def a_optimal(
     return best[2]
 
 
-def first_probes(most_cores: int) -> tuple[int, ...]:
-    """Before anything is known: all cores for the plateau, and the two that settle P0 and P1 best."""
-    return tuple(sorted({most_cores, *a_optimal(range(1, most_cores + 1), 2.0)}))
-
-
 def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0.05) -> int | None:
     """The next number of cores to measure, given `points` in the order they were measured; None: enough is known.
 

@@ -133,17 +133,6 @@ def learn(contention: Contention, trials: Iterable[Trial]) -> Contention:
     return Contention(posterior(contention.belief, law, measured, noise), contention.trials + len(usable))
 
 
-def best_count(pressure: Pressure, device_memory_bytes: float, contention: Contention, most: int = 16) -> int:
-    """How many copies of a job to put on one GPU: as many as keep raising the sum of speeds by 1 %, and fit."""
-    count = 1
-    for more in range(2, most + 1):
-        now, then = (forecast([pressure] * n, device_memory_bytes, contention) for n in (count, more))
-        if not then.fits or then.gain < 1.01 * now.gain:
-            break
-        count = more
-    return count
-
-
 def _speeds(pressures: Sequence[Pressure], multiplier: float, overhead: float) -> list[float]:
     if len(pressures) < 2:
         return [1.0] * len(pressures)

@@ -1,8 +1,7 @@
-"""W[c, m]: the rate of a job with c cores and m memory for each of its GPUs, and how few probes fill it.
+"""W[c, m]: the rate of a job with c cores and m memory for each of its GPUs, and where to measure the cores.
 
 Synergy (OSDI 2022), optimistic profiling: only the cores are measured, at full memory, and only where the rate still
-changes; the memory axis follows from the cache model (storage). The cheapest cell that runs near the best rate is the
-job's demand; the cell of its fair share is the floor no scheduler may take it below.
+changes. The cell of a job's fair share is the floor that no scheduler may take the job below.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 
 from ganger_master.models.accuracy import Floats
 from ganger_master.models.cpu import CpuPoint, averaged
-from ganger_master.models.storage import FetchModel
 
 # Ends of an interval closer than this need no point between them (Synergy's fixed threshold).
 SAME_RATE = 0.1
@@ -58,13 +56,6 @@ class SensitivityMatrix:
             return share * float(rates[0]) * cores / self.cores[0]
         return share * float(np.interp(cores, self.cores, rates))
 
-    def demand(self, share: float = 1.0 - SAME_RATE) -> tuple[float, float]:
-        """(cores, memory bytes) of the cheapest cell that reaches `share` of the best rate: fewest cores, then least
-        memory."""
-        enough = self.table >= share * self.table.max() * (1.0 - 1e-9)
-        row = int(np.argmax(enough.any(axis=1)))
-        return self.cores[row], self.memory_bytes[int(np.argmax(enough[row]))]
-
 
 def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = SAME_RATE) -> int | None:
     """Where optimistic profiling measures next, at full memory; None when it is done.
@@ -88,19 +79,3 @@ def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = S
     ]
     wide = [step for step in steps if -step[0] > same_rate]
     return min(wide)[1] if wide else None
-
-
-def sensitivity(
-    points: Sequence[CpuPoint], fetch: FetchModel | None, cores: Sequence[float], memory_bytes: Sequence[float]
-) -> SensitivityMatrix | None:
-    """The matrix over the given axes: the slower of the measured CPU axis, made non-falling, and what the memory can
-    fetch (no model: memory does not matter). None without a usable point."""
-    measured = averaged(points)
-    if not measured:
-        return None
-    counts = [point.cores for point in measured]
-    rising = np.maximum.accumulate([point.rate for point in measured])
-    axis = np.interp(cores, counts, rising) * np.minimum(1.0, np.asarray(cores) / counts[0])
-    limits = [float("inf") if fetch is None else fetch.rate(amount) for amount in memory_bytes]
-    rates = tuple(tuple(min(float(rate), limit) for limit in limits) for rate in axis)
-    return SensitivityMatrix(tuple(float(c) for c in cores), tuple(float(m) for m in memory_bytes), rates)
