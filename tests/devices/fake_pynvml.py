@@ -71,7 +71,7 @@ class FakeNvml:
         return self.server.devices[handle].name
 
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(busId=self.server.devices[handle].pci_bus_id)
+        return SimpleNamespace(busId=f"00000000:{0xE0 + handle:02X}:00.0")
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         if handle in self.lost:
@@ -82,9 +82,6 @@ class FakeNvml:
         if handle in self.lost:
             raise NVMLError(self.NVML_ERROR_GPU_IS_LOST)
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.processes.get(handle, [])]
-
-    def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:
-        return self.server.devices[handle].numa_node
 
     def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
         return (1, 1) if handle in self.mig else (0, 0)

@@ -39,15 +39,13 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. `cpus`: the CPUs near it, empty when unknown. `numa_node` is -1 when unknown."""
+    """One device. `cpus`: the CPUs near it, empty when unknown."""
 
     index: int
     uuid: str
     name: str
-    pci_bus_id: str
     memory_bytes: int
     cpus: frozenset[int] = field(default_factory=frozenset)
-    numa_node: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,6 @@ def read_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise OSError(f"{meminfo} has no MemTotal")
 
 
-def numa_node_of(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """The NUMA node of a PCI device, -1 where unknown."""
-    return _number(devices / _sysfs_bus_id(bus_id) / "numa_node")
-
-
 def cpus_near(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> frozenset[int]:
     """The CPUs on the NUMA node of a PCI device; empty where unknown."""
     return frozenset(_ids(devices / _sysfs_bus_id(bus_id) / "local_cpulist"))

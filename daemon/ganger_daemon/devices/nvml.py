@@ -207,12 +207,8 @@ class NvmlDevices:
             index=index,
             uuid=_text(self._ask(nvml.nvmlDeviceGetUUID, handle)) or f"unknown-{index}",
             name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
-            pci_bus_id=bus_id,
             memory_bytes=int(memory.total) if memory is not None else 0,
             cpus=self._near(handle, bus_id),
-            numa_node=_int(
-                self._ask(getattr(nvml, "nvmlDeviceGetNumaNodeId", None), handle), machine.numa_node_of(bus_id)
-            ),
         )
 
     def _near(self, handle: Any, bus_id: str) -> frozenset[int]:

@@ -157,10 +157,8 @@ def _recording_of(content: Mapping[str, Any]) -> Recording:
             index=i,
             uuid=str(entry["uuid"]),
             name=str(entry.get("name", content.get("product", ""))),
-            pci_bus_id=str(entry["pci_bus_id"]),
             memory_bytes=int(entry.get("memory_bytes", content.get("memory_bytes_per_device", 0))),
             cpus=frozenset(parse_ids(entry.get("cpus", ""))),
-            numa_node=int(entry.get("numa_node", -1)),
         )
         for i, entry in enumerate(entries)
     )

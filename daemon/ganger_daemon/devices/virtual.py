@@ -161,10 +161,8 @@ def virtual_inventory(
             index=i,
             uuid=_uuid(node, i),
             name="virtual device",
-            pci_bus_id=f"0000:{i + 1:02x}:00.0",
             memory_bytes=spec.gpu_memory_bytes,
             cpus=frozenset(cpu for core in core_map.sockets[i // per_socket] for cpu in core.cpus),
-            numa_node=i // per_socket,
         )
         for i in range(spec.gpus)
     )
