@@ -8,18 +8,15 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ganger_master.models.classes import ModelClass
 from ganger_master.sim.traces.profiles import (
     SYNERGY_SPLIT,
-    gavel_durations,
     gavel_speeds,
     synergy_profiles,
     with_iterations,
     with_models,
 )
-from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.workload import Workload, workload
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -127,20 +124,3 @@ def test_iterations_follow_from_run_time_where_the_trace_has_none() -> None:
     assert iterations[0] == 60 / 0.6
     assert math.isnan(iterations[1])
     assert iterations[2] == 7
-
-
-def test_run_times_follow_from_gavels_speeds() -> None:
-    path = SHARED / "traces" / "jobs_gavel_physical_max_min_fairness.csv"
-    if not path.exists():
-        pytest.skip("the traces are not beside the project")
-    made = read_trace(path).workload
-    durations = gavel_durations(made)
-    assert np.isfinite(durations).all()
-    first = made.job_ids.index("0")
-    speed = gavel_speeds()["v100", True, "ResNet-18 (batch size 128)", 4]
-    assert durations[first] == pytest.approx(925_982 / speed)
-
-
-def test_run_time_of_what_was_not_measured_stays_unknown() -> None:
-    made = jobs(1, ["unheard"]).with_columns(iterations=[5], batch_size=[1])
-    assert math.isnan(gavel_durations(made)[0])

@@ -17,7 +17,7 @@ import numpy as np
 
 from ganger_master.models.classes import ModelClass
 from ganger_master.models.sensitivity import SensitivityMatrix
-from ganger_master.sim.traces.workload import Floats, Labels, Workload
+from ganger_master.sim.traces.workload import Labels, Workload
 
 # Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
 SYNERGY_SPLIT: Mapping[ModelClass, float] = {
@@ -99,21 +99,6 @@ def with_iterations(jobs: Workload, profiles: Mapping[str, Profile] | None = Non
     step_s = np.array([known[name].step_s if name in known else np.nan for name in jobs.model.names])
     from_time = jobs.duration_s / step_s[jobs.model.codes] if len(jobs) else jobs.duration_s
     return jobs.with_columns(iterations=np.where(np.isnan(jobs.iterations), from_time, jobs.iterations))
-
-
-def gavel_durations(jobs: Workload, gpu_type: str = "v100") -> Floats:
-    """Seconds each job needs for its iterations on GPUs of one server; NaN where Gavel did not measure its model, batch
-    size and number of GPUs, or the trace gives no iterations."""
-    speeds = gavel_speeds()
-    durations = np.full(len(jobs), np.nan)
-    for job, (model, batch_size, gpus) in enumerate(
-        zip(jobs.model.texts(), jobs.batch_size.tolist(), jobs.gpus.tolist(), strict=True)
-    ):
-        sized = f"{model} (batch size {batch_size:g})"
-        speed = speeds.get((gpu_type, True, sized, gpus)) or speeds.get((gpu_type, True, model, gpus))
-        if speed:
-            durations[job] = jobs.iterations[job] / speed
-    return durations
 
 
 def _by_split(
