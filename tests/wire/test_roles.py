@@ -81,8 +81,8 @@ def test_a_refusal_names_all_who_may() -> None:
         check_call(f"{JOBS}/ListJobs", Identity(Role.MASTER, "m"))
 
 
-def test_a_method_that_is_not_in_the_table_is_nobodys() -> None:
-    with pytest.raises(RoleNotPermitted, match="is for nobody"):
+def test_no_role_may_call_a_method_that_is_not_in_the_table() -> None:
+    with pytest.raises(RoleNotPermitted, match="is for no role"):
         check_call("/some.Service/Method", Identity(Role.OPERATOR, "o"))
 
 
