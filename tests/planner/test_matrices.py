@@ -25,7 +25,7 @@ from ganger_master.core.commands import (
     UncordonNode,
 )
 from ganger_master.core.desired import desired_of
-from ganger_master.core.explain import told_blockers
+from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import Capabilities, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import Settings
@@ -321,6 +321,20 @@ def test_a_resumed_job_whose_memory_others_have_is_not_proposed_until_they_give_
     drive.seen_without("n1", other)
     drive.go_on()
     assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+
+
+def test_why_names_the_host_memory_that_a_resumed_job_lacks_where_it_rests() -> None:
+    drive = Sharing()
+    one = _resting_with_little(drive, 8 * GIB)
+    drive.submitted(job_of(4, 10 * GIB), job_of(4, GIB))
+    drive.go_on()
+    drive.go_on()
+    assert drive.state.sets
+    drive.step(ResumeJob(one))
+    blockers = explain(drive.state, one, drive.now).blockers
+    assert blockers[0].reason is Reason.MEMORY
+    assert blockers[0].figures["needed_bytes"] > blockers[0].figures["free_bytes"] == _free_memory(drive)
+    assert told_blockers(drive.state, drive.job(one))[0].reason is Reason.MEMORY
 
 
 def test_a_job_that_joins_is_not_given_the_memory_that_a_resumed_job_takes_back() -> None:

@@ -64,6 +64,7 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         return Explanation(capacity.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
+        blockers = _lacks_memory(state, job) or blockers
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
         told = told_blockers(state, job)
         known = {one.reason for one in blockers}
@@ -90,7 +91,8 @@ def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
     # A job that its user's quota keeps out is not ranked.
-    return capacity.rules(state, job) or (*_lacks_devices(state, job), _ranked(state, job))
+    lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
+    return capacity.rules(state, job) or (*lacks, _ranked(state, job))
 
 
 def _held_back(array: Membership) -> Refusal:
@@ -113,6 +115,24 @@ def _lacks_devices(state: State, job: Job) -> tuple[Refusal, ...]:
     draining = sum([view.free[slots[name]].bit_count() for name in state.draining if name in slots])
     figures = {"needed": needed, "free": free} | ({"draining": draining} if draining else {})
     return (Refusal(Reason.GPUS, figures),)
+
+
+def _lacks_memory(state: State, job: Job) -> tuple[Refusal, ...]:
+    """Return the nodes whose free host memory is too little for a resumed job to share GPUs in turns where it rests."""
+    gang = state.gangs.get(job.epoch)
+    if gang is None or not state.sets or job.number not in state.resuming:
+        return ()
+    found = []
+    for piece in gang.pieces:
+        slot, held = state.view.slots.get(piece.claim.node), piece.held
+        if slot is None or held is None:
+            continue
+        kept = held.memory_bytes + held.arena_bytes
+        needed, free = piece.claim.memory_bytes + piece.claim.arena_bytes - kept, state.view.memory[slot]
+        if needed > free:
+            figures = {"needed_bytes": needed, "free_bytes": int(free)}
+            found.append(Refusal(Reason.MEMORY, figures, node=piece.claim.node))
+    return tuple(found)
 
 
 def _ranked(state: State, job: Job) -> Refusal:
