@@ -219,11 +219,9 @@ def proportionally(nodes: Nodes, placed: Pieces) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`guarantees`: no gang runs slower than with its proportional share. `by_profiles`: it asks what cores and memory
-    do to each gang."""
+    """A division of cores and memory. `by_profiles`: it asks what these do to the rate of each gang."""
 
     name: str
     tune: Callable[[Gangs, Nodes, Pieces], Pieces]
     place: Callable[[Gangs, Nodes], Pieces] | None = None
-    guarantees: bool = False
     by_profiles: bool = True

@@ -184,4 +184,4 @@ def _worth(pieces: list[Choices], chosen: list[int]) -> float:
     return float(sum(value[option] for (_, _, value), option in zip(pieces, chosen, strict=True)))
 
 
-EXACT = Tuning("exact", tune, place, guarantees=True)
+EXACT = Tuning("exact", tune, place)

@@ -10,5 +10,5 @@ def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
     return proportionally(nodes, placed)
 
 
-PROPORTIONAL = Tuning("proportional", tune, guarantees=True, by_profiles=False)
-BIND = Tuning("bind", tune, guarantees=True, by_profiles=False)
+PROPORTIONAL = Tuning("proportional", tune, by_profiles=False)
+BIND = Tuning("bind", tune, by_profiles=False)
