@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.image import verify
 from ganger.injob.page import Error, Level, Order, Word
+from kit.images import verify_image
 from training.harness import Rank, run_in_parts
 
 pytestmark = pytest.mark.torch
@@ -116,5 +116,5 @@ def test_half_a_sum_survives_a_checkpoint_in_the_background(
     (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/saved"}}')
     rank = Rank(directory, script[0], agent=script[1], arena_bytes=arena_bytes, save_at=4)
     assert rank.end() == 0, rank.output()
-    assert verify(tmp_path / "saved/rank-0.shard").step == 4
+    assert verify_image(tmp_path / "saved/rank-0.shard").step == 4
     assert rank.output() == undisturbed

@@ -26,6 +26,7 @@ from ganger.training.image import (
     read_tensors,
     write_image,
 )
+from kit.images import verify_image
 
 
 def _write(path: Path, state: Any, step: int = 7) -> str:
@@ -126,7 +127,7 @@ def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
 
 def test_verify_returns_what_the_writer_said(tmp_path: Path) -> None:
     digest = _write(tmp_path / "image", {"w": torch.randn(9 << 20)}, step=41)
-    summary = form.verify(tmp_path / "image")
+    summary = verify_image(tmp_path / "image")
     assert (summary.step, summary.rank, summary.world, summary.samples) == (41, 1, 2, 70)
     assert summary.digest == digest
     assert summary.total_bytes == (tmp_path / "image").stat().st_size
@@ -135,12 +136,12 @@ def test_verify_returns_what_the_writer_said(tmp_path: Path) -> None:
 def test_without_xxhash_images_are_hashed_with_crc32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "_xxh3_64", None)
     _write(tmp_path / "image", {"w": torch.randn(100)})
-    assert form.verify(tmp_path / "image").step == 7
+    assert verify_image(tmp_path / "image").step == 7
     data = bytearray((tmp_path / "image").read_bytes())
     data[-40] ^= 1
     (tmp_path / "image").write_bytes(data)
     with pytest.raises(ImageError):
-        form.verify(tmp_path / "image")
+        verify_image(tmp_path / "image")
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_any_changed_byte_is_noticed(damaged: tuple[Path, bytearray]) -> None:
         changed[position] ^= 0x40
         path.write_bytes(changed)
         with pytest.raises(ImageError):
-            form.verify(path)
+            verify_image(path)
         with pytest.raises(ImageError):
             _read(path)
 
@@ -176,7 +177,7 @@ def test_another_format_is_named(damaged: tuple[Path, bytearray], at: int, value
     data[at : at + len(value)] = value
     path.write_bytes(data)
     with pytest.raises(ImageError) as caught:
-        form.verify(path)
+        verify_image(path)
     assert caught.value.reason == reason
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger.injob import image as form
 from ganger.injob.page import CHECKPOINT_BIT, EXIT_NO_STATE, Capability, Error, Level, Order, State, Word
+from kit.images import verify_image
 from training.harness import Rank, undisturbed, wait_until
 
 pytestmark = pytest.mark.torch
@@ -80,7 +80,7 @@ def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     assert before - _anonymous_bytes(rank.process.pid or 0) >= 0.9 * STATE_BYTES
     # what lies in the arena is a whole image: it can move on without waking the rank
     assert rank.arena_fd is not None
-    assert form.verify(rank.arena_fd).step == 3
+    assert verify_image(rank.arena_fd).step == 3
     assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) >= STATE_BYTES
     rank.order(4, Order.RUN)
     assert rank.end() == 0, rank.output()
@@ -131,7 +131,7 @@ def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, 
     rank.reached(3)
     rank.order(4, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
     assert rank.end() == 75
-    assert form.verify(tmp_path / "saved/rank-0.shard").step == 2
+    assert verify_image(tmp_path / "saved/rank-0.shard").step == 2
     restore = {"kind": "checkpoint", "path": str(tmp_path / "saved"), "step": 2}
     again = Rank(tmp_path / "again", path, agent=agent, restore=restore)
     assert again.end() == 0, again.output()
@@ -207,14 +207,14 @@ def test_a_move_after_an_offload_hands_over_the_newer_state(tmp_path: Path, scri
     step = rank.reached(5)
     assert step > 1
     assert rank.arena_fd is not None
-    assert form.verify(rank.arena_fd).step == step
+    assert verify_image(rank.arena_fd).step == step
     # handed over while it is parked: the image is there already
     rank.order(6, Order.STOP, Level.OFFLOAD, stop=5)
     rank.reached(6)
     rank.order(7, Order.STOP, Level.HAND_OVER, stop=5)
     assert rank.reached(7) == step
     assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) > 0
-    assert form.verify(rank.arena_fd).step == step
+    assert verify_image(rank.arena_fd).step == step
     rank.order(8, Order.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_byte
     assert rank.output() == undisturbed(tmp_path, path)
     step = rank.page.get(Word.CHECKPOINT_STEP)
     assert rank.page.get(Word.CHECKPOINT_DONE) == 5 | CHECKPOINT_BIT
-    assert form.verify(tmp_path / f"saved-{step}/rank-0.shard").step == step
+    assert verify_image(tmp_path / f"saved-{step}/rank-0.shard").step == step
 
 
 @pytest.mark.parametrize("arena_bytes", [0, ARENA_BYTES], ids=["no arena", "arena"])

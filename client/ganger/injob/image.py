@@ -8,11 +8,10 @@ rest is still being filled. All numbers are little-endian. No pickle anywhere: a
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, Callable, TypeVar, Union
+from typing import Any
 
 _xxh3_64: Any
 try:
@@ -32,8 +31,6 @@ MAX_CHUNK_BYTES = 1 << 30
 
 XXH3 = 1
 CRC32 = 2
-
-_T = TypeVar("_T")
 
 
 class ImageError(Exception):
@@ -78,18 +75,6 @@ class Preamble:
             self.header_digest,
             self.chunk_bytes,
         )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a verified image is. `digest` is 16 hexadecimal digits and stands for all of its data."""
-
-    step: int
-    samples: int
-    rank: int
-    world: int
-    total_bytes: int
-    digest: str
 
 
 def aligned(offset: int) -> int:
@@ -244,51 +229,6 @@ def parse_header(preamble: Preamble, encoded: Any) -> dict[str, Any]:
     return header
 
 
-Source = Union[str, "os.PathLike[str]", int]
-
-
-def verify(source: Source) -> Summary:
-    """Read the whole image and check every digest. Raises ImageError, OSError."""
-    return _with_descriptor(source, _verify)
-
-
-def _with_descriptor(source: Source, action: Callable[[int], _T]) -> _T:
-    if isinstance(source, int):
-        return action(source)
-    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return action(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _preamble_and_header(descriptor: int) -> tuple[Preamble, dict[str, Any]]:
-    preamble = parse_preamble(os.pread(descriptor, PREAMBLE_BYTES, 0))
-    return preamble, parse_header(preamble, _read_exactly(descriptor, preamble.header_bytes, PREAMBLE_BYTES))
-
-
-def _verify(descriptor: int) -> Summary:
-    preamble, header = _preamble_and_header(descriptor)
-    digests = ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
-    for offset in range(preamble.data_offset, preamble.trailer_offset, preamble.chunk_bytes):
-        size = min(preamble.chunk_bytes, preamble.trailer_offset - offset)
-        digests.update(_read_exactly(descriptor, size, offset))
-    found = _read_exactly(descriptor, preamble.trailer_bytes, preamble.trailer_offset)
-    check_trailer(digests.trailer(), found)
-    return summary(preamble, header, found)
-
-
-def summary(preamble: Preamble, header: dict[str, Any], trailer: bytes) -> Summary:
-    return Summary(
-        step=int(header.get("step", 0)),
-        samples=int(header.get("samples", 0)),
-        rank=int(header.get("rank", 0)),
-        world=int(header.get("world", 1)),
-        total_bytes=preamble.total_bytes,
-        digest=f"{struct.unpack('<Q', trailer[-8:])[0]:016x}",
-    )
-
-
 def check_trailer(computed: bytes, found: bytes) -> None:
     """Raise ImageError (DIGEST), naming the first chunk that differs."""
     if computed == found:
@@ -296,15 +236,3 @@ def check_trailer(computed: bytes, found: bytes) -> None:
     bad: int | None = next((i for i in range(0, len(found), 8) if found[i : i + 8] != computed[i : i + 8]), None)
     where = "its last" if bad is None or bad == len(found) - 8 else f"chunk {bad // 8} of its"
     raise ImageError("DIGEST", f"the image is damaged: {where} digest does not match the data")
-
-
-def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        part = os.pread(descriptor, size, offset)
-        if not part:
-            raise ImageError("TRUNCATED", f"the image ends at byte {offset}, {size} bytes too early")
-        parts.append(part)
-        size -= len(part)
-        offset += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -101,7 +101,7 @@ class Sink(Protocol):
 
 
 def write_image(plan: ImagePlan, sink: Sink) -> str:
-    """Write the whole image; returns its digest as in Summary. Raises OSError of the sink."""
+    """Write the whole image; returns the 16 hexadecimal digits that stand for its data. Raises OSError of the sink."""
     preamble = plan.preamble
     sink.put(preamble.pack())
     sink.put(plan.header)
