@@ -24,14 +24,14 @@ from ganger_master.sim.traces.workload import Labels, Workload
 SEED: Final = 1
 # Gangs of up to two servers.
 _WIDE: Final = {1: 0.5, 2: 0.15, 4: 0.15, 8: 0.12, 16: 0.08}
-_EIGHT: Final = servers_from_flags(nodes=8, gpus_per_node=8)
-_SIXTEEN: Final = servers_from_flags(nodes=16, gpus_per_node=8)
-# Two types of devices, each in two racks.
+_EIGHT: Final = servers_from_flags(nodes=8, gpus_per_node=8, topology="2x4")
+_SIXTEEN: Final = servers_from_flags(nodes=16, gpus_per_node=8, topology="2x4")
+# Two types of devices, each in two racks; the newer servers have two sockets.
 _MIXED: Final = servers_from_description(
     {
         "servers": [
             {"name": "old", "nodes": 4, "gpus_per_node": 8, "gpu_type": "P100", "nodes_per_rack": 2},
-            {"name": "new", "nodes": 4, "gpus_per_node": 8, "gpu_type": "V100", "nodes_per_rack": 2},
+            {"name": "new", "nodes": 4, "gpus_per_node": 8, "gpu_type": "V100", "topology": "2x4", "nodes_per_rack": 2},
         ]
     }
 )
