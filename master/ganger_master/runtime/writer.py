@@ -158,7 +158,6 @@ class Writer:
         self._recording_ends = ""
         # What comes of the last one.
         self._recorded: asyncio.Future[Recorded] | None = None
-        self.commits = 0
         self._failed_commits = 0
 
     async def start(self) -> None:
@@ -365,7 +364,6 @@ class Writer:
         seconds = asyncio.get_running_loop().time() - began
         self._pace.ended(len(sealed.callers), seconds)
         self.meter.committed(seconds, len(sealed.callers))
-        self.commits += 1
         if sealed.callers:
             self._failpoints.passing(failpoints.COMMIT_BEFORE_REPLY)
         self._let_out(sealed)
