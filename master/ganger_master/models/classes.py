@@ -8,9 +8,7 @@ from enum import Enum
 class ModelClass(Enum):
     """The class of a model."""
 
-    UNKNOWN = "unknown"
     IMAGE = "image"
-    DETECTION = "detection"
     LANGUAGE = "language"
     SPEECH = "speech"
     RECOMMENDATION = "recommendation"
