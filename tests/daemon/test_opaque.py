@@ -6,18 +6,23 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Awaitable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
+from ganger.injob.page import Page, Word, now_ns
 from ganger.injob.processes import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import concern
 from ganger_daemon.workers import watching
+from ganger_daemon.workers.launchers import Launchers
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -363,6 +368,40 @@ def test_a_plain_command_goes_on_when_its_daemon_does_that_hung_for_longer_than_
         finally:
             process.send_signal(signal.SIGCONT)
         await until(lambda: not is_stopped(pid), "going on")
+
+    run(story)
+
+
+@pytest.mark.parametrize("master_is_away", [False, True], ids=["the master answers", "the master is away for a while"])
+def test_a_plain_command_starts_although_its_launch_takes_longer_than_its_lease(
+    monkeypatch: pytest.MonkeyPatch, master_is_away: bool
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    get = Launchers.get
+
+    def slow(launchers: Launchers, *arguments: Any) -> Launcher:
+        begun.set()
+        may_go_on.wait(PATIENCE)
+        return get(launchers, *arguments)
+
+    async def story(made: Cluster) -> None:
+        made.master.lost_after = 1.0
+        await made.daemon("n1")
+        monkeypatch.setattr(Launchers, "get", slow)
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid, command=["sleep", "600"]))
+        await until(begun.is_set, "the launch being under way")
+        if master_is_away:
+            await made.stop_master()
+        (page_file,) = made.directory.glob(f"r-n1/**/{uid}*/**/*page*")
+        with closing(Page.open(str(page_file), writable=False, mapped=False)) as page:
+            first = page.get(Word.LEASE_UNTIL)
+            await until(lambda: now_ns() > first, "the first lease having ended")
+            may_go_on.set()
+            if master_is_away:
+                await until(lambda: page.get(Word.PID) and is_stopped(page.get(Word.PID)), "the rank standing still")
+                await made.start()
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
 
     run(story)
 

@@ -97,7 +97,9 @@ class Server:
 
     def _pause(self) -> float:
         """Keep the leases that have ended, and return for how long nothing else is due."""
-        looks = [one.keeper.look() for one in self._children.values() if one.keeper is not None]
+        # One that is being started runs nothing of its job yet. Frozen before it is settled, it would never be settled.
+        settled = (one for one in self._children.values() if one.settle is None)
+        looks = [one.keeper.look() for one in settled if one.keeper is not None]
         # a lease may be made shorter at any time, and a rank lose its boundaries
         looks += [_RETRY_SECONDS] if looks or self._unrecorded else [_LOOK_SECONDS, self._idle_seconds]
         return max(0.0, min(looks))
