@@ -1,7 +1,8 @@
 """Decision logs of before the restructuring: a master decides again what it decided then.
 
 Three are of real clusters with two nodes of four virtual GPUs and real PyTorch jobs, of 150 seconds each; the storm is
-of the fault simulator. Paths were replaced in them, and the digests of their final states computed anew.
+of the fault simulator. Paths were replaced in them. Their last lines have no digest of the final state: it changes with
+every field that is stored.
 """
 
 from __future__ import annotations
