@@ -193,7 +193,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--cluster", "c.yaml"], "--cluster describes all servers: leave out --nodes"),
         (["example", "--cluster", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["example", *ONE_NODE, "-p", "las+elastic", "--rates", "profiles"], "grows: write las, not las+elastic"),
-        (["example", *ONE_NODE, "-p", "gandiva", "--elastic", "4", "--ideal"], "nobody grows with --ideal"),
+        (["example", *ONE_NODE, "-p", "gandiva", "--elastic", "4", "--ideal"], "no job grows with --ideal"),
         (["example", *ONE_NODE, "--load", "nan"], "'nan' is not a number above zero"),
         (["example", *ONE_NODE, "--load", "1", "--load-phases", "1h:1"], "exclude each other"),
         (["example", *ONE_NODE, "--load-phases", "0:1"], "no time above zero"),

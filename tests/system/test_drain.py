@@ -49,7 +49,7 @@ def test_who_takes_turns_on_a_drained_node_is_saved_where_nobody_has_room_else_m
             run.wait_state("PENDING", within_seconds=120)
         eventually(lambda: is_empty(shell, here), what=f"{here} is empty", within_seconds=60, story=cluster.story)
         for run in (first, second):
-            assert "to rest at checkpoint by planner, because its node is drained" in shell("history", run.id)
+            assert "to stop at checkpoint by planner, because its node is drained" in shell("history", run.id)
 
         shell("uncordon", there)
         for run in (first, second):
