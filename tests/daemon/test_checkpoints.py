@@ -143,7 +143,7 @@ def test_what_storage_refuses_is_not_tried_again_before_somebody_asks_anew(tmp_p
         publish_here(tmp, final, fields)
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 1, True, publish, nobody, lambda: None)
+        keeper = Keeper(UID, 1, 1, True, publish, no_leader, lambda: None)
         write_shards(directory, 9, 1, 1)
         for _ in range(2):
             await keeper.durable(tmp_path, 5, 9, (0,))
@@ -165,7 +165,7 @@ def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_
         raise OSError("storage is away")
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 1, True, publish, nobody, lambda: told.append(keeper.trouble))
+        keeper = Keeper(UID, 1, 1, True, publish, no_leader, lambda: told.append(keeper.trouble))
         shards = write_shards(tmp_path / UID / "checkpoints", 9, 1, 1)
         for _ in range(2):
             await keeper.gather(tmp_path, 5, 9, shards)
@@ -216,8 +216,8 @@ def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_h
     assert told == [(5, "STORAGE_FULL: rank 1: no space left")] * 2
 
 
-async def nobody(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
-    raise AssertionError("the leader reports to nobody")
+async def no_leader(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
+    raise AssertionError("the leader reports to no other node")
 
 
 def test_a_node_starts_from_just_the_checkpoint_it_is_told_and_reads_its_own_shards(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_no_checkpoint_goes_that_the_master_wants_and_none_at_all_while_it_is_no
     directory = tmp_path / UID / "checkpoints"
 
     async def story(wanted: frozenset[CheckpointName] | None, steps: range) -> list[int]:
-        keeper = Keeper(UID, 1, 1, True, publish_here, nobody, lambda: None, wanted)
+        keeper = Keeper(UID, 1, 1, True, publish_here, no_leader, lambda: None, wanted)
         for step in steps:
             write_shards(directory, step, 1, 1)
             await keeper.durable(tmp_path, step, step, (0,))

@@ -92,7 +92,7 @@ def leave(state: State, gang: Gang) -> None:
 
 
 def stray_devices(state: State, node: str) -> int:
-    """Return the devices of a node that gangs have which the master did not start: those who share them stay marked."""
+    """Return the devices of a node that gangs have which the master did not start: shared ones stay marked."""
     strays = state.nodes[node].strays if node in state.nodes else ()
     return functools.reduce(operator.or_, [stray.device_mask for stray in strays], 0)
 
