@@ -12,7 +12,7 @@ from ganger.resources.view import View
 from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState, Piece, SuspendLevel
 from ganger_master.planner.fitting import Fitting
 from ganger_master.planner.optimus import _yielding
-from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
 from ganger_master.planner.terms import AS_ASKED, Claims
@@ -151,7 +151,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
     """A job starts; or all is undone (None); or somebody looks where it would be once some who started were gone."""
     view, table = view_of(servers), LiveTable(learns=False)
     rows = [replace(row, version=0) for row in view.rows()]
-    twins = [Fitting(one, Room(view.copy()), table, NOW, NOBODY, AS_ASKED) for one in (BY_COUNTS, IN_A_ROOM)]
+    twins = [Fitting(one, Room(view.copy()), table, NOW, NOTHING_KEPT_OUT, AS_ASKED) for one in (BY_COUNTS, IN_A_ROOM)]
     held: list[Claims] = []
     for number, step in enumerate(steps):
         if step is None:
@@ -174,6 +174,6 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
 def test_who_accepts_fewer_devices_finds_them_where_the_counts_have_too_few() -> None:
     room, job = Room(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
     placement = _yielding(BY_COUNTS, {job.shape: 2})
-    fitting = Fitting(placement, room, LiveTable(learns=False), NOW, NOBODY, AS_ASKED)
+    fitting = Fitting(placement, room, LiveTable(learns=False), NOW, NOTHING_KEPT_OUT, AS_ASKED)
     (claim,) = fitting._hold(job, frozenset(), set()) or ()
     assert claim.device_mask == 0b0111

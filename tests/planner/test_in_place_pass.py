@@ -17,7 +17,7 @@ from ganger_master.models.allreduce import AllReduceModel
 from ganger_master.planner.foreseen import Foreseen, Report
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.optimus import plan_optimus
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.speeds import Speeds
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
@@ -46,7 +46,7 @@ class Weighed(World):
     def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
         return [Belief(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
-    def changes(self, may_stop: bool = True, kept_out: KeptOut = NOBODY) -> list[Change]:
+    def changes(self, may_stop: bool = True, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[Change]:
         """Of a pass, all of which must be approved."""
         table = LiveTable()
         for job in self.state.jobs.values():
@@ -75,7 +75,7 @@ class Weighed(World):
         self.resizing = found.resizing
         return list(found.changes)
 
-    def proposed(self, may_stop: bool = True, kept_out: KeptOut = NOBODY) -> list[tuple[str, int, int]]:
+    def proposed(self, may_stop: bool = True, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int, int]]:
         return [(one.kind, one.number, devices_of(one.claims)) for one in self.changes(may_stop, kept_out)]
 
     def rests(self, number: int) -> None:

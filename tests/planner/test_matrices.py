@@ -32,7 +32,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.planner import matrices
 from ganger_master.planner.fairness import NOTHING, Fairness
 from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import policy_named
 from ganger_master.policies.room import Room
@@ -75,7 +75,7 @@ class Sharing(Drive):
         return [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in found]
 
     def plan(
-        self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOBODY, fairness: Fairness = NOTHING
+        self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOTHING_KEPT_OUT, fairness: Fairness = NOTHING
     ) -> tuple[Change, ...]:
         table = LiveTable()
         for job in self.state.jobs.values():

@@ -18,7 +18,7 @@ from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
 from ganger_master.planner.moves import moves_nobody, plan_moves
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
 from ganger_master.planner.totals import capacity_of
@@ -70,7 +70,7 @@ class Moved(Planned):
         self.rates = Rates()
         self.per_hour: float | None = None
 
-    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> Pass:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -104,7 +104,7 @@ class Moved(Planned):
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
-    def proposed(self, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
+    def proposed(self, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
         found = self.found(kept_out)
         answer = self.step(ProposePlan(found.changes, promises=self.moving.promises, findings=self.findings))
         assert isinstance(answer, PlanAnswer)

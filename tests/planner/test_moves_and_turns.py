@@ -11,7 +11,7 @@ from ganger_master.planner.acting import Terms
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -35,7 +35,7 @@ class Shared(Moved):
         self.rates = Busy()
         self.remembered = NOTHING
 
-    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = False) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> Pass:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -56,7 +56,7 @@ class Shared(Moved):
             return found
         terms = Terms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
         moved, self.moving, self.findings, self.again_s = plan_moves(
-            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NOBODY, False
+            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NOTHING_KEPT_OUT, False
         )
         return moved
 

@@ -12,7 +12,7 @@ from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.packing import Packing, plan_packing
 from ganger_master.planner.packs import JobRates
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.packing import LEAST_SPEED
 from ganger_master.policies.place.best_fit import BEST_FIT
@@ -49,7 +49,7 @@ class Packed(Drive):
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
         return table
 
-    def plan(self, seen: JobRates | None = None, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
+    def plan(self, seen: JobRates | None = None, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
         """What is proposed, and what of it was approved is remembered."""
         before, view = self.packing, self.state.view.copy()
         changes, self.packing, self.found = plan_packing(

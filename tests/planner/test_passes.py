@@ -16,7 +16,7 @@ from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState,
 from ganger_master.core.settings import Settings
 from ganger_master.planner.fitting import nodes_for
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import NOBODY, KeptOut, Refused
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, Refused
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.planner.totals import capacity_of
@@ -46,7 +46,7 @@ class Planned(Drive):
         assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
-    def found(self, kept_out: KeptOut = NOBODY, may_stop: bool = True) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = True) -> Pass:
         table = LiveTable(quotas=self.state.settings.quota_devices)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -58,7 +58,7 @@ class Planned(Drive):
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
-    def proposed(self, kept_out: KeptOut = NOBODY) -> list[tuple[str, int]]:
+    def proposed(self, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
         """What a pass proposes, all of which must be approved."""
         changes = self.found(kept_out).changes
         answer = self.step(ProposePlan(changes))
@@ -107,13 +107,16 @@ def test_who_was_stopped_for_others_rests_until_somebody_may_be_stopped_again() 
     assert resting == {large}
     assert drive.proposed() == [("SUSPEND", large)]
     drive.rests(large)
-    assert drive.found(NOBODY.resting(resting), may_stop=False).changes[0].number == small
+    assert drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False).changes[0].number == small
     assert drive.proposed() == [("START", small)]
     drive.step(CancelJob(small))
     drive.seen_without("n1", small)
-    found = drive.found(NOBODY.resting(resting), may_stop=False)
+    found = drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False)
     assert (found.changes, found.line.tolist()) == ((), [large]), "it waits in line"
-    (newcomer, change) = drive.submit(job_of(1)), drive.found(NOBODY.resting(resting), may_stop=False).changes[0]
+    (newcomer, change) = (
+        drive.submit(job_of(1)),
+        drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False).changes[0],
+    )
     assert (change.kind, change.number) == ("START", newcomer), "for whom there is room at once"
     drive.step(CancelJob(newcomer))
     assert drive.proposed() == [("START", large)]
@@ -281,7 +284,7 @@ STOP, START = Change(1, 1, "SUSPEND"), Change(2, 1, "START")
 def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -> None:
     refused = Refused()
     refused.note(START, [Refusal(Reason.STALE_REVISION)], 10.0)
-    assert refused.at(10.0) is NOBODY
+    assert refused.at(10.0) is NOTHING_KEPT_OUT
     assert refused.next_s == float("inf")
     refused.note(STOP, [Refusal(Reason.LEVEL_UNAVAILABLE)], 10.0)
     refused.note(START, [Refusal(Reason.QUOTA)], 12.0)
@@ -289,7 +292,7 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
     assert refused.next_s == 15.0
     assert (refused.at(15.0).not_stopped, refused.at(15.0).not_started) == (set(), {2})
     refused.forget(2)
-    assert refused.at(15.0) is NOBODY
+    assert refused.at(15.0) is NOTHING_KEPT_OUT
 
 
 def test_nodes_that_are_closed_to_a_job_add_up() -> None:
@@ -298,14 +301,14 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
         refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
-    assert refused.at(911.0) is NOBODY
+    assert refused.at(911.0) is NOTHING_KEPT_OUT
 
 
 def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:
     refused = Refused()
     refused.note(START, [Refusal(Reason.LAUNCH_FAILED, node="n1")], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1"}}
-    assert refused.at(41.0) is NOBODY
+    assert refused.at(41.0) is NOTHING_KEPT_OUT
 
 
 def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:

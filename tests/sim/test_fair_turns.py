@@ -11,7 +11,7 @@ from ganger_master.core.settings import Settings
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.attained import Attained
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.together import Together
@@ -90,7 +90,7 @@ class Shared:
             terms = Terms(PLACEMENT, tuple(state.draining), holes=False)
             moved, self.moving, _, _ = plan_moves(
                 lambda kept_out, may_stop, found=found: found, terms, table, now, Room(state.view.copy()), self.moving,
-                NOBODY, False,
+                NOTHING_KEPT_OUT, False,
             )  # fmt: skip
             found = moved
         if found.changes:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace as replace_of
 from numpy.typing import NDArray
 
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.order import Order, next_change_s, ranked, ranks
@@ -91,7 +91,7 @@ def asked(
     now: float,
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     as_one: bool = False,
 ) -> Asked:
     """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
@@ -134,7 +134,7 @@ def within_quotas(
     now: float,
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
 ) -> KeptOut:
     """With those, too, not to be started for whom their user's quota leaves nothing once those of its jobs have started
     that go before them: nobody is to be stopped for who could not start then."""

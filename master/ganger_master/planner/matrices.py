@@ -32,7 +32,7 @@ from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -93,7 +93,7 @@ def plan_matrices(
     now: float,
     room: Room,
     quantum_s: float | None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     busy: Collection[int] = (),
     fairness: Fairness = NOTHING_OWED,
     draining: Collection[str] = (),

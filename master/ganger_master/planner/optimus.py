@@ -43,7 +43,7 @@ from ganger_master.planner.in_place import (
     taken_beside,
 )
 from ganger_master.planner.move_costs import move_costs
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, carried_out
 from ganger_master.planner.terms import Terms, held_of
@@ -70,7 +70,7 @@ def plan_optimus(
     believed: Believed,
     may_stop: bool = True,
     resize_s: float = 0.0,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     resizing: Resizing = NOTHING_UNDER_WAY,
 ) -> Pass:
     """As `planner.target.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of

@@ -19,7 +19,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, Job, SuspendLevel
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.choice import Choice, asked, choose
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
@@ -48,7 +48,7 @@ def plan_packed(
     view: View,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     known: Known = NOTHING,
 ) -> Pass | None:
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot

@@ -22,7 +22,7 @@ from ganger_master.core.model import Intent, Job
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Finding, Goal, Purpose
 from ganger_master.planner.packs import JobRates, Packs, is_settled, may_be_slower, plan_packs, with_refusals
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import as_held
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.packing import Berth
@@ -76,7 +76,7 @@ def plan_packing(
     seen: JobRates,
     gpus: int,
     plan_every_s: float,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
 ) -> tuple[tuple[Change, ...], Packing, tuple[Finding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     Ask once other plans have nothing to change. `plan_every_s`: the least time between two plans that stop somebody.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ganger_master.planner.choice import within_quotas
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, plan
 from ganger_master.planner.terms import Terms
@@ -37,7 +37,7 @@ def plan_by(
     may_stop: bool = True,
     *,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     known: Known | None = None,
     trials: Mapping[int, int] = MappingProxyType({}),
     believed: Believed = nothing_believed,

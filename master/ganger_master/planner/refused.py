@@ -40,7 +40,7 @@ class KeptOut:
         return replace(self, not_started=frozenset((*self.not_started, *numbers))) if numbers else self
 
 
-NOBODY: Final = KeptOut()
+NOTHING_KEPT_OUT: Final = KeptOut()
 
 
 class Refused:
@@ -88,7 +88,7 @@ class Refused:
         for number in [number for number, (end, _) in self._closed.items() if end <= now]:
             del self._closed[number]
         if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
-            return NOBODY
+            return NOTHING_KEPT_OUT
         nodes = {number: nodes for number, (_, nodes) in self._closed.items()}
         return KeptOut(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
 

@@ -16,7 +16,7 @@ from ganger_master.planner.fairness import Fairness, credited, moved, stayed
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
 from ganger_master.planner.packs import JobRates, Packs, plan_packs, with_refusals
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -52,7 +52,7 @@ def plan_shared(
     seen: JobRates,
     gpus: int,
     quantum_s: float,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     matrices: bool = False,
     turn_s: float | None = None,
     received_s: Mapping[int, float] = MappingProxyType({}),

@@ -29,7 +29,7 @@ from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
 from ganger_master.planner.mates import fits_beside
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.introspect.slicing import (
@@ -72,7 +72,7 @@ def plan_slices(
     room: Room,
     turns: Turns,
     quantum_s: float = QUANTUM_S,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     busy: Iterable[int] = (),
     units: Iterable[tuple[int, ...]] = (),
 ) -> tuple[Pass, Turns]:

@@ -24,7 +24,7 @@ from ganger_master.planner.choice import Choice, asked, choose
 from ganger_master.planner.fitting import Fitting
 from ganger_master.planner.in_place import Resizing
 from ganger_master.planner.mates import units
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.staying import Staying
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.terms import AS_ASKED, Terms
@@ -75,7 +75,7 @@ def plan(
     room: Room,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     terms: Terms = AS_ASKED,
 ) -> Pass:
     """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
@@ -83,7 +83,7 @@ def plan(
     found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
     if not table.has_waiting:
         return NOTHING_TO_DO
-    few = table.waiting_jobs(_FEW) if kept_out is NOBODY else []
+    few = table.waiting_jobs(_FEW) if kept_out is NOTHING_KEPT_OUT else []
     if few and sum([job.gpus for job in few]) <= _free_devices(placement, room):
         # Where there is room for all who wait, it makes no difference who goes first.
         found = started(few, placement, table, now, room, kept_out, terms)
@@ -102,7 +102,7 @@ def started(
     table: LiveTable,
     now: float,
     room: Room,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     terms: Terms = AS_ASKED,
 ) -> Pass | None:
     """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
@@ -149,7 +149,7 @@ def carried_out(
     now: float,
     room: Room,
     may_stop: bool,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     terms: Terms = AS_ASKED,
     resized: Sequence[tuple[Job, Gang]] = (),
     placing: Integers | None = None,

@@ -19,7 +19,7 @@ from ganger.resources.values import GangShape
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Job
 from ganger_master.planner.fitting import nodes_for
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.planner.terms import held_by_all
@@ -46,7 +46,7 @@ def plan_tetris(
     capacity: Capacity,
     room: Room,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
 ) -> Pass:
     """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
     not have on some nodes (`kept_out`) is left out altogether for that time."""

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ganger_master.core.model import Gang, Job
 from ganger_master.planner.amounts import Amounts, Wish, fitted
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable, shares_devices
 from ganger_master.planner.target import Pass, plan
 from ganger_master.planner.terms import Terms, held_of
@@ -50,7 +50,7 @@ def plan_tuned(
     room: Room,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOBODY,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
     known: Known = NOTHING,
     trials: Mapping[int, int] = NO_TRIALS,
 ) -> Pass:

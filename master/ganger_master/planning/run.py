@@ -40,7 +40,7 @@ from ganger_master.planner.pace import Pace, is_stop
 from ganger_master.planner.packing import Packing, plan_packing
 from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import NOBODY, KeptOut, Refused
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, Refused
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner.target import Pass
@@ -401,7 +401,7 @@ class Planner:
             on_trial=self._shared.packs.on_trial,
         )
         moved, self._moving, findings, again_s = plan_moves(
-            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOBODY, False
+            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOTHING_KEPT_OUT, False
         )
         return moved, findings, again_s
 

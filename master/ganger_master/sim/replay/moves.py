@@ -10,7 +10,7 @@ from ganger_master.core.purpose import Finding
 from ganger_master.core.state import State
 from ganger_master.planner.acting import Moving, Terms
 from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
-from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
 from ganger_master.policies.place import Placement
@@ -70,7 +70,7 @@ class Moves:
         self._windows.now = self._clock.now
         terms = replace(terms, rated=self._windows)
         found, self.moving, findings, again_s = plan_moves(
-            inner, terms, self._table, self._clock.now, self._room, self.moving, NOBODY, may_stop, is_news
+            inner, terms, self._table, self._clock.now, self._room, self.moving, NOTHING_KEPT_OUT, may_stop, is_news
         )
         if again_s != self._again_s:
             self._again_s = again_s

@@ -19,7 +19,7 @@ from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.pace import is_stop
 from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by, terms_of
-from ganger_master.planner.refused import NOBODY, KeptOut
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass, may_start, started
 from ganger_master.policies import Places, Policy
@@ -358,7 +358,7 @@ class Planning:
             promises, findings = None, ()
         return PlanAnswer(tuple(verdicts), version)
 
-    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOBODY) -> Pass:
+    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOTHING_KEPT_OUT) -> Pass:
         tuning = self._policy.tuning
         is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
         if tuning is not None and is_packed and self._options.round_s is not None and may_stop:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ganger_master.core.purpose import Finding
 from ganger_master.planner.errands import Errand
-from ganger_master.planner.refused import NOBODY
+from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import Pass
@@ -57,7 +57,7 @@ class Sharing:
             self._windows,
             self._gpus,
             self.quantum_s(switch_s),
-            NOBODY.resting(kept_out),
+            NOTHING_KEPT_OUT.resting(kept_out),
             errands=errands,
         )
         self.switches_at = found.next_change_s
