@@ -16,7 +16,7 @@ from ganger_master.approval.explain import Holder, estimate, explain, order
 from ganger_master.approval.protected import Protected, protect
 from ganger_master.approval.reservations import Wanting, begins_at, reserve
 from ganger_master.approval.verdicts import Approved, Rejected, approve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server
 from kit.histories import CHANGES, History
@@ -326,6 +326,8 @@ def test_arena_may_be_left_out_but_not_made_up() -> None:
     assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=7)]]), Rejected)
 
 
+# A node joins anew while a gang holds devices of it.
+@example(changes=[("start", 0), ("join", 0), ("start", 0), ("join", 0), ("end", 1)], shapes=[gang(9), gang(1)])
 @settings(max_examples=60)
 @given(changes=st.lists(CHANGES, max_size=25), shapes=st.lists(gangs(), min_size=2, max_size=2))
 def test_a_vacant_view_of_which_all_was_given_back_is_as_one_made_anew(

@@ -18,6 +18,9 @@ class History:
         view.put_configuration_set(OTHER)
         self.held: list[tuple[Claim, ...]] = []
 
+    def holds(self, node: str) -> bool:
+        return any(claim.node == node for claims in self.held for claim in claims)
+
     def change(self, what: str, at: int, shape: GangShape) -> None:
         view = self.view
         names = list(view.names())
@@ -31,10 +34,11 @@ class History:
             case "end" if self.held:
                 for claim in self.held.pop(at % len(self.held)):
                     view.give(claim)
-            case "join":
+            # A row replaces what its node had free: one that says that all is free comes where nothing is held.
+            case "join" if not self.holds(f"n{at}"):
                 rack = f"r{at % 3}" if at % 3 else ""
                 view.put(idle_row(f"n{at}", OTHER if at % 2 else server(), rack, "f" if rack else ""))
-            case "leave" if name and not any(claim.node == name for claims in self.held for claim in claims):
+            case "leave" if name and not self.holds(name):
                 view.remove(name)
             case "cordon" if name:
                 view.set_available(name, not view.row(name).available)
