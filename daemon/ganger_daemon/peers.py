@@ -25,7 +25,7 @@ from ganger.wire.errors import (
 from ganger.wire.roles import Identity, Role
 from ganger.wire.servers import Callers
 
-from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.checkpoints.publish import Shard, ShardReport
 from ganger_daemon.control.relaying import Heard, Link, from_wire
 from ganger_daemon.core.orders import Phase
 from ganger_daemon.files import read_json
@@ -40,11 +40,9 @@ _LOG_POLL_SECONDS = 0.1
 _RENDEZVOUS_SECONDS = 100.0
 _STREAM_SECONDS = 1800.0
 _SWITCH_SECONDS = 2.0
-# Characters of what a member says of its ranks.
+# Characters of the reason that a member reports.
 _REFUSAL_LIMIT = 1000
-
-
-# As the master makes them, and more that a path may have.
+# Uids as the master makes them, and others that cannot lead out of a directory.
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
@@ -139,7 +137,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         logs = self._host.logs
-        # It becomes a name of a directory.
+        # The uid becomes the name of a directory.
         if not _UID.fullmatch(request.job_uid):
             raise RequestInvalid(f"{request.job_uid[:80]!r} is no uid of a job")
         if not await asyncio.to_thread(logs.segments, request.job_uid, request.rank):
@@ -215,24 +213,14 @@ class PeerCalls:
             raise OSError(f"the leader at {address} has no rendezvous: {error.details()}") from error
         return found.host, found.port
 
-    async def shard_written(
-        self,
-        address: str,
-        job_uid: str,
-        epoch: int,
-        agreement: int,
-        step: int,
-        shards: tuple[Shard, ...],
-        refusal: str = "",
-    ) -> bool:
-        """Whether the whole checkpoint is published by now."""
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
         answer = await self._stub(address).ShardWritten(
             peer_pb2.ShardWrittenRequest(
                 job_uid=job_uid,
                 epoch=epoch,
-                stop_sequence=agreement,
-                step=step,
-                refusal=refusal,
+                stop_sequence=report.agreement,
+                step=report.step,
+                refusal=report.refusal,
                 shards=[
                     peer_pb2.Shard(
                         rank=shard.rank,
@@ -242,7 +230,7 @@ class PeerCalls:
                         header_digest=shard.header_digest,
                         device_model=shard.device_model,
                     )
-                    for shard in shards
+                    for shard in report.shards
                 ],
             )
         )

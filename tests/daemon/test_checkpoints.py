@@ -18,7 +18,7 @@ from ganger_daemon.checkpoints import keeper as keeper_module
 from ganger_daemon.checkpoints.collect import collect, collect_abandoned
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
-from ganger_daemon.checkpoints.publish import Gathering, Shard, manifest
+from ganger_daemon.checkpoints.publish import Gathering, Shard, ShardReport, manifest
 from ganger_daemon.checkpoints.shards import describe_shard
 from ganger_daemon.checkpoints.storage import room_missing
 from ganger_daemon.checkpoints.verify import Unreadable, Verified, verify
@@ -177,8 +177,13 @@ def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_
 def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> None:
     answers = [False, True]
 
-    async def report(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
-        assert (agreement, step, [shard.rank for shard in shards], refusal) == (5, 9, [1], "")
+    async def report(report: ShardReport) -> bool:
+        assert (report.agreement, report.step, [shard.rank for shard in report.shards], report.refusal) == (
+            5,
+            9,
+            [1],
+            "",
+        )
         return answers.pop(0)
 
     async def story() -> None:
@@ -200,8 +205,8 @@ def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_h
     monkeypatch.setattr(keeper_module, "_RETRY_SECONDS", 0.0)
     told: list[tuple[int, str]] = []
 
-    async def report(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
-        told.append((agreement, refusal))
+    async def report(report: ShardReport) -> bool:
+        told.append((report.agreement, report.refusal))
         if len(told) == 1:
             raise OSError("the leader is away")
         return False
@@ -216,7 +221,7 @@ def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_h
     assert told == [(5, "STORAGE_FULL: rank 1: no space left")] * 2
 
 
-async def no_leader(agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
+async def no_leader(report: ShardReport) -> bool:
     raise AssertionError("the leader reports to no other node")
 
 

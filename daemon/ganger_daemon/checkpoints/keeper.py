@@ -25,7 +25,7 @@ from ganger_daemon.failpoints import hit
 from . import storage as storage_checks
 from .collect import collect, collect_abandoned
 from .layout import CheckpointName, checkpoints_directory, complete, read_manifest
-from .publish import Gathering, Shard, directories, manifest
+from .publish import Gathering, Shard, ShardReport, directories, manifest
 from .schedule import Schedule, asked, due
 from .shards import Described, describe_shard
 
@@ -56,14 +56,14 @@ class StorageError(Exception):
 
 Publish = Callable[[Path, Path, dict[str, Any]], None]
 Run = Callable[..., Awaitable[Any]]
-Report = Callable[[int, int, tuple[Shard, ...], str], Awaitable[bool]]
+Report = Callable[[ShardReport], Awaitable[bool]]
 
 
 class Keeper:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
-    pass; `report` tells the leader of shards or of a refusal, on a member, and returns whether the checkpoint is
-    published. `wanted`: those the master would start the job from; None: not known, and nothing is removed. `run` calls
-    what blocks."""
+    pass; `report`, of a member, sends the leader shards or a refusal, and returns whether the checkpoint is published.
+    `wanted`: checkpoints the master would start the job from; None: not known, and nothing is removed. `run` calls
+    functions that block."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Keeper:
         self._gatherings: dict[int, Gathering] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
-        self._refusal_told = 0  # the agreement of which the leader knows that it is refused here
+        self._reported_refusal = 0  # the agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
         self._ask_again = _ASK_SECONDS
@@ -105,11 +105,13 @@ class Keeper:
         for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
             if name.epoch == self._epoch:
                 with suppress(ValueError):  # a manifest that its job has spoilt
-                    self.published = _published(storage, self._job_uid, name)
+                    found = _published(storage, self._job_uid, name)
+                    # Where storage hung, a newer one may have been published meanwhile.
+                    self.published = self.published or found
                     return
 
     def prune(self, storage: Path) -> None:
-        """Removes what is neither among the newest nor wanted by the master. Blocks."""
+        """Remove checkpoints that are neither among the newest nor wanted by the master. Blocks."""
         if self._leads and self.published is not None and self.wanted is not None:
             newest = CheckpointName(self.published.step, self.published.epoch)
             collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
@@ -133,17 +135,19 @@ class Keeper:
         return self._refused.get(agreement, "")
 
     async def refuse(self, agreement: int, why: str) -> None:
-        """A rank cannot write its shard: give the checkpoint of an agreement up, and tell the leader. Idempotent."""
+        """Give up the checkpoint of an agreement, as a rank cannot write its shard, and report that to the leader.
+
+        Idempotent. `why`: the reason, for people."""
         self._refuse(agreement, why)
-        if self._leads or self._refusal_told == agreement or time.monotonic() < self._retry_at:
+        if self._leads or self._reported_refusal == agreement or time.monotonic() < self._retry_at:
             return
         try:
-            await self._report(agreement, 0, (), why)
+            await self._report(ShardReport(agreement, refusal=why))
         except Exception as error:  # as in `_tell_leader`
             self._retry_at = time.monotonic() + _RETRY_SECONDS
-            log.info("leader not told of a refusal yet", extra={"job": self._job_uid, "error": str(error)})
+            log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
-        self._refusal_told = agreement
+        self._reported_refusal = agreement
 
     def _refuse(self, agreement: int, why: str) -> None:
         if agreement in self._refused or agreement in self.handed:
@@ -234,7 +238,7 @@ class Keeper:
 
     async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
-            published = await self._report(agreement, step, shards, "")
+            published = await self._report(ShardReport(agreement, step, shards))
         except Exception as error:  # the leader may be away for a while: asked again until it answers
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})

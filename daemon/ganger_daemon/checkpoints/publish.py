@@ -24,6 +24,16 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What a member reports to the leader of one agreement: its durable shards, or (`refusal`) why there are none."""
+
+    agreement: int
+    step: int = 0
+    shards: tuple[Shard, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Gathering:
     """Shards of one agreement, as they are reported; of an agreement nobody else hears before it is complete."""
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ganger.agent.v1 import peer_pb2
 
-from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.checkpoints.publish import ShardReport
 from ganger_daemon.control.relaying import Heard, Link
 
 
@@ -16,17 +16,8 @@ class Peers(Protocol):
         """Where the ranks meet. Raises OSError."""
         ...
 
-    async def shard_written(
-        self,
-        address: str,
-        job_uid: str,
-        epoch: int,
-        agreement: int,
-        step: int,
-        shards: tuple[Shard, ...],
-        refusal: str = "",
-    ) -> bool:
-        """Tell the leader of durable shards, or why there will be none. Return whether the checkpoint is published."""
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
+        """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
         ...
 
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:

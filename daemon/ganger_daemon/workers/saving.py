@@ -19,7 +19,7 @@ from ganger.injob.page import CHECKPOINT_BIT, Capability, Level, Progress
 
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
-from ganger_daemon.checkpoints.publish import Shard
+from ganger_daemon.checkpoints.publish import ShardReport
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import escalation
@@ -79,8 +79,8 @@ class Saving:
         self._pruning: asyncio.Task[None] | None = None
 
     def recall(self, stop_sequence: int, step: int | None, wanted: Collection[str] | None) -> None:
-        """After a daemon restart; `step` is that of a checkpoint the gang has ended with, `wanted` are the paths of
-        those the master wanted last, None if no note says."""
+        """Recall what a former daemon knew. `step`: of the checkpoint that the gang ended with; `wanted`: paths of
+        those the master wanted last, None without a note of them."""
         self.keeper.wanted = None if wanted is None else _names(wanted)
         # Storage may hang: what is there is reported once it has been read.
         self._recalling = asyncio.create_task(self._recall())
@@ -147,12 +147,12 @@ class Saving:
             return
         if self._work is None:
             self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole))
-        await asyncio.wait((self._work,), timeout=_PATIENCE_S)
+            await asyncio.wait((self._work,), timeout=_PATIENCE_S)
+            if not self._work.done():
+                self._work.add_done_callback(lambda _: self._news())
         if self._work.done():
             work, self._work = self._work, None
             work.result()
-        else:
-            self._work.add_done_callback(lambda _: self._news())
 
     async def _tend(
         self, storage: Path, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
@@ -243,11 +243,9 @@ class Saving:
                 raise StorageError(error.reason, str(error)) from error
             raise OSError(str(error)) from error
 
-    async def _report(self, agreement: int, step: int, shards: tuple[Shard, ...], refusal: str) -> bool:
+    async def _report(self, report: ShardReport) -> bool:
         leader = self._members[0]
-        return await self._peers.shard_written(
-            leader.peer_address, self._paths.job_uid, self._paths.epoch, agreement, step, shards, refusal
-        )
+        return await self._peers.shard_written(leader.peer_address, self._paths.job_uid, self._paths.epoch, report)
 
 
 def _names(paths: Iterable[str]) -> frozenset[CheckpointName]:
