@@ -134,10 +134,15 @@ class Launching:
         restore = await self._read_storage(desired)
         if restore is None:
             return None
+        if self._blocked_by(self.gang):
+            # Another gang was started on its devices meanwhile, and may save a newer state.
+            self._reading = None
+            return None
         if shortage := self._take_cores(desired):
             if self._cores_kept_by(self.gang):
                 return None
             raise LaunchRefusedError(f"no cores: {shortage}")
+        self._reading = None
         # from here on nobody else is to come to its devices
         self.is_under_way = True
         try:
@@ -186,7 +191,9 @@ class Launching:
         return processes
 
     async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
-        """What the ranks start from; None while it is being read, and the gang's loop goes on meanwhile."""
+        """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
+
+        Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
         storage = self._host.storage
         if self._reading is None:
             path = storage.path if storage.proved else None
@@ -197,13 +204,16 @@ class Launching:
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
         if not self._reading.done():
             return None
-        reading, self._reading = self._reading, None
-        return reading.result()
+        try:
+            return self._reading.result()
+        except BaseException:
+            self._reading = None
+            raise
 
     @property
     def trouble(self) -> str:
-        """What it waits for before it is launched, once that takes long; empty if nothing."""
-        if self._reading is None or self._reading_wait.passed_s < _READING_QUIET_S:
+        """Return what the launch waits for, once that takes long; empty for nothing."""
+        if self._reading is None or self._reading.done() or self._reading_wait.passed_s < _READING_QUIET_S:
             return ""
         return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
 
