@@ -51,9 +51,8 @@ class GangSet:
         self._gangs: dict[GangId, LocalGang] = {}
         self._tasks: dict[GangId, asyncio.Task[None]] = {}
         self._journal = host.paths.state / "finished.json"
-        # By job the newest gang that ended here and was acknowledged: of each its epoch, and what is known of its end.
+        # By job uid, oldest end first: how the newest gang of the job that ended here, and was acknowledged, ended.
         self._ends = {uid: _end_of(uid, fields) for uid, fields in read_json(self._journal).items()}
-        self._finished: dict[str, int] = {uid: end.epoch for uid, end in self._ends.items()}
         # Where ranks were to meet, of gangs that this node led and has forgotten.
         self.met: dict[GangId, tuple[str, int]] = {}
         self._wanted_before: set[GangId] = set()
@@ -129,7 +128,7 @@ class GangSet:
                 key: Here(key[0], gang.wanted.order, gang.phase is Phase.ENDED, gang.stop_wanted)
                 for key, gang in self._gangs.items()
             },
-            self._finished,
+            {one.job_uid: self._finished_epoch(one.job_uid) for one in wanted},
             frozenset(self._wanted_before),
         )
         self._wanted_before |= {(one.job_uid, one.epoch) for one in wanted}
@@ -177,11 +176,15 @@ class GangSet:
         return self._gangs.get((job_uid, epoch))
 
     def newest_epoch(self, job_uid: str) -> int:
-        return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished.get(job_uid, 0))
+        return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished_epoch(job_uid))
 
     def is_finished(self, job_uid: str, epoch: int) -> bool:
         """Whether the part that this node had in a gang has ended and is forgotten."""
-        return self._finished.get(job_uid, 0) == epoch
+        return self._finished_epoch(job_uid) == epoch
+
+    def _finished_epoch(self, job_uid: str) -> int:
+        end = self._ends.get(job_uid)
+        return 0 if end is None else end.epoch
 
     def wake_all(self) -> None:
         for gang in self._gangs.values():
@@ -239,12 +242,11 @@ class GangSet:
             for first in list(self.met)[: max(0, len(self.met) - _FINISHED_LIMIT)]:
                 del self.met[first]
         uid, epoch = key
-        if epoch > self._finished.get(uid, 0):
-            self._finished.pop(uid, None)
-            self._ends.pop(uid, None)
-            self._finished[uid], self._ends[uid] = epoch, _ended(gang)
-            for old in list(self._finished)[: max(0, len(self._finished) - _FINISHED_LIMIT)]:
-                del self._finished[old], self._ends[old]
+        if epoch > self._finished_epoch(uid):
+            self._ends.pop(uid, None)  # so that it comes last
+            self._ends[uid] = _ended(gang)
+            for old in list(self._ends)[: max(0, len(self._ends) - _FINISHED_LIMIT)]:
+                del self._ends[old]
             fields = {other: json_format.MessageToDict(end) for other, end in self._ends.items()}
             await asyncio.to_thread(write_json, self._journal, fields, True)
         await gang.forget()
