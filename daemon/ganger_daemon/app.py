@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -200,7 +201,9 @@ class Daemon:
         return self._stream.address
 
     def _claim_directories(self) -> dict[str, Any]:
-        """Makes the directories this daemon's own and returns the fields of node.json. Raises DaemonError."""
+        """Lock the state and run directories for this daemon, and return the fields of node.json.
+
+        Raises DaemonError."""
         try:
             make_private(self._state)
             self._take_lock(self._state, "--state-dir")
@@ -215,13 +218,13 @@ class Daemon:
         return known
 
     def _claim_state(self) -> dict[str, Any]:
-        """Return the fields of node.json. The first start writes the machine UUID there, before it makes anything that
-        is named after it. Raises DaemonError."""
+        """Return the fields of node.json. The first start writes the machine UUID there, before it makes anything
+        that is named after it. Raises DaemonError."""
         path = self._state / "node.json"
         known = read_json(path)
         former = str(known.get("node") or self.node)
         if former != self.node:
-            # Its gangs belong to that node: under this name they would not be adopted, and their devices given again.
+            # Its gangs belong to that node: under this name they would not be adopted, and their devices be given away.
             raise DaemonError(
                 f"{self._state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
                 " they have ended, another --state-dir",
@@ -236,7 +239,8 @@ class Daemon:
         return known
 
     def _take_lock(self, directory: Path, flag: str) -> None:
-        """Two daemons with one directory would take each other's gangs, sockets and launchers for their own."""
+        """Lock a directory for this daemon: two daemons with one would take each other's gangs, sockets and launchers
+        for their own. `flag`: the option that names it. Raises DaemonError."""
         path = directory / "daemon.lock"
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -251,8 +255,10 @@ class Daemon:
                 f"another daemon (pid {owner or 'unknown'}) uses {directory}: stop it or choose another {flag}"
             ) from error
         self._locks.append(lock)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        # For the message of the next daemon only: a full disk is no reason not to start.
+        with suppress(OSError):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_certificate(self) -> None:
         """Raises DaemonError unless it is this node's, and does; and where one is needed and there is none."""

@@ -222,7 +222,7 @@ def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, length: int, most_bytes: int) -> None:
-    """Brings a copy up to that length of its source, or by so many bytes of data; holes stay holes."""
+    """Bring a copy up to `length` bytes of its source, or by `most_bytes` of data; holes stay holes. Raises OSError."""
     done = os.fstat(target.fileno()).st_size
     for start, end in extents(source, done, length):
         begin = start
@@ -234,7 +234,8 @@ def _copy(source: BinaryIO, target: BinaryIO, length: int, most_bytes: int) -> N
             most_bytes -= len(data)
         if begin < end:
             return
-    if done < length:
+    # A copy that hung with its storage ends late, and must not cut what a later one has brought.
+    if os.fstat(target.fileno()).st_size < length:
         os.truncate(target.fileno(), length)
 
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-# A call that hangs keeps its place: with all of them taken, further ones wait for it.
+# A call that hangs keeps its place: while all are taken, further calls wait.
 _AT_ONCE = 8
 
 
 class StorageHungError(OSError):
-    """Storage did not answer within the time that was given."""
+    """Storage did not answer in time."""
 
 
 class StorageWait:
@@ -40,7 +40,7 @@ class StorageWork:
     async def run(self, function: Callable[..., _T], *args: Any, within_s: float) -> _T:
         """Return what the function returns, or raise what it raises; StorageHungError after `within_s` seconds.
 
-        The thread of a call that hangs stays. It does not keep the daemon from ending."""
+        A call that hangs keeps its thread. The daemon can end nevertheless."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_T] = loop.create_future()
 
@@ -55,7 +55,7 @@ class StorageWork:
         def work() -> None:
             with self._places:
                 result, error = None, None
-                # Its caller waits no more.
+                # Skipped where its caller has given up.
                 if not done.done():
                     try:
                         result = function(*args)
@@ -67,7 +67,5 @@ class StorageWork:
         threading.Thread(target=work, daemon=True, name="storage").start()
         try:
             return await asyncio.wait_for(done, within_s)
-        except TimeoutError as error:
-            if isinstance(error, StorageHungError):
-                raise
+        except TimeoutError:
             raise StorageHungError(f"storage has not answered within {within_s:g} s") from None
