@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 UP_FILE = "up.json"
 # The command that made the newest cluster here: it stays when the cluster is stopped.
 LAST_FILE = "up.command"
-# Reasons for which no wait of `ganger up` makes a daemon accepted.
+# Reasons for a refusal of a daemon that no wait changes.
 _LASTING_REFUSALS = frozenset({"CONFIGURATION_SET_MISMATCH", "STORAGE_MISMATCH"})
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.05
@@ -74,7 +74,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A process by what names it for good: pid and kernel start time, in clock ticks. `arguments`: its program's."""
+    """Identity of a process: pid and kernel start time, in clock ticks. `arguments`: the command that started it."""
 
     name: str
     pid: int
@@ -83,8 +83,9 @@ class Started:
 
 
 class Running:
-    """A process that a supervisor watches: its child, or one that an earlier supervisor started. Raises
-    ProcessLookupError if there is no such process any more."""
+    """A process that a supervisor watches: its child, or one that an earlier supervisor started.
+
+    Raises ProcessLookupError if there is no such process any more."""
 
     def __init__(self, started: Started, child: subprocess.Popen[bytes] | None = None) -> None:
         self.started = started
@@ -95,7 +96,7 @@ class Running:
             raise ProcessLookupError(f"{started.name} (pid {started.pid}) has ended")
 
     def wait(self, timeout_seconds: float = 0.0) -> bool:
-        """Whether it has ended in time."""
+        """Whether it has ended, after at most so many seconds."""
         return bool(select.select([self._handle], [], [], timeout_seconds)[0])
 
     @property
@@ -109,7 +110,7 @@ class Running:
             signal.pidfd_send_signal(self._handle, number)
 
     def close(self) -> None:
-        """For a process that has ended: nothing of it stays."""
+        """Release what is held of a process that has ended."""
         if self._child is not None:
             self._child.wait()
         os.close(self._handle)
@@ -168,8 +169,8 @@ class Supervisor:
         self._is_noted = False
 
     def adopt(self) -> None:
-        """Takes over what an earlier supervisor left. Raises CommandError if that runs with other arguments: with other
-        nodes or devices its jobs would not be taken up."""
+        """Take over the programs that an earlier supervisor left. Raises CommandError if one runs with other arguments:
+        with other nodes or devices its jobs would not be taken up."""
         directory = self._settings.state_directory
         _, found = read_up_file(directory)
         wanted = {program.name: program for program in self._programs}
@@ -207,8 +208,8 @@ class Supervisor:
         self._note()
 
     def restart_dead(self) -> None:
-        """Starts what died. One that dies again and again is left for a minute; the others have no part in it. What
-        the system does not grant now (space, processes) is asked for again at the next call."""
+        """Start dead programs again. One that dies again and again is left for a minute, without effect on the others.
+        A start for which the system has no space or processes now is tried again at the next call."""
         for program in self._programs:
             running = self._running[program.name]
             if not running.wait() or self._is_fenced(program, running):
@@ -277,16 +278,17 @@ class Supervisor:
             self._log_starts[program.name] = log.tell()
             child = _spawn(program.arguments, log)
         self._is_noted = False
-        if program.name in self._running:
-            self._running[program.name].close()
         started = Started(program.name, child.pid, start_ticks(child.pid) or 0, program.arguments)
+        former = self._running.get(program.name)
         self._running[program.name] = Running(started, child)
+        if former is not None:
+            former.close()
 
     def _told(self, program: Program) -> str:
         return tail(program.log, after=self._log_starts.get(program.name, 0))
 
     def _note(self) -> None:
-        """Writes down what runs. Raises OSError."""
+        """Write the processes that run to up.json. Raises OSError."""
         self._is_noted = False
         own = Started("up", os.getpid(), start_ticks(os.getpid()) or 0)
         processes = [asdict(each) for each in (own, *(running.started for running in self._running.values()))]
@@ -328,7 +330,7 @@ def command_of(state_directory: Path) -> str:
 
 
 def last_command_of(state_directory: Path) -> str:
-    """What was typed to start the newest cluster there that became ready; empty if that is not known."""
+    """Return the command that started the newest cluster there that became ready; empty if that is not known."""
     try:
         return (state_directory / LAST_FILE).read_text().strip()
     except (OSError, ValueError):
@@ -416,14 +418,14 @@ def _check_accepted(state_directory: Path, nodes: Iterable[Node]) -> None:
     refused = [node for node in nodes if node.refusal in _LASTING_REFUSALS]
     if not refused:
         return
-    told = [f"\n  {number(node.name)}: {node.state_reason}" for node in refused]
+    reasons = [f"\n  {number(node.name)}: {node.state_reason}" for node in refused]
     hint = ""
     if last := last_command_of(state_directory):
         hint = (
             f"\nthe cluster of {state_directory} was started with `{last}` before: start it so again; to change it,"
             f" end its jobs first: `ganger down --state-dir {shlex.quote(str(state_directory))} --cancel-jobs`"
         )
-    raise CommandError(f"the cluster is not the one that was here before:{''.join(told)}{hint}")
+    raise CommandError(f"the cluster is not the one that was here before:{''.join(reasons)}{hint}")
 
 
 def tail(path: Path, lines: int = 15, after: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""What a reader of a failed job needs next: where it ran, and the last lines of its log."""
+"""Where a failed job ran, and the last lines of its log."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _TAIL_BYTES = 8 * 1024
 
 
 def pairs(client: Client, job: Job) -> list[tuple[str, str]]:
-    """Return names and texts for `show`: "ran on" and "log ends"; nothing of a job that has not failed."""
+    """Return names and texts for `show`: "ran on" and "log of rank K"; none for a job that has not failed."""
     from ganger.v1.job_pb2 import Job as Message
     from ganger.wire.errors import ApiError
 
     if job.state != Message.STATE_FAILED:
         return []
     try:
-        nodes = places(client, job)
+        nodes = _places(client, job)
     except ApiError as error:
         nodes = f"unknown: {error.message}"
     if not nodes and not job.HasField("start_time"):
         return [("ran on", "no node: it was never given a place")]
-    return [("ran on", nodes), (f"log of rank {job.failure.rank}", last_lines(client, job))]
+    return [("ran on", nodes), (f"log of rank {job.failure.rank}", _last_lines(client, job))]
 
 
 def lines(client: Client, job: Job) -> list[str]:
@@ -38,19 +38,18 @@ def lines(client: Client, job: Job) -> list[str]:
     return found
 
 
-def places(client: Client, job: Job) -> str:
-    """Return the nodes of the attempt that failed, "n1, n2"; "" of a job that was never given a gang."""
+def _places(client: Client, job: Job) -> str:
+    """Return the nodes of the attempt that failed, "n1, n2"; "" for a job that was never given a gang."""
     nodes = ""
     for event in client.list_events(job.name):
         if event.kind == "gang_approved":
-            is_it = event.figures.get("epoch") == str(job.failure.epoch)
             nodes = event.figures.get("nodes", "")
-            if is_it:
+            if event.figures.get("epoch") == str(job.failure.epoch):
                 break
     return ", ".join(nodes.split())
 
 
-def last_lines(client: Client, job: Job) -> str:
+def _last_lines(client: Client, job: Job) -> str:
     """Return the last lines that the failed rank wrote, or why there are none."""
     from ganger.wire.errors import ApiError
 
@@ -60,6 +59,6 @@ def last_lines(client: Client, job: Job) -> str:
         return f"cannot be read: {error.message}"
     written = data.decode(errors="replace").rstrip("\n").split("\n")
     if len(data) >= _TAIL_BYTES and len(written) > 1:
-        # The first one is cut.
+        # The first line is cut.
         written = written[1:]
     return "\n".join([line[:_LINE_CHARACTERS] for line in written[-_LINES:]]) or "nothing was written"

@@ -39,13 +39,13 @@ def events(subject: str | None, follow: bool, after: int, limit: int | None, as_
 
 @click.command()
 @click.argument("subjects", nargs=-1)
-@click.option("--name", "label", default="", metavar="TEXT", help="All jobs submitted with this --name.")
+@click.option("--name", "job_name", default="", metavar="TEXT", help="All jobs submitted with this --name.")
 @click.option("--user", default="", metavar="USER", help="All jobs of this user that have not ended.")
 @click.option("--all", "-a", "everything", is_flag=True, help="All of your jobs that have not ended.")
 @follow_option
 @json_option
 def history(
-    subjects: tuple[str, ...], label: str, user: str, everything: bool, follow: bool, as_json: bool
+    subjects: tuple[str, ...], job_name: str, user: str, everything: bool, follow: bool, as_json: bool
 ) -> int | None:
     """Print what happened to SUBJECTS and why: jobs (7, 7_3, 1,2 or 3-5) or arrays (7), from submission to end.
 
@@ -53,11 +53,11 @@ def history(
     """
     from ganger.console.plain import print_json
 
-    if subjects and (label or user or everything):
+    if subjects and (job_name or user or everything):
         raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
     with open_client() as client:
-        if label or user or everything:
-            words: list[str | None] = [*Selection((), label, user, everything).named(client, ended=True)]
+        if job_name or user or everything:
+            words: list[str | None] = [*Selection((), job_name, user, everything).named(client, ended=True)]
         else:
             words = [word for subject in subjects for word in split(subject)] or [None]
         if len(words) == 1:
@@ -114,7 +114,7 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
 
 
 def _print_failure(client: Client, name: str) -> None:
-    """Print what a failed job left, as far as the job is still kept."""
+    """Print where a failed job ran and how its log ends, while the master still keeps the job."""
     from ganger.cli import failure_report
     from ganger.console.visible import print_line
     from ganger.wire.errors import JobNotFound
@@ -128,7 +128,7 @@ def _print_failure(client: Client, name: str) -> None:
 
 
 def _as_json(client: Client, name: str) -> dict[str, Any]:
-    """The history of a job or array, the events of anything else, as one value for JSON."""
+    """Return the history of a job or array, or the events of anything else, as one value for JSON."""
     from ganger.cli.change_lines import happening
     from ganger.console.plain import plain
     from ganger.story import tell

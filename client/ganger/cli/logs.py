@@ -93,8 +93,9 @@ def _print_log(
     as_json: bool,
     raw: bool,
 ) -> bool:
-    """Print the log of one task, None: of all; whether there was any. offset, tail: where to begin, in bytes or in
-    lines from the end."""
+    """Print the log of one task, or of all (`rank` None); return whether there was any.
+
+    offset, tail: where to begin, in bytes or in lines from the end."""
 
     def begin(rank: int) -> int:
         return offset if tail is None else tail_offset(client, job, rank, tail)
@@ -113,7 +114,7 @@ def _print_log(
 
 
 def _tell_why_nothing(client: Client, job: str) -> None:
-    """Say on stderr of an empty log whether its job was ever launched, and if not, why."""
+    """Report on stderr, of a job with an empty log, whether it was ever launched, and if not, why."""
     from ganger.cli.job_lines import sentence
     from ganger.console.visible import print_line
     from ganger.wire.errors import ApiError
@@ -183,7 +184,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
 
 
 def print_chunks(chunks: Iterable[LogChunk], raw: bool = False) -> bool:
-    """Print a log to stdout; what is missing is said on stderr. Return whether there was any."""
+    """Print a log to stdout; report on stderr what is missing. Return whether there was any."""
     is_any = False
     with _written_out(raw) as write:
         for chunk in chunks:
@@ -192,17 +193,14 @@ def print_chunks(chunks: Iterable[LogChunk], raw: bool = False) -> bool:
                 sys.stdout.flush()
                 print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
             write(chunk.data)
+            sys.stdout.buffer.flush()
     return is_any
 
 
 @contextlib.contextmanager
 def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
-    """What writes bytes of a log to stdout, at once: as they are, or as a terminal may have them."""
-
-    def write(data: bytes) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-
+    """Give a function that writes bytes of a log to stdout: as they are, or as a terminal may have them."""
+    write = sys.stdout.buffer.write
     if raw or not sys.stdout.isatty():
         yield write
         return
@@ -213,16 +211,17 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
         yield lambda data: write(text.feed(data).encode(errors="backslashreplace"))
     finally:
         write(text.end().encode(errors="backslashreplace"))
+        sys.stdout.buffer.flush()
 
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
     """As JSON on a line of its own. Bytes that are no UTF-8, or half a sign at an end, are there once more as such."""
     from ganger.console.plain import plain
 
-    told = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}
-    if told["data"].encode() != chunk.data:
-        told["data_base64"] = base64.b64encode(chunk.data).decode()
-    return json.dumps(told).encode() + b"\n"
+    fields = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}
+    if fields["data"].encode() != chunk.data:
+        fields["data_base64"] = base64.b64encode(chunk.data).decode()
+    return json.dumps(fields).encode() + b"\n"
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -233,19 +232,19 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         for line in whole:
             yield line + b"\n"
         if len(rest) > _MAX_LINE_BYTES:
-            whole_signs = len(rest) - _begun_sign(rest)
-            yield rest[:whole_signs] + b"\n"
-            rest = rest[whole_signs:]
+            whole_bytes = len(rest) - _begun_character(rest)
+            yield rest[:whole_bytes] + b"\n"
+            rest = rest[whole_bytes:]
     if rest:
         yield rest + b"\n"
 
 
-def _begun_sign(text: bytes) -> int:
-    """How many bytes at the end begin a UTF-8 sign that has more of them."""
+def _begun_character(text: bytes) -> int:
+    """Return how many bytes at the end begin a UTF-8 character that is cut."""
     for count in range(1, min(len(text), 3) + 1):
         byte = text[-count]
         if byte & 0xC0 == 0x80:
-            continue  # inside of a sign, or of none
+            continue  # not the first byte of a character
         needs = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
         return count if needs > count else 0
     return 0
@@ -271,7 +270,7 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
 def _print_all(
     client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool, raw: bool
 ) -> bool:
-    """Print the lines of all ranks; whether there were any."""
+    """Print the lines of all ranks; return whether there were any."""
     with _written_out(raw or as_json) as write:
         return _write_all(client, job, ranks, begin, follow, as_json, write)
 
@@ -300,6 +299,7 @@ def _write_all(
             for line in rank_lines(rank):
                 is_any = True
                 write(line)
+        sys.stdout.buffer.flush()
         return is_any
     # A thread a rank, as each stream blocks; None is a rank's end, an exception ends all.
     printed: queue.Queue[bytes | BaseException | None] = queue.Queue(_MAX_QUEUED_CHUNKS)
@@ -323,4 +323,5 @@ def _write_all(
             open_ranks -= 1
         else:
             write(item)
+            sys.stdout.buffer.flush()
     return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ganger.cli.options import NodeType, json_option, number, open_client
+from ganger.cli.options import NodeType, confirm, json_option, number, open_client
 from ganger.cli.quarantine import quarantine, restore_line
 
 if TYPE_CHECKING:
@@ -113,15 +113,7 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
     with open_client() as client:
         if not yes:
             client.get_node(node)  # Without such a node there is nothing to confirm.
-            question = f"is {number(node)} powered off, or sure never to come back as it is?"
-            try:
-                is_sure = click.confirm(question, err=True)
-            except click.Abort:
-                if sys.stdin.isatty():
-                    raise
-                raise click.UsageError(f"{question} There is no terminal to answer on: give --yes") from None
-            if not is_sure:
-                raise click.Abort
+        confirm(f"is {number(node)} powered off, or sure never to come back as it is?", yes)
         _tell(client.declare_node_lost(node), as_json)
 
 

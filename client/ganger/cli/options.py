@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -107,6 +108,21 @@ def completing_client(context: click.Context) -> Client:
     from ganger.client import Client
 
     return Client(context.find_root().params.get("master"))
+
+
+def confirm(question: str, is_confirmed: bool) -> None:
+    """Ask on the terminal, unless `is_confirmed` (--yes). Raises click.Abort for a no, click.UsageError where there is
+    no terminal."""
+    if is_confirmed:
+        return
+    try:
+        is_sure = click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.UsageError(f"{question} There is no terminal to answer on: give --yes") from None
+    if not is_sure:
+        raise click.Abort
 
 
 def number(name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
-from ganger.cli.options import completing_client, json_option, number, open_client
+from ganger.cli.options import completing_client, confirm, json_option, number, open_client
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -85,9 +84,9 @@ def end(gang: str, yes: bool, as_json: bool) -> None:
     """
     with open_client() as client:
         found = _found(client, gang)
-        _confirm(f"kill the processes of {_told(found)}?", yes)
+        confirm(f"kill the processes of {_description(found)}?", yes)
         client.end_quarantined_gang(found.name)
-    _print({"name": found.name, "ended": True}, f"{_told(found)} is ended", as_json)
+    _print({"name": found.name, "ended": True}, f"{_description(found)} is ended", as_json)
 
 
 @quarantine.command("adopt", short_help="Take a quarantined gang as that of its job.")
@@ -113,14 +112,14 @@ def go_on(yes: bool, as_json: bool) -> None:
         awaited = client.get_cluster().restore.awaited_nodes
         names = " ".join(map(number, awaited))
         if awaited:
-            _confirm(f"go on without {names}? Jobs that run there may run twice.", yes)
+            confirm(f"go on without {names}? Jobs that run there may run twice.", yes)
         missing = client.settle_restore()
     text = f"goes on without {' '.join(map(number, missing))}" if missing else "goes on: all nodes have reported"
     _print({"missing_nodes": list(missing)}, f"the master {text}", as_json)
 
 
 def restore_line(client: Client) -> str:
-    """What the master waits for after a restore of its database; empty if it does not."""
+    """Return what the master waits for after a restore of its database; empty if it waits for nothing."""
     cluster = client.get_cluster()
     if not cluster.HasField("restore"):
         return ""
@@ -130,7 +129,7 @@ def restore_line(client: Client) -> str:
 
 
 def _found(client: Client, text: str) -> QuarantinedGang:
-    """The gang that is meant. Raises GangNotFound."""
+    """Return the gang of this name, or of an unambiguous beginning of it. Raises GangNotFound."""
     from ganger.wire.errors import GangNotFound
 
     gangs: Sequence[QuarantinedGang] = client.list_quarantined_gangs()
@@ -142,21 +141,8 @@ def _found(client: Client, text: str) -> QuarantinedGang:
     raise GangNotFound(f"{what} {text[:80]!r}: `ganger nodes quarantine list` shows them")
 
 
-def _told(gang: QuarantinedGang) -> str:
+def _description(gang: QuarantinedGang) -> str:
     return f"epoch {gang.epoch} of job {number(gang.job)} on {' '.join(number(part.node) for part in gang.parts)}"
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    try:
-        is_sure = click.confirm(question, err=True)
-    except click.Abort:
-        if sys.stdin.isatty():
-            raise
-        raise click.UsageError(f"{question} No terminal is there to answer: give --yes") from None
-    if not is_sure:
-        raise click.Abort
 
 
 def _print(fields: dict[str, object], line: str, as_json: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Message = TypeVar("Message")
 Named = TypeVar("Named")
 
-# A range longer than this is more likely a slip of the keyboard than a wish.
+# A longer range is more likely a typing error.
 _LONGEST_RANGE = 10_000
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 
@@ -57,12 +57,13 @@ def split(text: str) -> list[str]:
 class Selection:
     """What the command line names.
 
-    names: of jobs and arrays, in the order given. label, user: filters over the jobs that have not ended, "" for any.
-    everything: all of them. is_single: one job was named, so that the answer is one object and not a list.
+    names: of jobs and arrays, in the order given. job_name (as given to --name), user: filters over the jobs that have
+    not ended, "" for any. everything: all of them. is_single: one job was named, so that the answer is one object and
+    not a list.
     """
 
     names: tuple[str, ...]
-    label: str = ""
+    job_name: str = ""
     user: str = ""
     everything: bool = False
     is_single: bool = False
@@ -76,11 +77,11 @@ class Selection:
             return list(self.names)
         from ganger.v1.job_pb2 import Job
 
-        states = [] if ended and self.label else [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
+        states = [] if ended and self.job_name else [Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]
         user = self.user or _own_jobs_of(client)
-        found = [job.name for job in client.list_jobs(states, user, name=self.label)]
+        found = [job.name for job in client.list_jobs(states, user, name=self.job_name)]
         if not found:
-            wanted = [f"the name {self.label!r}"] if self.label else []
+            wanted = [f"the name {self.job_name!r}"] if self.job_name else []
             wanted += [f"the user {user!r}"] if user else []
             which = f" with {' and '.join(wanted)}" if wanted else ""
             kind = "" if not states else " that has not ended"
@@ -119,15 +120,10 @@ def chooses_jobs(*, has_name: bool = True, has_all: bool = True) -> Callable[[Ca
 def _selection(
     words: tuple[tuple[str, ...], ...], by_name: str, by_user: str, by_all: bool, has_name: bool, has_all: bool
 ) -> Selection:
-    """Raises click.UsageError if nothing is chosen, or jobs and a filter both are."""
+    """Check what the command line has. Raises click.UsageError unless it names either jobs or a filter."""
     names = tuple(dict.fromkeys(name for word in words for name in word))
-    filters = " ".join(
-        [
-            *(["--name"] if by_name else []),
-            *(["--user"] if by_user else []),
-            *(["--all"] if by_all else []),
-        ]
-    )
+    given = (("--name", by_name), ("--user", by_user), ("--all", by_all))
+    filters = " ".join(flag for flag, value in given if value)
     if names and filters:
         raise click.UsageError(f"give jobs or {filters}, not both")
     if not names and not filters:
@@ -137,9 +133,9 @@ def _selection(
 
 
 def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[list[Message], Exit]:
-    """Do `act` to each; report an error of one and go on with the next, so that it does not hinder the others.
+    """Do `act` to each; report an error of one and go on with the next.
 
-    Returns what was answered, and the worst exit code. A master that cannot be reached ends it at once.
+    Returns the answers, and the worst exit code. A master that cannot be reached ends it at once.
     """
     from ganger.cli.failures import report
     from ganger.wire.errors import ApiError
@@ -156,7 +152,7 @@ def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[li
 
 
 def members(client: Client, name: str) -> list[str]:
-    """The jobs that a name means: the job itself, or the members of an array."""
+    """Return the jobs that a name stands for: the job itself, or the members of an array."""
     from ganger.wire.errors import JobNotFound
 
     array = name
@@ -179,7 +175,7 @@ def print_answers(answers: Sequence[Any], selection: Selection) -> None:
 
 
 def _own_jobs_of(client: Client) -> str:
-    """The user whose jobs --all means: that of the certificate; "" for operators and on one machine."""
+    """Return the user of the certificate, whose jobs --all selects; "" (all users) for operators and on one machine."""
     from pathlib import Path
 
     from ganger.wire.tls import identity_in_pem, read_files
