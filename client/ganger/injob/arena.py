@@ -26,15 +26,19 @@ def make_arena(existing: int | None, name: str, size: int) -> int:
 
 
 def recover_arena(pid: int, name: str) -> int | None:
-    """Find the arena of a rank another launcher started, among the rank's own descriptors."""
+    """Find the arena of a rank that another launcher started, among the rank's own descriptors; None without one."""
     wanted = f"/memfd:{_memfd_name(name)} (deleted)"
     try:
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            path = f"/proc/{pid}/fd/{entry}"
+        entries = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return None
+    for entry in entries:
+        path = f"/proc/{pid}/fd/{entry}"
+        try:
             if os.readlink(path) == wanted:
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        pass
+        except OSError:
+            continue  # closed since it was listed
     return None
 
 
