@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Capability, Level, Opaque, Order, State, Word
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Level, Opaque, Order, State, Word
 from training.harness import Rank, Rendezvous, end_together, undisturbed
 
 pytestmark = pytest.mark.torch
@@ -88,6 +88,17 @@ def test_a_job_whose_agent_has_failed_goes_on_counting_its_steps_and_obeys_no_st
     rank.at_step(1100)
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.ACK_SEQ) == 0
+
+
+def test_a_rank_with_a_state_to_restore_ends_when_its_agent_fails_before_it_has_begun(tmp_path: Path) -> None:
+    text = BREAK.format(name="ganger.training.rendezvous.hook") + LOOP.format(before="")
+    restore = {"kind": "checkpoint", "path": str(tmp_path), "step": 3}
+    rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=True, restore=restore)
+    assert rank.end() == EXIT_NO_STATE, rank.output()
+    assert _numbers(rank.output()) == []
+    assert rank.page.get(Word.ERROR) == Error.STATE_UNREADABLE
+    said = json.loads((rank.directory / "rank-0.error.json").read_text())
+    assert said["message"].startswith("cannot restore: the agent met what it cannot handle: RuntimeError")
 
 
 def test_the_script_s_own_failure_stays_its_own(tmp_path: Path) -> None:

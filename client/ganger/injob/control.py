@@ -16,20 +16,32 @@ import os
 import sys
 import time
 import weakref
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import arena, exitcode
 from ganger.injob.access import Words
 from ganger.injob.jobsocket import JobSocket
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
-from ganger.injob.page import PAGE_BYTES, Capability, Error, Opaque, Page, PageError, Phase, State, Word, now_ns
+from ganger.injob.page import (
+    EXIT_NO_STATE,
+    PAGE_BYTES,
+    Capability,
+    Error,
+    Opaque,
+    Page,
+    PageError,
+    Phase,
+    State,
+    Word,
+    now_ns,
+)
 from ganger.injob.pages import GangPages
 from ganger.injob.stacks import StackPrinter
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
 
 _MESSAGE_CHARACTERS = 4000
-# Of a rank that obeys nothing: how often it looks at its page at least.
+# Longest time between two publications of the step of a rank that obeys no orders.
 _COUNT_EVERY_NS = 1_000_000_000
 
 
@@ -67,14 +79,14 @@ class Control:
         self.arena_fd = arena_fd
         self.restore: RestoreOrder | None = None
         self._socket = JobSocket(socket_path)
-        self._obedience = Obedience(
-            page, GangPages(os.path.dirname(page.path), self.world, [page]), job_dir, self._socket, self.error
-        )
-        self._obedience.withdraw = self._withdraw
+        pages = GangPages(os.path.dirname(page.path), self.world, [page])
+        self._obedience = Obedience(page, pages, job_dir, self._socket, self.error, self._withdraw)
         # What has failed once, as `Capability` bits: it is not offered again.
         self._withdrawn = 0
         hot_path = _make_boundary(page.words, self._obedience.attend)
-        self.boundary, self._set_step, self._get_step, self._detach, self._replace_attend = hot_path
+        self.boundary = hot_path.boundary
+        self._set_step, self._get_step = hot_path.set_step, hot_path.get_step
+        self._detach, self._replace_attend = hot_path.detach, hot_path.replace_attend
         self._started = False
         self._stacks: StackPrinter | None = None
         # A step was made whose boundary is still to come.
@@ -83,8 +95,8 @@ class Control:
 
     @classmethod
     def from_environment(cls) -> Control | None:
-        """Return the control of this process, or None outside Ganger and in a process that did not inherit its rank's
-        arena: what is parked there would go elsewhere.
+        """Return the control of this process. None outside Ganger, and in a process that did not inherit the arena of
+        its rank: it would park its state in another file.
 
         Raises PageMismatchError for a daemon of another version, PageError for an environment that makes no sense.
         """
@@ -138,9 +150,9 @@ class Control:
             os.close(descriptor)
 
     def hello(self, capabilities: int, **facts: Any) -> None:
-        """Say what this job can do (see `Capability`); ``facts`` go to the daemon's log.
+        """Report what this job can do (see `Capability`); ``facts`` go to the daemon's log.
 
-        A ``reason`` among the facts says why no checkpoint is offered, and is shown to people.
+        ``reason`` among the facts: why no checkpoint is offered, for people.
         """
         capabilities &= ~self._withdrawn
         if facts.get("reason") and not capabilities & Capability.CHECKPOINT:
@@ -190,14 +202,19 @@ class Control:
     def error(self, error: int, message: str) -> None:
         """Report what went wrong (see `Error`): in the page, in rank-K.error.json, and to the daemon."""
         reason = next((name for name, value in vars(Error).items() if value == error), "UNKNOWN")
-        said = {"reason": reason, "message": message[:_MESSAGE_CHARACTERS]}
+        fields = {"reason": reason, "message": message[:_MESSAGE_CHARACTERS]}
         if self.job_dir:
-            self._write_beside("error", said)
+            self._write_beside("error", fields)
         self.page.set(Word.ERROR, error)
-        self._socket.send({"event": "error", "rank": self.rank, **said}, now_ns())
+        self._socket.send({"event": "error", "rank": self.rank, **fields}, now_ns())
+
+    def give_up_restore(self, message: str) -> NoReturn:
+        """Report that the state assigned to this rank cannot be brought back, and end the process: EXIT_NO_STATE."""
+        self.error(Error.STATE_UNREADABLE, message)
+        exitcode.leave_now(EXIT_NO_STATE)
 
     def step_aside(self, why: int, message: str) -> None:
-        """Obey no order from now on, and say why (see `Opaque`); boundaries go on to publish the step."""
+        """Obey no order from now on, and report why (see `Opaque`); boundaries go on to publish the step."""
         self._explain("BOUNDARIES", message)
         if self.page.get(Word.OPAQUE) != Opaque.SEVERAL_TRAIN:
             self.page.set(Word.OPAQUE, why)
@@ -218,7 +235,7 @@ class Control:
         return words[Word.ORDER_SEQ], words[Word.CHECKPOINT_SEQ], words[Word.RETUNE_SEQ], now + _COUNT_EVERY_NS
 
     def _withdraw(self, capability: int, level: str, why: str) -> None:
-        """Offer a level no more: it failed, and would again."""
+        """Offer a level no more, because it failed and would fail again."""
         self._explain(level, f"it failed once: {why}")
         self._withdrawn |= capability
         self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) & ~capability)
@@ -280,15 +297,23 @@ class Control:
         atexit.unregister(self._at_exit)
 
 
-def _make_boundary(
-    words: Words, attend: Callable[[int, int], Known]
-) -> tuple[
-    Callable[[], None],
-    Callable[[int], None],
-    Callable[[], int],
-    Callable[[], None],
-    Callable[[Callable[[int, int], Known]], None],
-]:
+Attend = Callable[[int, int], Known]
+
+
+class _HotPath(NamedTuple):
+    """The functions around one boundary, which share its variables.
+
+    ``replace_attend`` exchanges what looks at the page; ``detach`` lets a forked process reach the page no more.
+    """
+
+    boundary: Callable[[], None]
+    set_step: Callable[[int], None]
+    get_step: Callable[[], int]
+    detach: Callable[[], None]
+    replace_attend: Callable[[Attend], None]
+
+
+def _make_boundary(words: Words, attend: Attend) -> _HotPath:
     """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
 
     Only ORDER_SEQ is looked at each time; lease (a fence ends it), cores and checkpoint requests 1 ms after the last
@@ -331,11 +356,11 @@ def _make_boundary(
         words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         attend = _never_attend
 
-    def replace_attend(other: Callable[[int, int], Known]) -> None:
+    def replace_attend(other: Attend) -> None:
         nonlocal attend, order
         attend, order = other, FIRST_LOOK
 
-    return boundary, set_step, get_step, detach, replace_attend
+    return _HotPath(boundary, set_step, get_step, detach, replace_attend)
 
 
 def _never_attend(step: int, now: int) -> Known:

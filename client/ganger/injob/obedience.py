@@ -89,15 +89,24 @@ class Handlers(NamedTuple):
 
 
 class Obedience:
-    """The orders of one page, obeyed. ``report(error, message)`` is told of handlers that fail."""
+    """The orders of one page, obeyed.
+
+    ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
+    level failed that must not be offered again.
+    """
 
     def __init__(
-        self, page: Page, pages: GangPages, job_dir: str, socket: JobSocket, report: Callable[[int, str], None]
+        self,
+        page: Page,
+        pages: GangPages,
+        job_dir: str,
+        socket: JobSocket,
+        report: Callable[[int, str], None],
+        withdraw: Callable[[int, str, str], None],
     ) -> None:
         self.handlers = Handlers()
         self.pages = pages
-        # withdraw(capability, name of the level, why): what failed is not offered again
-        self.withdraw: Callable[[int, str, str], None] = lambda capability, level, why: None
+        self._withdraw = withdraw
         self._page = page
         self._words = page.words
         self._rank = page.get(Word.RANK)
@@ -405,7 +414,7 @@ class Obedience:
             return True
         if self._failure[0] == Error.STATE_UNSAVEABLE:
             for level in levels:
-                self.withdraw(_OFFERED_WITH[level], level, self._failure[1])
+                self._withdraw(_OFFERED_WITH[level], level, self._failure[1])
         return False
 
     def _try(self, action: Callable[[], None], error: int) -> bool:

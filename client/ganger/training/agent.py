@@ -82,28 +82,33 @@ def _hook() -> None:
         os.register_at_fork(after_in_child=child_training.watch_after_fork)
         _script.hook()
     except Exception as problem:  # in the middle of the user's `import torch`
-        stand_aside(problem)
+        _stand_aside(problem)
         if _script is not None:
             _script.retire()
 
 
-def stand_aside(problem: Exception) -> None:
-    """Before there is a control, the agent has met what it cannot handle: say so in the page, and do nothing else."""
+def _stand_aside(problem: Exception) -> None:
+    """Report a failure of the agent before it has a control, and do nothing else. A rank with a state to bring back is
+    ended: it would train from its first step."""
     from ganger.injob.control import Control
-    from ganger.injob.page import Opaque, PageError
+    from ganger.injob.page import Opaque
 
-    print(f"ganger: {failure_text(problem)}; training goes on", file=sys.stderr, flush=True)
     try:
         control = Control.from_environment()
+        if control is not None and control.restore is not None and not child_training.is_child():
+            if _diversion is not None:
+                _diversion.end()
+            control.give_up_restore(f"cannot restore: {failure_text(problem)}")
+        print(f"ganger: {failure_text(problem)}; training goes on", file=sys.stderr, flush=True)
         if control is not None:
             control.step_aside(Opaque.AGENT_FAILED, failure_text(problem))
             control.close()
-    except (OSError, PageError) as unreadable:
+    except Exception as unreadable:
         print(f"ganger: this process runs without control: {unreadable}", file=sys.stderr)
 
 
 def failure_text(problem: Exception) -> str:
-    """One line for people: what the agent met."""
+    """Return one line for people about a failure of the agent."""
     lines = str(problem).strip().splitlines()
     return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any, Callable
 
 from ganger.injob import exitcode
@@ -43,7 +44,7 @@ def is_child() -> bool:
 
 
 def watch() -> None:
-    """Wait for the first optimizer step of this process, which is_child. Idempotent; imports torch."""
+    """Wait for the first optimizer step of this process, for which `is_child` holds. Idempotent; imports torch."""
     global _watched_pid
     if _watched_pid != os.getpid() and os.environ.get("GANGER_AGENT") != "none":
         _watched_pid = os.getpid()
@@ -51,14 +52,14 @@ def watch() -> None:
 
 
 def watch_after_fork() -> None:
-    """The same in a child that was forked from a rank."""
+    """Do the same in a process that was forked from a rank."""
     global _is_forked
     _is_forked = True
     watch()
 
 
 def _end_rank(page: Page) -> None:
-    """Its command may take no notice of how its child ended, and report success."""
+    """Send the rank SIGTERM: its command may ignore how its child ended, and report success."""
     pid = page.get(Word.PID)
     if pid and page.get(Word.START_TICKS) == start_ticks(pid):
         os.kill(pid, signal.SIGTERM)
@@ -82,8 +83,8 @@ class _ChildTraining:
         self._stop_waiting()
         try:
             self._begin(optimizer)
-        except (OSError, PageError) as problem:
-            print(f"ganger: this process trains without control: {problem}", flush=True)
+        except Exception as problem:  # in the user's optimizer.step()
+            print(f"ganger: this process trains without control: {problem}", file=sys.stderr, flush=True)
 
     def _begin(self, optimizer: Any) -> None:
         control = Control(Page.open(os.environ["GANGER_PAGE"]), job_dir=os.environ.get("GANGER_JOB_DIR", ""))

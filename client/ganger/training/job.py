@@ -14,9 +14,9 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.injob import exitcode, metrics
+from ganger.injob import metrics
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, Phase, Word
+from ganger.injob.page import Capability, Opaque, Phase, Word
 from ganger.training import agent, child_training
 from ganger.training.ending import keep_default_group
 from ganger.training.hardware import tell
@@ -32,7 +32,7 @@ from ganger.training.state import Restored, Training, apply_object
 # Process and page of the call that has the job; a process forked from it may have one of its own.
 _attached: tuple[int, str] | None = None
 
-# Steps after which there is something to publish again.
+# Steps until the next publication, where there is to be none.
 _NEVER = 1 << 62
 
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
@@ -79,13 +79,12 @@ def attach(
 
 
 def _start_carefully(job: TrainingJob, control: Control) -> None:
-    """Whatever the agent meets, the script trains, unless it would train from the wrong state."""
+    """Start the job under control. A failure of the agent ends the script only where a state is to be restored."""
     try:
         job._start(control)
     except Exception as problem:
         if control.restore is not None:
-            control.error(Error.STATE_UNREADABLE, f"cannot restore: {agent.failure_text(problem)}")
-            exitcode.leave_now(EXIT_NO_STATE)
+            control.give_up_restore(f"cannot restore: {agent.failure_text(problem)}")
         job.step_aside(problem)
 
 
@@ -166,9 +165,7 @@ class TrainingJob:
             self._is_back_in_loop = not restored.position.get("in loop")
             tell(restored.notice)
             if restored.position.get("reasons"):
-                message = f"training cannot go on from here: {'; '.join(restored.position['reasons'])}"
-                control.error(Error.STATE_UNREADABLE, message)
-                exitcode.leave_now(EXIT_NO_STATE)
+                control.give_up_restore(f"training cannot go on from here: {'; '.join(restored.position['reasons'])}")
             self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
             # of this rank, as if there had always been so many
@@ -197,7 +194,7 @@ class TrainingJob:
         restore_random(drawn_next)
 
     def step_aside(self, problem: Exception) -> None:
-        """The agent has met what it cannot handle: it obeys no order from now on, and training goes on."""
+        """Obey no order from now on, after a failure of the agent; training goes on."""
         text = agent.failure_text(problem)
         tell(f"{text}; training goes on")
         if self._control is not None:

@@ -15,10 +15,9 @@ from typing import Any, Callable, TypeVar
 
 import torch
 
-from ganger.injob import exitcode
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.image import ImageError
-from ganger.injob.page import EXIT_NO_STATE, Error, State, Word
+from ganger.injob.page import Error, State, Word
 from ganger.training.arena import Arena, give_free_memory_back
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.image import (
@@ -206,8 +205,7 @@ class StateKeeper:
             finally:
                 os.close(descriptor)
         except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
-            self._control.error(Error.STATE_UNREADABLE, f"cannot restore: {error}")
-            exitcode.leave_now(EXIT_NO_STATE)
+            self._control.give_up_restore(f"cannot restore: {error}")
 
     def _wait_for_arena(self, needed_bytes: int) -> None:
         while self._page.get(Word.ARENA_AVAILABLE) < needed_bytes:

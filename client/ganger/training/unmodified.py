@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ganger.injob import exitcode
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, Phase
+from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, Phase
 from ganger.training import agent
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
@@ -114,8 +114,8 @@ class UnmodifiedScript:
         self._control = None
 
     def step_aside(self, problem: Exception) -> None:
-        """The agent has met what it cannot handle. Training goes on, but for a script on its way back to a state: what
-        it would go on from is wrong."""
+        """Let training go on without the agent, after a failure of the agent. A script on its way back to a state is
+        ended instead: it would train from a wrong one."""
         text = agent.failure_text(problem)
         if self._going_back:
             self._give_up_replay(text)
@@ -134,7 +134,7 @@ class UnmodifiedScript:
         message = f"this script cannot be run again to its position: {text}"
         print(f"ganger: {message}", file=sys.stderr, flush=True)
         if self._control is not None:
-            self._control.error(Error.STATE_UNREADABLE, message)
+            self._control.give_up_restore(message)
         exitcode.leave_now(EXIT_NO_STATE)
 
     def _is_concerned(self) -> bool:
@@ -149,8 +149,8 @@ class UnmodifiedScript:
     def _begin(self, loader: Any, original: Any) -> Any:
         try:
             return self._begin_loop(loader, original)
-        except Exception as problem:  # whatever a script is made of, it trains on
-            # first, for it raises what is the script's own to handle
+        except Exception as problem:  # no failure of the agent ends the script
+            # The loader first: its own errors are for the script to handle.
             plain = None if self._going_back else original(loader)
             self.step_aside(problem)
             return plain
@@ -260,15 +260,13 @@ class UnmodifiedScript:
             self._files.saved.update(self._target["files"])
             resumed = self._files.resumed_from()
             if self._target["reasons"]:
-                message = f"this script cannot be run again to its position: {'; '.join(self._target['reasons'])}"
-                control.error(Error.STATE_UNREADABLE, message)
-                exitcode.leave_now(EXIT_NO_STATE)
+                control.give_up_restore(
+                    f"this script cannot be run again to its position: {'; '.join(self._target['reasons'])}"
+                )
             if resumed:
-                message = (
+                control.give_up_restore(
                     f"{resumed}: the script goes on from there by itself, so it cannot be run again to its position"
                 )
-                control.error(Error.STATE_UNREADABLE, message)
-                exitcode.leave_now(EXIT_NO_STATE)
             return True
         control.hello(Capability.PAUSE, torch=str(torch.__version__), form="unmodified")
         control.start(0)
