@@ -12,6 +12,7 @@ from ganger.cli.options import json_option, number, open_client, pairs
 
 if TYPE_CHECKING:
     from ganger.client import Client
+    from ganger.v1.job_pb2 import JobSpec
     from ganger.v1.job_service_pb2 import CreateArrayRequest
     from ganger.wire.errors import Violation
 
@@ -19,7 +20,7 @@ _LEVELS = "nvlink, switch, socket, node, rack, fabric, cluster"
 
 
 class _Submission(click.Command):
-    """A command that reports options of its own behind the words of the job: there they are the job's."""
+    """A command that reports its own options after the job's command, where they are passed to that command."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -112,7 +113,6 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.console.plain import print_json
     from ganger.spec import load_job_file, make_spec
 
     description = load_job_file(file) if file else {}
@@ -140,7 +140,12 @@ def submit(
         from ganger.arrays import make_array
 
         return _submit_array(make_array(description, None, origins, wrong), request_id, dry_run, as_json)
-    spec = make_spec(description, None, origins, wrong)
+    return _submit_job(make_spec(description, None, origins, wrong), request_id, follow, dry_run, as_json)
+
+
+def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
+    from ganger.console.plain import print_json
+
     if dry_run:
         print_json(spec)
         return 0
