@@ -149,8 +149,8 @@ class Client:
         request_id: str | None = None,
         may_end: bool = False,
     ) -> job_service_pb2.UpdateArrayResponse:
-        """Of every member that has not ended; says which of them could not be changed so, and why. `may_end`: as
-        `update` has it."""
+        """Update every member that has not ended. The answer lists those that could not be updated, and why. `may_end`:
+        as in `update`."""
         import uuid
 
         request = job_service_pb2.UpdateArrayRequest(
@@ -381,20 +381,21 @@ class Client:
         self._call(self._nodes.RemoveNode, node_pb2.RemoveNodeRequest(name=node_name_from_text(node)))
 
     def list_quarantined_gangs(self) -> Sequence[node_pb2.QuarantinedGang]:
-        """Gangs that run on nodes and that the master did not start."""
+        """Return the gangs that run on nodes and that the master did not start."""
         return self._call(self._nodes.ListQuarantinedGangs, node_pb2.ListQuarantinedGangsRequest()).gangs
 
     def end_quarantined_gang(self, name: str) -> None:
-        """Kills it; by its `name`. Raises GangNotFound."""
+        """Kill the quarantined gang of this name. Raises GangNotFound."""
         self._call(self._nodes.EndQuarantinedGang, node_pb2.EndQuarantinedGangRequest(name=name))
 
     def adopt_quarantined_gang(self, name: str) -> str:
-        """Takes it as the gang of its job, whose name is returned. Raises GangNotFound, AdoptionRefused."""
+        """Adopt a quarantined gang as that of its job; return the job's name. Raises GangNotFound, AdoptionRefused."""
         return self._call(self._nodes.AdoptQuarantinedGang, node_pb2.AdoptQuarantinedGangRequest(name=name)).job
 
     def settle_restore(self) -> Sequence[str]:
-        """After a restore of the master's database, goes on without the nodes that have not reported, whose names are
-        returned. Raises NotRestoring."""
+        """Let a master whose database was restored go on without the nodes that have not reported; return their names.
+
+        Raises NotRestoring."""
         return self._call(self._nodes.SettleRestore, node_pb2.SettleRestoreRequest()).missing_nodes
 
     def get_cluster(self) -> node_pb2.Cluster:
@@ -422,7 +423,7 @@ class Client:
         method: Callable[[Any], Answer],
         request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest,
     ) -> Answer:
-        """A submission whose answer is lost may have been accepted: the error names what repeats it safely."""
+        """Submit. If the answer is lost, the error names the request id that repeats the submission safely."""
         try:
             return self._call(method, request)
         except (Unreachable, DeadlineExceeded, NotReady) as error:

@@ -427,7 +427,7 @@ def _command(value: object) -> list[str]:
 
 
 def _hint(command: Sequence[str], directory: str) -> str:
-    """What to write instead of a command that no node could execute; empty of all others."""
+    """Return what to write instead of a command that no node could execute; empty for other commands."""
     if not command:
         return ""
     word = command[0]
@@ -456,7 +456,7 @@ def _hint(command: Sequence[str], directory: str) -> str:
 
 
 def _missing_file(path: Path) -> str:
-    """What to write instead of a file that is not there, if its name is that of a job file or a batch script."""
+    """Return what to write instead of a missing file whose name is that of a job file or a batch script, or nothing."""
     import difflib
 
     # A suffix may be mistyped as well as a name.

@@ -355,7 +355,7 @@ def _member_ended(teller: _Teller, event: Happening) -> str:
     named = " ".join(f"{name.removeprefix('parameter_')}={text}" for name, text in sorted(given.items()))
     told = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
     teller.totals.ran_s += float(ran or 0)
-    # Masters of before sent 0.0 of members that never ran.
+    # Earlier masters sent 0.0 for members that never ran.
     lasted = f", ran {_seconds(float(ran))}" if float(ran or 0) else " before its first step"
     parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", told, event.message]
     return "; ".join(part for part in parts if part)

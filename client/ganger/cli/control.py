@@ -144,7 +144,9 @@ def _command_each(
     as_json: bool,
     note: Callable[[Job], str] = lambda job: "",
 ) -> int:
-    """Order it for every job, then wait for each by `finish`, None: do not wait. `note`: what the line ends with."""
+    """Give the order to every job, then wait for each with `finish` (None: do not wait); return the exit code.
+
+    note: the end of the line that is printed of a job."""
     begun, worst = each_of(selection.named(client), order)
 
     def done(job: str) -> Job:
@@ -161,7 +163,7 @@ def _command_each(
 
 
 def _kept_devices(job: Job) -> str:
-    """That a job suspended at PAUSE keeps its GPUs, which its user may not expect."""
+    """Return the hint that a job suspended at PAUSE keeps its GPUs; empty for other jobs."""
     from ganger.v1.job_pb2 import SUSPEND_LEVEL_PAUSE, Gang
 
     held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)

@@ -231,14 +231,14 @@ def note(job: job_pb2.Job) -> str:
     if job.state == job_pb2.Job.STATE_PENDING:
         if job.blockers:
             return " ".join(f"({job.blockers[0].reason}) {_cause(job, job.blockers[0])}".split())
-        # A job far behind has not been asked yet; `ganger why` asks.
+        # Why a job far behind waits is not computed for the list; `ganger why` does that.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
     concern = f" ({job.progress.concern})" if job.progress.concern else ""
     return place(job) + beside(job) + concern
 
 
 def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
-    """What a job waits for, short: "4 GPUs wanted, 1 free, 2 ahead"."""
+    """Return what a job waits for, short: "4 GPUs wanted, 1 free, 2 ahead"."""
     figures = blocker.figures
     ahead = f"{job.queue_rank - 1} ahead" if job.queue_rank > 1 else ""
     if blocker.reason == "RANKED":

@@ -63,17 +63,20 @@ def obstacle(job: Job, now: float | None = None) -> str:
     progress = job.progress
     if not progress.step:
         return f"{name} is stopping: its ranks have not reached a boundary yet"
-    told = f"{name} is stopping at its next boundary; step {progress.step}"
+    text = f"{name} is stopping at its next boundary; step {progress.step}"
     if progress.HasField("step_time"):
         ago = max(0.0, (time.time() if now is None else now) - times.unix_seconds(progress.step_time))
-        told += f" was done {ago:.0f} s ago"
+        text += f" was done {ago:.0f} s ago"
     if progress.steps_per_second > 0.0:
-        told += f", a step takes about {1.0 / progress.steps_per_second:.2g} s"
-    return told
+        text += f", a step takes about {1.0 / progress.steps_per_second:.2g} s"
+    return text
 
 
 def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout: str, goal: str) -> Job:
-    """The job once `is_done`. Polls: the interesting changes of a gang come every few milliseconds or not at all."""
+    """Return the job once `is_done`, or once it has ended. `goal`: what it is to be then, for the error.
+
+    Polls: the interesting changes of a gang come every few milliseconds or not at all. Raises CommandError after
+    `timeout`, and at once when the order cannot reach the job's nodes."""
     from ganger.cli.job_lines import state_text
     from ganger.job import FINISHED
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
@@ -97,22 +100,24 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
             if now >= look_at and not is_done(message):
                 look_at = now + _LOOK_SECONDS
                 if unreachable := silence(client, message):
-                    told = f"job {number(message.name)} is {state_text(message)}, not {goal}"
-                    raise CommandError(f"{told}; the order stands, but {unreachable}")
+                    state = f"job {number(message.name)} is {state_text(message)}, not {goal}"
+                    raise CommandError(f"{state}; the order stands, but {unreachable}")
     return message
 
 
 def silence(client: Client, job: Job) -> str:
-    """Which of its nodes is silent, and what becomes of the job; empty while an order can reach it."""
-    told = [blocker.message for blocker in client.explain_job(job.name).blockers if blocker.reason == "NODE_SILENT"]
-    return "; ".join(told)
+    """Return which of its nodes is silent, and what becomes of the job; empty while an order can reach it."""
+    silent = [blocker.message for blocker in client.explain_job(job.name).blockers if blocker.reason == "NODE_SILENT"]
+    return "; ".join(silent)
 
 
 def ordered(
     client: Client, job: str, timeout: str, is_ready: Callable[[Job], bool], order: Callable[[], Job]
 ) -> tuple[Job, Job]:
-    """The job as it was looked at before the order, and after it; once it can be carried out. What begins between look
-    and order (the planner moves it) is waited for as well; what lasts is the order's to say."""
+    """Give an order once it can be carried out; return the job before and after it.
+
+    A change that begins between the look at the job and the order (the planner moves it) is waited for as well. Raises
+    what the order raises, if that lasts."""
     from ganger.wire.errors import JobBusy, NotRunning
 
     deadline = time.monotonic() + seconds(timeout)
@@ -126,8 +131,9 @@ def ordered(
 
 
 def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[Job], bool]) -> Job:
-    """Waits while a job has its gang and has not stepped, or its agent has not spoken up, unless it is ready before;
-    and while it is on its way to other places or another size. What cannot be the order says."""
+    """Wait while a job starts, until it is ready or its agent has reported, and while it is moved or resized.
+
+    Return the job then, or at the deadline: a job that cannot do what is ordered rejects the order itself."""
     from ganger.v1.job_pb2 import Gang, Job
 
     explained = _Explained()
@@ -157,7 +163,7 @@ def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable
         except JobBusy:
             now = client.get_job(job)
             is_stopping = now.gang.phase == Gang.PHASE_STOPPING
-            # It may have stopped between the refusal and the look: such a one is ordered once more.
+            # It may have stopped between the refusal and the look: then the order is given once more.
             if time.monotonic() > deadline or not (is_stopping or was_stopping):
                 raise
             was_stopping = is_stopping

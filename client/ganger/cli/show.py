@@ -35,7 +35,7 @@ def show(selection: Selection, as_json: bool) -> int:
 
 
 def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[Job], list[tuple[str, str]]]:
-    """The job, or the array with its members by number; of a failed job what it left. Raises ApiError."""
+    """Return the job, or the array with its members by number; of a failed job the report. Raises ApiError."""
     from ganger.cli import failure_report
     from ganger.wire.errors import JobNotFound
 

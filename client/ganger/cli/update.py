@@ -79,8 +79,8 @@ def _confirmed(
     except UpdateEndsJob as error:
         if not sys.stdin.isatty():
             raise
-        told = error.message.partition(";")[0]
-        if not click.confirm(f"{told}. End it?", err=True):
+        effect = error.message.partition(";")[0]
+        if not click.confirm(f"{effect}. End it?", err=True):
             raise CommandError(f"{name} is as it was") from None
         return _update(client, name, wanted, request_id, True)
 

@@ -14,7 +14,7 @@ class Exit(IntEnum):
     UNREACHABLE = 5
     NOT_PERMITTED = 6
     BUG = 7
-    # A master whose database another master has taken over: to start it again would take it back.
+    # Of a master whose database another master has taken over. A restart would take the database back.
     FENCED = 8
     INTERRUPTED = 130
 

@@ -48,7 +48,7 @@ def print_table(
 def without_spare(
     headings: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], available: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """The table without as many of the spare columns, in their order, as it takes to fit."""
+    """Return the table without spare columns: as many of them, in their order, as must go for the rest to fit."""
     for heading in spare:
         widths = _widths([headings, *rows])
         if sum(widths) + _GAP * (len(widths) - 1) <= available:

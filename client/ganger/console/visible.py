@@ -34,9 +34,9 @@ def cells(text: str) -> int:
 
 
 def bounded(text: str, columns: int) -> str:
-    """Return as much of the text, written out as by `visible`, as takes at most so many columns; no sign in part."""
+    """Return the beginning of a text, written out as by `visible`, in at most so many columns; no character in part."""
     kept, width = [], 0
-    # Of signs without a width no more than of others.
+    # The slice bounds characters without a width.
     for sign in text[:columns]:
         shown = visible(sign)
         width += cells(shown)
@@ -47,7 +47,7 @@ def bounded(text: str, columns: int) -> str:
 
 
 class LogText:
-    """A log as it comes in pieces, for a terminal: newlines, tabs, carriage returns and colours stay; all else that a
+    """Makes a log that comes in pieces printable: newlines, tabs, carriage returns and colours stay; all else that a
     terminal would obey is written out."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class LogText:
         self._has_colours = False
 
     def feed(self, data: bytes, final: bool = False) -> str:
-        """What may be printed by now; a sign or a colour that has only begun waits for the next piece."""
+        """Return what may be printed by now; a character or a colour that is cut waits for the next piece."""
         text = self._rest + self._decoder.decode(data, final)
         begun = None if final else _BEGUN_COLOUR.search(text)
         self._rest = begun[0] if begun else ""
@@ -64,7 +64,7 @@ class LogText:
         return _CONTROLS_OF_LOGS.sub(self._written_out, text)
 
     def end(self) -> str:
-        """What is left, and colours back to what they were."""
+        """Return what is left, and the code that resets colours."""
         return self.feed(b"", final=True) + ("\x1b[0m" if self._has_colours else "")
 
     def _written_out(self, found: re.Match[str]) -> str:

@@ -202,7 +202,7 @@ def parse_preamble(data: Any) -> Preamble:
 
 
 def check_header(preamble: Preamble, encoded: Any) -> None:
-    """Raise ImageError where the encoded header is not what its digest says: TRUNCATED, DIGEST."""
+    """Raise ImageError (TRUNCATED, DIGEST) if the encoded header does not match its size or digest."""
     if len(encoded) != preamble.header_bytes:
         raise ImageError("TRUNCATED", f"the header has {preamble.header_bytes} bytes, {len(encoded)} are there")
     if _header_digest(preamble, encoded) != preamble.header_digest:

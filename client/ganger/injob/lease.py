@@ -15,5 +15,5 @@ def expired(until_ns: int, now_ns: int) -> bool:
 
 
 def must_be_frozen(has_agent: bool, is_opaque: bool) -> bool:
-    """Whether a rank does not stop by itself when its lease ends: it never said hello, or has no boundaries."""
+    """Whether a rank does not stop by itself when its lease ends: no agent has reported, or it has no boundaries."""
     return is_opaque or not has_agent

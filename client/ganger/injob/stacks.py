@@ -31,9 +31,9 @@ class StackPrinter:
 
     def _watch(self, seen: int) -> None:
         while not self._is_over.wait(_LOOK_EVERY_S):
-            asked = self._words[Word.STACKS_SEQ]
-            if asked != seen:
-                seen = asked
+            requested = self._words[Word.STACKS_SEQ]
+            if requested != seen:
+                seen = requested
                 try:
                     faulthandler.dump_traceback(2, all_threads=True)
                 except OSError:

@@ -79,7 +79,7 @@ def _options(
 ) -> tuple[tuple[str, int | str], ...]:
     if not endpoint.tls or endpoint.address.startswith("unix:"):
         return (*_CLIENT_OPTIONS, *options)
-    # The certificate has to say that this host is served in this role: that it names the host, others' do, too.
+    # The certificate has to state the role, too: certificates of other roles name the same host.
     expected = served_name(role, host_of(endpoint.address))
     return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
 

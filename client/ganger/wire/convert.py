@@ -28,7 +28,7 @@ from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import names, times
 from ganger.wire.errors import RequestInvalid
 
-# What is kept of a refusal: figures by name, and what is said of it.
+# Limits of a refusal: figures, characters of their names, characters of its detail.
 _FIGURES_MOST, _NAME_MOST, _DETAIL_MOST = 16, 64, 500
 _FIGURE_MOST = (1 << 63) - 1
 # A claim has cores by socket, and tasks by role.

@@ -242,7 +242,7 @@ class QueueFull(ApiError):
 
 
 class UserLimit(ApiError):
-    """A user has, or asks for, more than each user may. metadata: `limit`."""
+    """A user has, or requests, more than each user may have. metadata: `limit`."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "USER_LIMIT"
 

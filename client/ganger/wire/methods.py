@@ -102,7 +102,7 @@ def deadline_seconds(path: str) -> float | None:
 
 
 def largest_bytes(path: str) -> int:
-    """What a request of "/package.Service/Method" may take; as much as a message holds for methods not in the table."""
+    """Return how many bytes a request to "/package.Service/Method" may have; unknown methods: a whole message."""
     method = METHODS.get(path)
     return 4 * _MIB if method is None else method.largest_bytes
 

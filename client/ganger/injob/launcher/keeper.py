@@ -24,7 +24,7 @@ _SWEEPS = 8
 
 
 class LeaseKeeper:
-    """Of the lease of one rank. ``freezer``: the file that freezes its control group, "" where there is none;
+    """Keeps the lease of one rank. ``freezer``: the file that freezes its control group, "" where there is none;
     ``procs``: the ``cgroup.procs`` files of its group."""
 
     def __init__(self, name: str, pid: int, page_path: str, freezer: str = "", procs: Sequence[str] = ()) -> None:
@@ -58,8 +58,8 @@ class LeaseKeeper:
         if not self._is_frozen():
             print(f"ganger launcher: {self._name} is frozen: its lease has ended", file=sys.stderr)
             self._freeze()
-            # What was extended in between may have been too late for the daemon to see what was done here. It has
-            # written its order before: one to stop is its own to carry out.
+            # If the daemon extended the lease meanwhile, it may not have seen that the group is frozen. An order to
+            # stop, which it writes before, it carries out itself.
             if not self._is_over(now_ns()) and self._order() != Order.STOP:
                 self._thaw()
                 return 0.0
@@ -80,7 +80,7 @@ class LeaseKeeper:
         return self._word(Word.ORDER, Order.RUN)
 
     def _word(self, word: int, otherwise: int) -> int:
-        """Of a page that its job has cut off: what was seen last."""
+        """Return a word of the page, or ``otherwise`` if its job has truncated the page."""
         assert self._page is not None, "looked at only while it is open"
         try:
             return self._page.get(word)
@@ -100,7 +100,7 @@ class LeaseKeeper:
         if self._write(0):
             return
         found: set[int] = set()
-        # A stopped process forks no more: once a look finds no other, all have been told.
+        # A stopped process does not fork: once a look finds no other, all have the signal.
         for _ in range(_SWEEPS):
             new = self._members() - found
             if not new:

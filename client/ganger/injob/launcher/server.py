@@ -225,7 +225,7 @@ class Server:
         if new.settle is None:
             return  # heard already: its end was noticed in the same moment
         new.settle = None
-        new.launch_error = _heard(read_end, f"{new.name} was killed as it was started") or {}
+        new.launch_error = _error_of_child(read_end, f"{new.name} was killed as it was started") or {}
         self._selector.unregister(read_end)
         os.close(read_end)
         if new.launch_error:
@@ -353,7 +353,7 @@ class Server:
 
         def said() -> None:
             died = f"{name} was killed"
-            answer = _heard(read_end, died)
+            answer = _error_of_child(read_end, died)
             self._selector.unregister(read_end)
             os.close(read_end)
             if answer is None:
@@ -447,7 +447,7 @@ _OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]
 }
 
 
-def _heard(read_end: int, died: str) -> dict[str, str] | None:
+def _error_of_child(read_end: int, died: str) -> dict[str, str] | None:
     """Return the error that a child has written, {} for one without fields, None if it wrote nothing.
 
     What it wrote may be cut, because it was killed: no child ends its launcher.

@@ -21,7 +21,9 @@ _MOST_BYTES = 1 << 20
 
 
 def sets_library_variables(command: PythonCommand) -> bool:
-    """Whether the program, or a module of its own that it imports, does; for the current working directory."""
+    """Whether the program, or one of its own modules that it imports, sets such a variable.
+
+    Paths are relative to the current working directory."""
     if command.module:
         top = os.getcwd()
         waiting = [path for name in _prefixes(command.module) for path in _files(top, name)]
