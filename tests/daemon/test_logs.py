@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from ganger_daemon import logs
@@ -149,6 +151,26 @@ def test_a_log_that_grows_fast_is_copied_in_portions_and_whole_once_it_is_sealed
         sizes.append(copy.stat().st_size)
     assert sizes == [1 << 20, 2 << 20, 3 << 20]
     assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_copy_that_ends_late_does_not_cut_what_a_later_one_has_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    store = LogStore(tmp_path / "a", storage)
+    path = write(store, 1, "first\n")
+    extents = logs.extents
+
+    def overtaken(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
+        yield from extents(file, start, end)
+        monkeypatch.setattr(logs, "extents", extents)
+        write(store, 1, "second\n")
+        store.mirror("job", 0, 1)
+
+    monkeypatch.setattr(logs, "extents", overtaken)
+    store.mirror("job", 0, 1)
+    assert (storage / "job" / "logs" / path.name).read_text() == "first\nsecond\n"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])

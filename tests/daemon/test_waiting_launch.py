@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from typing import Any
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.v1 import job_pb2
+from ganger_daemon.workers import launching
 
 pytestmark = pytest.mark.system
 
@@ -59,5 +62,32 @@ def test_a_gang_is_refused_where_nobody_is_to_give_up_the_cores_that_it_lacks() 
         await made.master.want("n1", comes)
         ended = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
         assert "no cores" in ended.outcome.message
+
+    run(story)
+
+
+def test_a_gang_that_reads_its_checkpoint_is_not_launched_beside_one_that_was_launched_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both_read, first_runs = threading.Event(), threading.Event()
+    plan = launching.restore_plan
+
+    def read(desired: Any, *arguments: Any) -> Any:
+        if desired.epoch == 2:
+            both_read.set()
+            assert first_runs.wait(60.0)
+        assert both_read.wait(60.0)
+        return plan(desired, *arguments)
+
+    monkeypatch.setattr(launching, "restore_plan", read)
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1")
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), steps=20, pause=0.1))
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        first_runs.set()
+        await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
+        assert made.master.book("n1").observed[1].phase == Observed.PHASE_ENDED
 
     run(story)
