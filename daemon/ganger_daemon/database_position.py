@@ -1,6 +1,6 @@
-"""How far this daemon has seen the master's database come. A master whose database is an older copy notices by it.
+"""The newest position of the master's database that this daemon has seen: it shows the master an older copy.
 
-What was seen is noted before it is acted on. It is no more than a hint: without the note the master receives less.
+It is written before a desired set is acted on. It is a hint: without it the master has one report less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ganger_daemon.files import read_json, write_hint
 
 
 class DatabasePosition:
-    """The note of it on disk, read at the start and written before each desired set is acted on."""
+    """The position, read from disk at the start and written before each desired set is acted on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,7 +26,7 @@ class DatabasePosition:
             self.message = agent_pb2.Seen()
 
     def note(self, store: str, desired_version: int, gangs: Iterable[agent_pb2.DesiredGang]) -> None:
-        """A desired set of the database of that name. Versions of another database count for nothing; its ids do."""
+        """Record a desired set of the database `store`. Versions are compared within one database only, ids always."""
         fresh = agent_pb2.Seen(store=store, desired_version=desired_version)
         fresh.next_epoch, fresh.next_job = self.message.next_epoch, self.message.next_job
         if store == self.message.store:

@@ -111,7 +111,7 @@ def _sync(path: Path) -> None:
 
 def open_plain(path: Path, is_jobs_directory: bool = False) -> BinaryIO:
     """Open for reading what a job could have put there: a plain file only, no pipe without a writer, no link.
-    `is_jobs_directory`: nor is its directory a link. Raises OSError."""
+    `is_jobs_directory`: its directory must be no link either. Raises OSError."""
     follow = os.O_NOFOLLOW if is_jobs_directory else 0
     parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | follow)
     try:
@@ -139,7 +139,7 @@ def _check_plain(fd: int, path: Path) -> None:
 
 
 def extents(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file between two offsets that hold data, without its holes, as (from, to)."""
+    """Yield the parts of a file between two offsets that hold data, without its holes, as (from, to)."""
     while start < end:
         try:
             begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
@@ -154,7 +154,7 @@ def extents(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def read_plain(path: Path, most_bytes: int = LARGEST_BYTES, is_jobs_directory: bool = False) -> bytes:
-    """The whole content of a plain file. Raises OSError, EFBIG before anything is read where it is larger."""
+    """Return the content of a plain file of at most `most_bytes`. Raises OSError: EFBIG, unread, if it is larger."""
     with open_plain(path, is_jobs_directory) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:

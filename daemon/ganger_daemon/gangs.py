@@ -53,7 +53,7 @@ class GangSet:
         self._journal = host.paths.state / "finished.json"
         # By job uid, oldest end first: how the newest gang of the job that ended here, and was acknowledged, ended.
         self._ends = {uid: _end_of(uid, fields) for uid, fields in read_json(self._journal).items()}
-        # Where ranks were to meet, of gangs that this node led and has forgotten.
+        # Rendezvous addresses of gangs that this node led and has forgotten.
         self.met: dict[GangId, tuple[str, int]] = {}
         self._wanted_before: set[GangId] = set()
         self.rotation = Rotation(host, peers, self)
@@ -99,8 +99,9 @@ class GangSet:
         rows: Iterable[agent_pb2.DesiredRows] = (),
         missing: frozenset[int] = frozenset(),
     ) -> frozenset[int]:
-        """One desired set, complete. Idempotent. `missing`: epochs whose spec is still to come; such a gang neither
-        starts nor stops, unless it is here already. Returns those that are not here."""
+        """Apply one complete desired set. Idempotent. `missing`: epochs of gangs whose spec is still to come.
+
+        Those that are not here are not started yet, and their epochs are returned."""
         self.rotation.hear(rows)
         messages: dict[GangId, agent_pb2.DesiredGang] = {}
         wanted: list[Wanted] = []
@@ -158,7 +159,7 @@ class GangSet:
                 await self._forget(key)
 
     def observed(self, describe: frozenset[int] = frozenset()) -> list[agent_pb2.ObservedGang]:
-        """The complete observed set, in a fixed order; gangs of the epochs `describe` with what they were last told."""
+        """The complete observed set, in a fixed order; gangs of the epochs `describe` with their desired state."""
         return [
             _described(self._gangs[key]) if key[1] in describe else self._gangs[key].observed
             for key in sorted(self._gangs)
@@ -303,7 +304,7 @@ def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
 
 
 def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
-    """What is kept of a gang that is forgotten."""
+    """Return what is kept of a gang that is forgotten."""
     observed = gang.observed
     end = agent_pb2.FinishedGang(
         job=observed.job,
@@ -318,7 +319,7 @@ def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
 
 
 def _end_of(uid: str, fields: Any) -> agent_pb2.FinishedGang:
-    """As it was noted; older daemons noted the epoch alone."""
+    """Read the end of a gang from the journal. Earlier versions wrote the epoch alone."""
     if isinstance(fields, dict):
         with suppress(json_format.ParseError):
             return json_format.ParseDict(fields, agent_pb2.FinishedGang(), ignore_unknown_fields=True)

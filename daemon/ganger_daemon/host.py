@@ -20,7 +20,7 @@ from ganger_daemon.storage_work import StorageWait, StorageWork
 from ganger_daemon.workers.directories import DaemonPaths
 from ganger_daemon.workers.launchers import Launchers
 
-# Between two looks for the token; how long the daemon's loop waits for one, and from when on storage counts as hung.
+# Between two looks for the token; how long the daemon's loop waits for one; after how long storage counts as hung.
 _LOOK_EVERY_S = 0.5
 _LOOK_PATIENCE_S = 0.25
 _HUNG_S = 5.0
@@ -48,7 +48,7 @@ class Storage:
 
     @property
     def found(self) -> str:
-        """The token that is there; what was found last while storage does not answer."""
+        """The token in the storage directory; the one found last while storage does not answer."""
         now = time.monotonic()
         if self.path is None:
             return ""
@@ -65,7 +65,7 @@ class Storage:
 
     @property
     def trouble(self) -> str:
-        """Why what needs storage does not get on; empty if it answers."""
+        """Why work that needs storage waits; empty if storage answers."""
         if self.path is None or self._looking is None or self._waiting.passed_s < _HUNG_S:
             return ""
         return f"STORAGE_HUNG: storage has not answered since {self._waiting.since}"

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
 SEGMENT_LIMIT_BYTES = 1 << 30
-# Of a log that grows, at one time: a gang is not kept waiting for more.
+# Most bytes copied at one time of a log that grows: the gang does not wait for more.
 PORTION_BYTES = 64 << 20
 _NOTES = re.compile(r"^rank-(\d+)\.json$")
 _SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
@@ -131,7 +131,7 @@ class LogStore:
                     lost += segment.dropped - inside
                     inside = segment.dropped
                 for position, data in _pieces(segment, inside):
-                    # what its job cut a hole into is lost, too
+                    # a hole that its job made is lost, too
                     yield Chunk(start + position, data, lost + position - inside)
                     lost, inside = 0, position + len(data)
                 lost += max(0, segment.length - inside)

@@ -38,9 +38,9 @@ _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 2.0
 _LASTING_RETRY_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
-# A part of a set is answered at once.
+# Deadline of one part of a set, which the master answers at once.
 _PART_SECONDS = 10.0
-# What a gang takes in a message beyond its own bytes, at most.
+# Most bytes that a gang takes in a message beyond its own.
 _FIELD_BYTES = 16
 # Reasons that will not go away by asking again soon; a person has to do something.
 _LASTING = frozenset(
@@ -69,13 +69,13 @@ class Conversation:
     said_proved: bool = False
     # The newest desired set of this session; None before the first answer.
     desired: list[agent_pb2.DesiredGang] | None = None
-    # Of these of its gangs the spec is still to come.
+    # Epochs of its gangs whose spec is still to come.
     missing: frozenset[int] = frozenset()
     rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
-    # The master's database, and whether it was restored from a backup.
+    # Name of the master's database, and whether the master requests ended gangs because that was restored.
     store: str = ""
     reports_finished: bool = False
-    # Gangs that the master asks about.
+    # Epochs of gangs that the master wants described.
     describe: frozenset[int] = frozenset()
 
 
@@ -264,7 +264,7 @@ class Session:
         # A version counts as applied once every gang of it is known whole: until then its answers come at once.
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
-        # Not before its orders are known: what stands still for want of a lease may be what it stops.
+        # After its orders: they may stop a gang that is frozen because its lease has ended.
         until = lease_until(sent_at_ns, conversation.lost_after_seconds)
         # A daemon that has no gangs has no lease that could have ended.
         has_orders = answer.desired_version > 0 or not conversation.said
@@ -274,7 +274,7 @@ class Session:
 
 
 def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.ReconcileRequest]:
-    """Takes the gangs for which one message has no room out of a request, and returns the calls that go before it."""
+    """Move gangs for which one message has no room out of a request; return the requests to send before it."""
     parts: list[agent_pb2.ReconcileRequest] = []
     while request.ByteSize() > PART_BYTES and len(request.gangs) > 1:
         part = agent_pb2.ReconcileRequest(
@@ -293,7 +293,7 @@ def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.Reconcil
 
 
 def _specs_kept(answer: agent_pb2.ReconcileResponse, known: Iterable[agent_pb2.DesiredGang]) -> frozenset[int]:
-    """Gives gangs whose spec is left out for want of room the one that came earlier; returns those that have none."""
+    """Fill in specs that an answer leaves out for want of room and that came earlier; return epochs without one."""
     if not answer.later_specs:
         return frozenset()
     specs = {gang.epoch: gang.spec for gang in known if gang.HasField("spec")}

@@ -41,7 +41,7 @@ class Cgroups(Protocol):
         """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
 
     def freezer_file(self, group: str) -> str:
-        """The file of the kernel that freezes the group (`cgroup.freeze` or `freezer.state`); "" where signals do."""
+        """Return the kernel's file that freezes the group (`cgroup.freeze`, `freezer.state`); "" if signals must."""
 
     def hasten(self) -> None:
         """A process is about to join a group. Blocks for as long as the first to join would else have to, some 10 ms:
@@ -76,8 +76,7 @@ class Cgroups(Protocol):
     def memory_bytes(self, group: str) -> int: ...
 
     def unreclaimable_bytes(self, group: str) -> int:
-        """Return its memory without file caches, which the kernel gives back under pressure. Zero where it is
-        unknown."""
+        """Return its memory in bytes without file caches, which the kernel reclaims under pressure; zero if unknown."""
 
     def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
         """False while processes are still there after the time; a group that is gone is True."""

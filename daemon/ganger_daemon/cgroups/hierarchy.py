@@ -47,7 +47,7 @@ class Memory(Part, Protocol):
 
 
 class Stop(Part, Protocol):
-    """Freezing and killing. `file`: of a group, what is written to freeze it."""
+    """Freezing and killing. `file`: name of the file in a group that is written to freeze it."""
 
     file: str
 
@@ -179,8 +179,8 @@ class StopV1:
         return files.read(group / self.file) == "FROZEN"
 
     def kill(self, group: Path) -> None:
-        # What is frozen forks no more, so each has its signal before any goes on. A group that was not frozen in time
-        # may have forked between the look and the signals: again, until it is empty.
+        # A frozen group does not fork, so each process has its signal before any goes on. A group that was not frozen
+        # in time may have forked between the look and the signals: repeat until it is empty.
         for _ in range(_SWEEPS):
             self.order(group, frozen=True)
             files.wait_until(lambda: self.is_frozen(group), _SWEEP_SECONDS)

@@ -24,12 +24,12 @@ def surplus(
 ) -> tuple[CheckpointName, ...]:
     """What to remove once `newest` is published, oldest first.
 
-    `wanted`: those the master would start the job from, as it has said last. Of what was published since, it may have
-    made the first one durable without its answer coming through; so that one stays, too.
+    `wanted`: checkpoints the master would start the job from, as its newest desired set names them. The first one
+    published since stays, too: the master may have recorded it although its answer was lost.
     """
     ordered = sorted(names, key=_age)
-    said = max(map(_age, wanted), default=(-1, -1))
-    since = [name for name in ordered if _age(name) > said]
+    newest_wanted = max(map(_age, wanted), default=(-1, -1))
+    since = [name for name in ordered if _age(name) > newest_wanted]
     kept = {*ordered[-KEEP:], newest, *wanted, *since[:1]}
     return tuple(name for name in ordered if name not in kept)
 

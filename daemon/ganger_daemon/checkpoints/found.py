@@ -1,4 +1,4 @@
-"""What complete checkpoints a job has on storage, whatever the master knows of them."""
+"""The complete checkpoints that a job has on storage, whether or not the master has recorded them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from ganger_daemon.core.orders import FoundCheckpoint
 
 from .layout import checkpoints_directory, complete, read_manifest
 
-# A job keeps fewer; one may have filled its directory with others.
+# More than a job keeps; a job may have filled its directory with others.
 _MOST = 16
 
 
 def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[FoundCheckpoint, ...]:
-    """Of attempts before that epoch, newest first. What cannot be read is left out. Blocks."""
+    """Return the complete checkpoints of attempts before `before_epoch`, newest first, at most 16. Blocks.
+
+    Those that cannot be read are left out."""
     directory = checkpoints_directory(storage, job_uid)
     try:
         names = [name for name in complete(directory) if name.epoch < before_epoch]

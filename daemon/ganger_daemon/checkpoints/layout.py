@@ -15,7 +15,7 @@ from ganger_daemon.files import read_plain
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1
-# Tens of thousands of shards; a job may have written a larger one.
+# Enough for tens of thousands of shards; a job may have written a larger file.
 _MANIFEST_MOST_BYTES = 16 << 20
 _FINAL = re.compile(r"^(\d+)-(\d+)$")
 _UNFINISHED = re.compile(r"^(\d+|\{step\})-(\d+)\.tmp$")
@@ -60,7 +60,7 @@ def complete(directory: Path) -> tuple[CheckpointName, ...]:
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One shard, as its manifest has it. `header_digest` is empty in manifests of before there was one."""
+    """One shard in a manifest. `header_digest`: empty in manifests of earlier versions."""
 
     rank: int
     bytes: int
@@ -69,7 +69,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):
-    """What is read of a manifest; whatever else is in it takes no memory."""
+    """The fields of a manifest that are read; others are skipped."""
 
     step: int
     world: int
@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises OSError, or ValueError when there is none or it is not a manifest."""
+    """Read the manifest in a checkpoint's directory. Raises OSError, or ValueError if it is damaged or too new."""
     content = read_plain(directory / MANIFEST, _MANIFEST_MOST_BYTES, is_jobs_directory=True)
     try:
         found = msgspec.json.decode(content, type=Manifest)

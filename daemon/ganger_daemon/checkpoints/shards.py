@@ -1,4 +1,4 @@
-"""What is in a shard file, read as what a job wrote: whatever its bytes say, little memory is taken for them."""
+"""Contents of shard files. A job wrote them, so no size that they state makes this process allocate much memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ganger_daemon.files import open_plain
 
 from .publish import Shard
 
-# The state beside its tensors, as JSON. It is never decoded here but for a few words.
+# The state beside its tensors, as JSON, of which only a few fields are decoded here.
 _HEADER_MOST_BYTES = 128 << 20
 _PIECE_BYTES = 1 << 20
 _MODEL_CHARACTERS = 200
@@ -22,7 +22,7 @@ _ALGORITHMS = {image.XXH3: "xxh3_64", image.CRC32: "crc32"}
 
 
 class _Header(msgspec.Struct, frozen=True, gc=False):
-    """The words of an image's header that say whose it is; the others are passed over."""
+    """The fields of an image's header that identify it; the others are skipped."""
 
     step: int = 0
     rank: int = 0
@@ -32,7 +32,7 @@ class _Header(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A shard of which every byte was read and agrees with its digests. `digest`, `header_digest`: "algorithm:hex"."""
+    """A shard whose bytes have all been read and match its digests. `digest`, `header_digest`: "algorithm:hex"."""
 
     size_bytes: int
     digest: str
@@ -48,7 +48,7 @@ class Described:
 
 
 def describe_shard(path: Path) -> Described:
-    """Reads all of a shard. Blocks. Raises image.ImageError or OSError."""
+    """Read all of a shard and check its digests. Blocks. Raises image.ImageError or OSError."""
     with open_plain(path, is_jobs_directory=True) as file:
         size = os.fstat(file.fileno()).st_size
         preamble = image.parse_preamble(_exactly(file, min(size, image.PREAMBLE_BYTES)))
@@ -62,7 +62,7 @@ def describe_shard(path: Path) -> Described:
             raise image.ImageError("HEADER", text)
         encoded = _exactly(file, preamble.header_bytes)
         image.check_header(preamble, encoded)
-        header = _words_of(encoded)
+        header = _header_of(encoded)
         del encoded
         digests = image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
         left = preamble.data_bytes
@@ -80,12 +80,12 @@ def describe_shard(path: Path) -> Described:
         step=header.step,
         rank=header.rank,
         world=header.world,
-        # What a job says of itself, for people to read.
+        # A text of the job, for people.
         device_model=header.device_model[:_MODEL_CHARACTERS],
     )
 
 
-def _words_of(encoded: bytes) -> _Header:
+def _header_of(encoded: bytes) -> _Header:
     try:
         return msgspec.json.decode(encoded, type=_Header)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -13,6 +13,7 @@ from ganger_daemon.files import open_plain
 from .layout import MANIFEST, Entry, Manifest, parse_final, read_manifest
 from .shards import Described, describe_shard
 
+# Errors of the files themselves; others may pass.
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.ENXIO)
 
 
@@ -41,8 +42,8 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
         manifest = read_manifest(directory)
         name = parse_final(directory.name)
         if name is not None and (manifest.step, manifest.epoch) not in ((name.step, name.epoch), (name.step, None)):
-            said = f"is of step {manifest.step} and epoch {manifest.epoch}"
-            return Unreadable(directory, f"{MANIFEST} {said}, its directory is {directory.name}")
+            is_of = f"is of step {manifest.step} and epoch {manifest.epoch}"
+            return Unreadable(directory, f"{MANIFEST} {is_of}, its directory is {directory.name}")
         files = {entry.rank: (Path(file).name, entry) for file, entry in manifest.files.items()}
         if len(files) != manifest.world or not all(0 <= rank < manifest.world for rank in files):
             return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {manifest.world} shards")
@@ -58,7 +59,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
 
 
 def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) -> str:
-    """Why a shard is not the one that its manifest names; empty if it is. Raises OSError."""
+    """Return why a shard is not the one that its manifest names; empty if it is. Raises OSError."""
     with open_plain(shard, is_jobs_directory=True) as file:
         actual = file.seek(0, 2)
     if actual != entry.bytes:
@@ -73,6 +74,7 @@ def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) 
 
 
 def _difference(found: Described, entry: Entry, manifest: Manifest) -> str:
+    """Return how a shard differs from its entry in the manifest; empty if it does not."""
     if found.digest != entry.digest:
         return f"has digest {found.digest}, {MANIFEST} says {entry.digest}"
     if (found.rank, found.world, found.step) != (entry.rank, manifest.world, manifest.step):

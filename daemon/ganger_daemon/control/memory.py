@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 0.02
 _MEBIBYTE = 1 << 20
-# Beside a quarter of what is in use; and what is reported is rounded up to whole ones.
+# Margin beside a quarter of the use; what is reported is rounded up to a multiple of it.
 _MARGIN_BYTES = 64 << 20
 # Drivers free a little later than they say; after this it is worth telling somebody.
 _TROUBLE_SECONDS = 5.0
 
 
 class MemoryWatch:
-    """`is_shared`: others use its devices, too, and what these use says nothing of it. `group`: its control group;
-    `arena_bytes`: what is reserved for its arenas."""
+    """`is_shared`: whether other gangs use its devices, too; then the use of a device does not show this gang's part.
+    `group`: its control group. `arena_bytes`: bytes reserved for its arenas."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MemoryWatch:
         self.trouble = ""
         # What the ranks keep of each device of the node although all is freed; empty where that cannot be told.
         self.residue: tuple[int, ...] = ()
-        # Host memory that they keep beside their arenas, with a margin; zero where that cannot be told.
+        # Host memory that they keep beside their arenas, with a margin; zero if unknown.
         self.kept_bytes = 0
 
     @property
@@ -142,8 +142,10 @@ class MemoryWatch:
         self.residue = tuple(kept) if UNREADABLE not in kept else ()
 
     def _measure(self, pages: ControlPages) -> int:
-        """What is in the arenas is reserved apart from the memory that is claimed: of what the ranks say that they have
-        put there no more counts than is reserved, so that both together are never less than what is in use."""
+        """Return the host memory in bytes that the ranks keep beside their arenas, with a margin; zero if unknown.
+
+        Arenas are reserved apart from the claimed memory. Of the bytes that ranks report as stored there, at most the
+        reserved ones are subtracted, so that kept and reserved memory together cover what is in use."""
         used = self._host.cgroups.unreclaimable_bytes(self._group)
         if not used:
             return 0

@@ -90,7 +90,7 @@ class Gang:
     launched_at: float = 0.0
     world: int = 1
     no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
-    restores: bool = False  # from a saved state: an agent saved it, so there is one, whatever starts it and when
+    restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
     frozen: bool = False  # every process stands still
     launch_failure: Outcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
@@ -216,7 +216,7 @@ def is_beyond(gang: Gang) -> bool:
 
 def has_outlived_lease(wanted: Wanted, frozen: bool, lease_is_over: bool | None) -> bool:
     """Whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no lease;
-    then a gang that stands still without an order to pause has outlived its own."""
+    then a gang that is frozen without an order to pause has outlived its lease."""
     if lease_is_over is None:
         return frozen and wanted.intent is not Intent.PARK
     return lease_is_over
@@ -224,7 +224,7 @@ def has_outlived_lease(wanted: Wanted, frozen: bool, lease_is_over: bool | None)
 
 def should_freeze(gang: Gang, now: float, lease_is_over: bool | None) -> bool:
     """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it.
-    Before this daemon knows of a lease, what stands still goes on standing still."""
+    Until this daemon knows of a lease, frozen processes stay frozen."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     if not live or gang.wanted.intent is Intent.STOP or gang.stop_signalled:
         return False
@@ -232,7 +232,7 @@ def should_freeze(gang: Gang, now: float, lease_is_over: bool | None) -> bool:
         return True
     if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
-    # for an order that is beyond it, it rests for as long as it takes to say so
+    # An order that it cannot carry out: it stands still until that is reported.
     return is_paused_by_freezing(gang, now) or (gang.wanted.intent is Intent.PARK and is_beyond(gang))
 
 

@@ -18,11 +18,11 @@ def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
 
 
 def renewed(until_ns: int | None, next_ns: int, has_orders: bool, now_ns: int) -> int | None:
-    """Return until when ranks may step after an answer of the master; None where only what the ranks have counts.
+    """Return until when ranks may step after an answer of the master; None if only the leases in their pages count.
 
-    `until_ns` is the lease so far, `next_ns` what the answer extends it to. `has_orders`: whether the answer says what
-    is to run here. One without orders, of a master whose database is being restored, extends a lease that still runs.
-    It does not renew one that has ended: the jobs may run elsewhere, and that master does not know yet.
+    `until_ns`: end of the lease so far; `next_ns`: its end after this answer. `has_orders`: whether the master has sent
+    a desired set. A master whose database is being restored sends none. Its answer extends a lease that still runs; it
+    does not renew one that has ended, because the jobs may run elsewhere.
     """
     if has_orders or (until_ns is not None and not expired(until_ns, now_ns)):
         return next_ns

@@ -98,7 +98,7 @@ def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
 
 
 def _rank(position: Position) -> tuple[Switch, bool]:
-    """The later one counts. A node that lost its notes has only the switch that its gangs obeyed, and no row for it."""
+    """Sort key: the highest position counts. A node that lost its notes has its gangs' last switch, and no row."""
     return position.switch, position.row != NO_ROW
 
 

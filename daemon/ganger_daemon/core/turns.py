@@ -146,7 +146,7 @@ def _was_left(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch, heard: int
 
 
 def _catching_up(told: Wanted, obeyed: Wanted, turn: Turn, stop: Switch) -> Wanted:
-    """It leaves the boundary where it rests for that of the switch, with its peers."""
+    """Return the order to leave the boundary where it rests for that of the switch, with its peers."""
     switch = max(turn.switch, replace(_switch_of(obeyed), sequence=_switch_of(obeyed).sequence + 1))
     return _resting(told, switch, agreement(turn.node_set, stop), turn.level)
 

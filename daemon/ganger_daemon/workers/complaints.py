@@ -44,14 +44,14 @@ class Complaints:
         self._part = part
         self._pages = pages
         self._refused = (0, "")  # (order, why)
-        # By rank and what is not offered: the file's time, and what it says.
+        # By rank and capability that is not offered: time of the file, and its text.
         self._reasons: dict[tuple[int, str], tuple[int, str]] = {}
 
     def under(self, order: OrderKey, saved_request: int = 0) -> str:
-        """Return the first one under an order; empty if there is none.
+        """Return the first complaint under an order; empty if there is none.
 
-        saved_request: number of the newest published checkpoint without a stop, 0 for none. What ranks reported before
-        it was requested no longer counts.
+        saved_request: number of the newest published checkpoint without a stop, 0 for none. Complaints from before its
+        request no longer count.
         """
         if self._refused[0] == order.number:
             return self._refused[1]
@@ -76,7 +76,7 @@ class Complaints:
         return text
 
     def reason(self, what: str) -> str:
-        """Why the ranks here do not offer `what` (see `GangPaths.reason`), by the first that says so; else empty."""
+        """Return why the ranks here do not offer `what` (see `GangPaths.reason`): the first reason found, or empty."""
         return next(filter(None, (self._reason_of(rank, what) for rank in self._part.ranks)), "")
 
     def _reason_of(self, rank: int, what: str) -> str:

@@ -105,7 +105,7 @@ class GangPaths:
 
 @dataclass(frozen=True, slots=True)
 class DaemonPaths:
-    """`machine_uuid`: what this daemon names things after that all daemons of a machine make in one place."""
+    """`machine_uuid`: identity of this daemon; it names what all daemons of a machine make in one place."""
 
     state: Path
     run: Path
@@ -137,7 +137,7 @@ class DaemonPaths:
 
     @property
     def own_name(self) -> str:
-        """Name of this daemon's cgroup, which no other daemon of this machine has, of whatever cluster or node name."""
+        """Name of this daemon's cgroup, unique among the daemons of this machine."""
         return f"ganger-{_short(self.machine_uuid)}"
 
     @property
@@ -174,7 +174,7 @@ class DaemonPaths:
 
 
 def make_private(path: Path) -> None:
-    """Raises DirectoryError."""
+    """Make a directory for this user alone. Raises DirectoryError."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -184,8 +184,10 @@ def make_private(path: Path) -> None:
 
 
 def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
-    """Return the run directory of the daemon of a state directory, with these fields in node.json: the one it had,
-    while it is there (its gangs have their control pages in it), else one in a tmpfs of this user."""
+    """Return the run directory for a daemon with this state directory; `node` are the fields of its node.json.
+
+    It is the former one if that still exists, because it has the control pages of the gangs; else one in a tmpfs of
+    this user."""
     former = str(node.get("run_directory") or "")
     if former and os.access(former, os.W_OK):
         return Path(former)

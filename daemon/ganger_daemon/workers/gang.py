@@ -61,7 +61,7 @@ _COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankStat
 _NOT_STARTED = (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE, OutcomeKind.STATE_OUTDATED)
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
-# Of what is copied at a time. A gang that has ended is not kept for longer by storage that hangs.
+# Longest wait of a gang that has ended for the copy of its logs, if storage hangs.
 _MIRROR_S = 30.0
 # Of what a job says; its own log has room for the rest.
 _LOGGED_PACKETS = 10_000
@@ -108,7 +108,7 @@ class LocalGang:
         self._settled: Outcome | None = None
         self._reaped = False
         self._logs_at = time.monotonic()
-        self._memory_limit = 0  # as it was set last; zero: at the launch
+        self._memory_limit = 0  # set last, in bytes; zero: only at the launch
         self._mirroring: asyncio.Task[None] | None = None
         self._lease_written = -1
         self._observed: bytes = b""
@@ -233,7 +233,7 @@ class LocalGang:
         self.told = with_spec_of(told, self.told)
 
     def hear_checkpoints(self, paths: Sequence[str]) -> None:
-        """Which checkpoints the master would start the job from."""
+        """Note the paths of the checkpoints that the master would start the job from."""
         if self.saving.want(paths) and self._launched:
             self._write_local()
 
@@ -278,7 +278,7 @@ class LocalGang:
         self.wake()
 
     def stop(self, is_stale: bool = False) -> None:
-        """The master wants it no more. `is_stale`: it wants a newer epoch of the job."""
+        """Stop the gang, which the master no longer wants. `is_stale`: the master wants a newer epoch of the job."""
         self.stop_wanted = True
         is_stale = is_stale or self._is_stale
         stop = replace(self.wanted, intent=Intent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False)
@@ -288,8 +288,8 @@ class LocalGang:
 
     @property
     def _is_stale(self) -> bool:
-        """Its lease has ended: the master may have started its job elsewhere. Asked before the answer that brings an
-        order extends the lease."""
+        """Whether its lease has ended, so that its job may have been started elsewhere. An order is applied before
+        the answer that brought it extends the lease."""
         is_over = self._standing.lease_is_over
         if is_over is None and self._launched and self.pages.readable:
             is_over = self.pages.lease_is_over(now_ns())
@@ -496,7 +496,7 @@ class LocalGang:
         await self._incoming.follow(self.desired, self.wanted)
 
     async def _follow_memory_limit(self) -> None:
-        """What is claimed; while it rests at OFFLOAD what it keeps, for the rest is others' by then."""
+        """Set the memory limit to the claim; while it is parked at OFFLOAD, to what it keeps: others claim the rest."""
         claim, kept = self.desired.claim, self.memory.kept_bytes
         if not claim.memory_bytes:
             return

@@ -37,8 +37,8 @@ _ARENA_ALIGNMENT = 2 << 20
 
 
 class LaunchRefusedError(Exception):
-    """The gang cannot start here; the message says why, for the user. `found`: complete checkpoints on storage, newest
-    first, where those matter."""
+    """The gang cannot start here; the message has the reason, for the user. `found`: complete checkpoints on storage,
+    newest first, where those matter."""
 
     kind = OutcomeKind.LAUNCH_FAILED
 
@@ -198,8 +198,8 @@ def arena_name(paths: GangPaths, rank: int) -> str:
 
 
 def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
-    """Whether its tasks have the variables of torchrun: several have, one that may become several, and one that asks
-    for them. Scripts take them for an order to start a process group."""
+    """Whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose spec
+    requests them. Scripts that find them start a process group."""
     return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
 
 

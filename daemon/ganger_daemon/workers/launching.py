@@ -61,7 +61,7 @@ _STRAYS_SECONDS = 5.0
 _STRAYS_LOOK_SECONDS = 0.01
 # Between looks whether a gang that waits for its leader is wanted still.
 _STOP_LOOK_SECONDS = 0.2
-# For all shards of a node; how long the gang's loop waits at once, and what is no news yet.
+# Longest read of all shards of a node; how long the gang's loop waits for it at once; when it is reported.
 _READING_S = 3600.0
 _READING_PATIENCE_S = 0.2
 _READING_QUIET_S = 5.0

@@ -130,8 +130,8 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.capabilities_presumed = not is_certain and not facts.no_agent
         # A shell may start a Python whose agent reports later.
         why = "no agent" if is_certain else "no agent has reported so far"
-        said = "" if message.capabilities_presumed else gang.complaints.reason("BOUNDARIES")
-        _add_what_an_opaque_job_can(message.capabilities, gang, why, said)
+        agent_reason = "" if message.capabilities_presumed else gang.complaints.reason("BOUNDARIES")
+        _add_what_an_opaque_job_can(message.capabilities, gang, why, agent_reason)
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
         if any(map(is_still_looking, found)):
@@ -141,7 +141,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
 
 
 def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[Progress]) -> None:
-    """Add how far an attempt got that rests or has ended. Steps that it repeats were not done by it."""
+    """Add the progress of an attempt that is parked or has ended. Steps that it repeats do not count as its own."""
     if any(progress.phase == RankPhase.REPLAY for progress in found):
         return
     slowest = min(found, key=lambda progress: progress.step)
@@ -174,9 +174,11 @@ def _waited(progress: Progress) -> float:
     return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
 
 
-def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalGang, why: str, said: str = "") -> None:
-    """`said`: what the agent itself gave as the reason."""
-    why = said or why
+def _add_what_an_opaque_job_can(
+    capabilities: job_pb2.Capabilities, gang: LocalGang, why: str, agent_reason: str = ""
+) -> None:
+    """`agent_reason`: the reason that the agent itself reported, if any; `why`: the one to give otherwise."""
+    why = agent_reason or why
     if gang.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = gang.host.cgroups.capabilities.get("freeze", "none")
@@ -186,8 +188,8 @@ def _add_what_an_opaque_job_can(capabilities: job_pb2.Capabilities, gang: LocalG
         capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
     elif not capabilities.pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
-    capabilities.missing["OFFLOAD"] = said or f"{why}: its state cannot be moved out of the device"
-    capabilities.missing["CHECKPOINT"] = said or f"{why}: its state cannot be saved and restored"
+    capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
+    capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
 
 
 def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[Progress]) -> None:

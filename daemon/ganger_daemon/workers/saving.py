@@ -34,7 +34,7 @@ from .others import Peers
 
 log = logging.getLogger(__name__)
 
-# Of one piece of work on storage: a shard is read whole. And how long the gang's loop waits for it at once.
+# Longest work on storage, which may read whole shards; and how long the gang's loop waits for it at once.
 _WORK_S = 3600.0
 _PATIENCE_S = 0.2
 _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
@@ -163,7 +163,7 @@ class Saving:
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
         runs = wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved
-        # What a rank cannot be brought back from is no checkpoint.
+        # A checkpoint from which a rank could not be restored is of no use.
         if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
             await self._ask(storage, desired, now)
         await self._hand_on_running(storage, found)
@@ -186,7 +186,7 @@ class Saving:
         if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
             return  # one agreement at a time
         if unsettled:
-            # Before room is looked for: what is left of the last request takes up room.
+            # Before the look for room: what is left of the last request takes up some.
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
         self.keeper.asked(now, request)
@@ -209,11 +209,11 @@ class Saving:
             await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
 
     def _failure_of(self, rank: int, agreement: int) -> str:
-        said = complaint_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
-        return str(said or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
+        complaint = complaint_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        return str(complaint or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
 
     async def hear_refusal(self, agreement: int, why: str) -> None:
-        """A member's ranks cannot write their shards of a checkpoint. What it reports of an earlier one is too late."""
+        """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""
         if self._pages.readable and agreement == self._pages.checkpoint_sequence():
             await self.keeper.refuse(agreement, why)
 

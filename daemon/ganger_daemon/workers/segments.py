@@ -1,5 +1,4 @@
-"""Segments in shared memory that a gang makes and does not remove itself, for its processes were killed: they go when
-its last process has.
+"""Removal of shared-memory segments that a gang has left because its processes were killed.
 
 A segment is a plain file in /dev/shm itself, as shm_open makes them. It is the gang's if it was not there before the
 launch, a process of the gang has it, and it has that process's owner. In doubt it stays.
@@ -22,9 +21,9 @@ log = logging.getLogger(__name__)
 
 SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5
-# A process that is just being forked is not among the gang's yet.
+# A file is examined so often: a process that is just being forked is not among the gang's yet.
 _EXAMINATIONS = 3
-# With more files than this nothing is looked for.
+# With more files than this no segments are looked for.
 _MOST_FILES = 10_000
 
 # Device and inode.
@@ -32,18 +31,18 @@ FileId: TypeAlias = tuple[int, int]
 
 
 class Segments:
-    """Of one gang on this node."""
+    """The segments of one gang on this node."""
 
     def __init__(self, host: Host, group: str) -> None:
         self._host = host
         self._group = group
         self._own: dict[str, FileId] = {}
-        # How often each other file was examined; those from before the launch need no look. None: not known.
+        # How often each other file was examined; those from before the launch count as done. None: unknown.
         self._others: dict[FileId, int] | None = None
         self._looked_at = 0.0
 
     def begin(self) -> None:
-        """Before the launch: what is there now belongs to others."""
+        """Note the files that are there before the launch: they do not belong to the gang."""
         self._own, files = {}, plain_files()
         self._others = None if files is None else dict.fromkeys(map(id_of, files.values()), _EXAMINATIONS)
 
@@ -58,8 +57,8 @@ class Segments:
         self._others = None if others is None else {(int(one[0]), int(one[1])): _EXAMINATIONS for one in others}
 
     async def look(self, now: float, *, at_once: bool = False) -> bool:
-        """Whether the gang's segments are others than at the last look. Processes are read where there are new files
-        only."""
+        """Look for new segments; return whether the gang's have changed. Processes are read only if there are new
+        files."""
         if self._others is None or (now - self._looked_at < _LOOK_SECONDS and not at_once):
             return False
         self._looked_at = now
@@ -86,7 +85,7 @@ class Segments:
         return changed
 
     def remove(self) -> None:
-        """Blocks. After the gang's last process: what another process has is left."""
+        """Remove the segments, after the gang's last process; those that another process has stay. Blocks."""
         left = {name: one for name, one in self._own.items() if _is_still(name, one)}
         if not left:
             return
@@ -104,7 +103,7 @@ class Segments:
         self._own = {}
 
     def _held_by_gang(self) -> dict[FileId, set[int]]:
-        """Owners of the processes that have a file, by file."""
+        """Return by file the owners of the gang's processes that have it."""
         found: dict[FileId, set[int]] = {}
         for pid in self._host.cgroups.pids(self._group):
             with suppress(OSError):
@@ -115,7 +114,7 @@ class Segments:
 
 
 def plain_files() -> dict[str, os.stat_result] | None:
-    """In shared memory itself, by name; None where that cannot be told."""
+    """Return the files in shared memory itself, by name; None if they cannot be listed or are too many."""
     found: dict[str, os.stat_result] = {}
     try:
         with os.scandir(SHARED) as entries:
@@ -135,7 +134,7 @@ def id_of(found: os.stat_result) -> FileId:
 
 
 def held_by(pid: int) -> set[FileId]:
-    """Files in shared memory that a process maps or has open. Raises OSError where that cannot be seen."""
+    """Return the files in shared memory that a process maps or has open. Raises OSError if that cannot be read."""
     return {*_mapped(Path(f"/proc/{pid}/maps").read_bytes()), *_open_files(f"/proc/{pid}/fd")}
 
 
@@ -151,13 +150,13 @@ def _mapped(maps: bytes) -> Iterator[FileId]:
 def _open_files(directory: str) -> Iterator[FileId]:
     for number in os.listdir(directory):
         with suppress(FileNotFoundError):
-            # only these are asked for more: a file on storage that hangs would not answer
+            # no stat of any other file: on storage that hangs it would not return
             if os.readlink(f"{directory}/{number}").startswith(f"{SHARED}/"):
                 yield id_of(os.stat(f"{directory}/{number}"))
 
 
 def _held_by_any(own: int) -> tuple[set[FileId], set[int]]:
-    """What all processes but this one have, and the owners of those that cannot be seen."""
+    """Return the files of all processes but `own`, and the owners of processes that cannot be read."""
     found: set[FileId] = set()
     unreadable: set[int] = set()
     for pid in _numbers(os.listdir("/proc")):
@@ -186,7 +185,9 @@ def _is_still(name: str, one: FileId) -> bool:
 
 
 def _may_be_used_by(unreadable: set[int], name: str) -> bool:
-    """Processes of other accounts cannot have a file that only its owner may open; those of root have none of users."""
+    """Whether a process that cannot be read may have the file.
+
+    Other accounts cannot have a file that only its owner may open, and processes of root have no files of users."""
     try:
         found = (SHARED / name).lstat()
     except OSError:
