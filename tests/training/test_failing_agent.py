@@ -91,7 +91,9 @@ def test_a_job_whose_agent_has_failed_goes_on_counting_its_steps_and_obeys_no_st
 
 
 def test_a_rank_with_a_state_to_restore_ends_when_its_agent_fails_before_it_has_begun(tmp_path: Path) -> None:
-    text = BREAK.format(name="ganger.training.rendezvous.hook") + LOOP.format(before="")
+    # Torch is imported before the script here, so the failure is that of a hook at its first line.
+    fails = "from ganger.training import agent\nagent._stand_aside(RuntimeError('broken'))\n"
+    text = fails + LOOP.format(before="")
     restore = {"kind": "checkpoint", "path": str(tmp_path), "step": 3}
     rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=True, restore=restore)
     assert rank.end() == EXIT_NO_STATE, rank.output()
