@@ -50,11 +50,13 @@ log = logging.getLogger(__name__)
 
 _STOP_GRACE_SECONDS: Final = 0.5
 _HOUSEKEEPING_SECONDS: Final = 300.0
-# Of the specs of finished jobs, in memory.
+# Most bytes that the specs of finished jobs take in memory.
 _FINISHED_BYTES: Final = 512 * 1024 * 1024
 # Between two looks at what lies on storage.
 _TIDYING_SECONDS: Final = 600.0
+# Between two records of ended jobs on storage.
 _NOTING_SECONDS: Final = 2.0
+# Between two checks for a restore of the database.
 _LOOK_SECONDS: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
 _COMPACT_ROWS: Final = 5_000
@@ -158,7 +160,7 @@ class Master:
         return writer
 
     async def _serve(self, writer: Writer) -> None:
-        """Raises EndpointError."""
+        """Start the server. Raises EndpointError."""
         config = self.config
         self._server = MasterServer(
             writer,
@@ -241,7 +243,7 @@ class Master:
             await asyncio.sleep(_TIDYING_SECONDS)
 
     async def _note_ends(self, beside: Beside) -> None:
-        """Names jobs that have ended on storage, too: a database that is restored elsewhere has nothing beside it."""
+        """Record ended jobs on storage too: a database that is restored elsewhere has no files beside it."""
         storage = self.config.storage_path
         while True:
             ends = dict(beside.take_ended())
@@ -253,7 +255,7 @@ class Master:
             await asyncio.sleep(_NOTING_SECONDS)
 
     async def _follow_restore(self, beside: Beside) -> None:
-        """Finds, once the database has turned out to be an older copy, which of its jobs have ended since."""
+        """Once the database turns out to be an older copy, find which of its jobs have ended since."""
         storage, last = self.config.storage_path, None
         while True:
             restoring, state = self.writer.committed.counters.restoring, self.writer.state
@@ -292,7 +294,7 @@ def _core_settings(config: Config) -> Settings:
 
 
 def _check_storage(token: str, settings: Settings) -> None:
-    """Raises StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
+    """Raise StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
     if token and token != settings.storage_token:
         raise StartError(
             f"--storage {settings.storage} is not the storage of this cluster, where its checkpoints are"
@@ -328,7 +330,7 @@ class FencedError(Exception):
 
 
 async def run(config: Config, say: Callable[[str], None]) -> bool:
-    """Runs a master until SIGTERM or SIGINT; False when it could not go on, and its log says why.
+    """Run a master until SIGTERM or SIGINT. Return False if it failed; its log has the reason.
 
     Raises StartError, and FencedError."""
     master = Master(config)

@@ -73,11 +73,11 @@ class Config:
     # Before a job is tried again whose attempts fail by themselves: after the second, doubled with each further one;
     # zero: always at once.
     restart_delay_seconds: float = 10.0
-    # A move or resize that has not come about by then is undone, and its job runs on where it is.
+    # A move or resize that is not complete by then is undone, and its job runs on where it is.
     move_deadline_seconds: float = 600.0
     # The operator says that the database was restored from a backup, which the master otherwise notices by itself.
     restored: bool = False
-    # For so long at least a restored master waits for daemons to call.
+    # Least time that a restored master waits for daemons to call.
     restored_wait_seconds: float = 20.0
     # Sessions of two machines with one name are refused while the first answered this recently.
     session_alive_seconds: float = 10.0
@@ -87,8 +87,8 @@ class Config:
     checkpoints_kept_seconds: float | None = 30 * 86400.0
     # Finished jobs that are kept, the last to end.
     finished_jobs_limit: int = 10_000
-    # Of each user who comes with a certificate of that role: pending jobs, bytes of the specs of jobs that have not
-    # ended, requests and changes in a second, and streams (watching, following logs) at once. Operators have none.
+    # Limits of each user with a certificate of that role: pending jobs, bytes of the specs of jobs that have not ended,
+    # requests and changes in a second, and streams (watching, following logs) at once. Operators have none.
     pending_jobs_per_user: int = 10_000
     spec_bytes_per_user: int = 256 * 1024 * 1024
     requests_per_user: int = 200
@@ -110,7 +110,7 @@ class Config:
 
     @property
     def database_path(self) -> Path | None:
-        """Of an SQLite database, its file."""
+        """Return the file of a SQLite database; None for any other database."""
         if not self.database_url:
             return self.state_dir / "ganger.db"
         found = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", self.database_url)
@@ -205,7 +205,7 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         return _duration_of(name, value)
     if name in _COUNTS:
         if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
-            raise ValueError(f"{name}: {value!r} is no number of {_COUNTS[name]}, at least 1")
+            raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
         return int(str(value))
     if name in ("residue_bytes", "spec_bytes_per_user"):
         return parse_memory(value)

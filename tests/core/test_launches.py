@@ -8,7 +8,7 @@ from ganger.resources.reasons import Reason
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, UncordonNode
 from ganger_master.core.explain import explain
-from ganger_master.core.launches import said_to
+from ganger_master.core.launches import visible_to
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.settings import Settings
 from msgspec.structs import replace
@@ -189,11 +189,11 @@ def test_the_message_of_a_failed_launch_is_shown_to_the_user_of_that_job_alone()
     drive.observe("n1")
     said = drive.state.nodes["n1"].launch_failure
     assert said == f"jobs/{bobs}: No space left on device"
-    assert said_to(drive.state.jobs, said, "bob") == said
-    for_ann = said_to(drive.state.jobs, said, "ann")
+    assert visible_to(drive.state.jobs, said, "bob") == said
+    for_ann = visible_to(drive.state.jobs, said, "ann")
     assert for_ann == f"jobs/{bobs}: its user and operators see why"
-    assert said_to(drive.state.jobs, "jobs/4711: /home/carl", "ann") == "jobs/4711: its user and operators see why"
-    assert said_to(drive.state.jobs, "", "ann") == ""
+    assert visible_to(drive.state.jobs, "jobs/4711: /home/carl", "ann") == "jobs/4711: its user and operators see why"
+    assert visible_to(drive.state.jobs, "", "ann") == ""
     for number, shown in ((anns, for_ann), (bobs, said)):
         (refusal,) = [
             one for one in explain(drive.state, number, drive.now).blockers if one.reason is Reason.LAUNCH_FAILED

@@ -50,7 +50,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "certificates",
         "lost_after: 'soon' is no duration",
         "log_level 'loud'",
-        "'0' is no number of jobs",
+        "'0' is not a number of jobs",
         "nonsense_key",
         "'much'",
         "--state-dir",

@@ -29,11 +29,11 @@ from ganger_master.policies.stopping import Contender, Stop, judge
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50
 _VALUE_LIMIT: Final = 4_096
-# Of all parameters of a member.
+# Bytes of all parameters of a member.
 _VALUES_LIMIT: Final = 16 * 1024
-# In a command.
+# Places such as {NAME} in a command.
 _PLACES_LIMIT: Final = 1_000
-# Of the commands and environments of all members: each is stored with its own.
+# Bytes of the commands and environments of all members: each member is stored with its own.
 _BYTES_LIMIT: Final = 16 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 # What is wrong with a member is wrong with most of them.
@@ -266,7 +266,7 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
         total = bytes_of(values)
         if total > _VALUES_LIMIT:
             found.append((f"{path}.parameters", f"at most {_VALUES_LIMIT} bytes in all"))
-        # No value is longer than all of them together: most need not be looked at one by one.
+        # No value is longer than all of them together, so most need not be checked one by one.
         are_fine = total <= _VALUE_LIMIT and "\0" not in values
         for name, text in given.items():
             # Most members have parameters of the same names.
@@ -282,7 +282,7 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
 
 
 def _wrong_commands(spec: JobSpec, members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:
-    """What the parameters make of the command, judged by its length before anything is put together."""
+    """Return what is wrong with the members' commands. Lengths are computed before any command is built."""
     template, shared = Template(spec.command), bytes_of_all(spec.environment)
     total = 0
     if template.places > _PLACES_LIMIT:

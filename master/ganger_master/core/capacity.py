@@ -145,8 +145,8 @@ _PATIENT = 1e12
 
 
 def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...]:
-    """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: with so
-    many devices, else as it asks for."""
+    """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: devices to
+    judge by; by default those that the job requests."""
     if job.uid in state.strays_of:
         return (_quarantined(state, job),)
     quotas = state.settings.quota_devices
@@ -181,7 +181,7 @@ def _holders(state: State, job: Job) -> str:
 
 
 def _quarantined(state: State, job: Job) -> Refusal:
-    """It would run twice."""
+    """Return the refusal of a job whose gang is quarantined: started again, the job would run twice."""
     names = sorted(state.strays_of[job.uid])
     epochs = sorted({one.epoch for name in names for one in state.nodes[name].strays if one.uid == job.uid})
     detail = (
@@ -220,7 +220,7 @@ def _launch_failed_on(state: State, job: Job) -> Collection[str]:
 def _closed(state: State, job: Job, node: str, reason: Reason) -> Refusal:
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
-    said = launches.said_to(state.jobs, state.nodes[node].launch_failure, job.user)
+    said = launches.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
     return Refusal(
         reason,
         node=node,
@@ -360,7 +360,7 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
 
 
 _KEPT_SECONDS = 0.5
-# Jobs that hold a share that are named.
+# Most jobs that a refusal by quota names.
 _TOLD: Final = 3
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a job the master believes in: what daemons have published, and what lies on storage."""
+"""Checkpoints that a job may start from: those that daemons have published, and those found on storage."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from msgspec.structs import replace
 from ganger_master.core.model import Checkpoint, Job
 from ganger_master.core.state import State
 
-# A job that has had so many unreadable ones in a row is not given another.
+# After so many unreadable checkpoints in a row, a job is given no other one.
 UNREADABLE_MOST: Final = 16
 
 
 def is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
-    """A later epoch's is newer whatever its step: it may have had to go back behind a damaged one."""
+    """Return whether `one` is newer than `other`. The later epoch counts first, then the step: an attempt may have had
+    to start from before a damaged checkpoint."""
     return other is None or (one.epoch, one.step) > (other.epoch, other.step)
 
 
-def learn(
+def record(
     state: State, job: Job, checkpoint: Checkpoint, now: float, cause: str, before: Checkpoint | None = None
 ) -> Job:
-    """Records a complete checkpoint that is newer than the known one. `before`: the one to fall back to; by default
-    the one known so far."""
+    """Record a complete checkpoint that is newer than the known one. `before`: the one to fall back to; by default the
+    known one. Return the changed job."""
     unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
     job = replace(
         job, checkpoint=checkpoint, checkpoint_before=before or job.checkpoint, unreadable=unreadable, trouble=""
@@ -34,8 +35,9 @@ def learn(
 
 
 def usable(found: Iterable[Checkpoint], epoch: int, unreadable: Collection[str]) -> list[Checkpoint]:
-    """Of those that a daemon found on storage for an attempt of this epoch: written by earlier attempts and not known
-    to be unreadable, the newest first."""
+    """Return the checkpoints that an attempt of this epoch may start from, the newest first.
+
+    `found`: those that a daemon found on storage. `unreadable`: paths that are known to be unreadable."""
     if len(unreadable) >= UNREADABLE_MOST:
         return []
     earlier = [one for one in found if one.epoch < epoch and one.path not in unreadable]

@@ -14,6 +14,7 @@ from ganger_master.core.model import (
     Checkpoint,
     Claim,
     ConfigurationSet,
+    Counters,
     JobSpec,
     JobState,
     ObservedPhase,
@@ -73,8 +74,8 @@ class CancelJob(Struct, frozen=True, gc=False):
 
 
 class UpdateJob(Struct, frozen=True, gc=False):
-    """`request_id` makes it happen once, however often it is asked for; empty: each time. `may_end`: also if it ends
-    the job at once."""
+    """`request_id`: requests with the same one are carried out once; empty: each time. `may_end`: update the job even
+    if that ends it at once."""
 
     number: int
     update: Update
@@ -179,9 +180,9 @@ class Promise(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...]
 
 
-# A plan is judged in one turn of the writer, and a change takes 50 us: other calls wait 15 ms at most.
+# The writer judges a plan in one piece, at 50 us a change: other calls wait 15 ms at most.
 CHANGES_LIMIT: Final = 250
-# Of all changes of a plan together, and of all places that it keeps.
+# Most claims in all changes of a plan, and in all places that it keeps.
 CLAIMS_LIMIT: Final = 4_096
 LINE_LIMIT: Final = 10_000
 PROMISES_LIMIT: Final = 1_000
@@ -199,8 +200,8 @@ class ProposePlan(Struct, frozen=True, gc=False):
 
 
 class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
-    """How far a database was seen to have come: by the file beside it, or by a daemon, which knows no more than the
-    first two and what ids it has met."""
+    """The next ids and versions of a database, as recorded outside it: in the file beside it, or by a daemon. A daemon
+    has only the first two, and what follows from the ids in its orders."""
 
     store: str = ""
     desired_version: int = 0
@@ -209,6 +210,19 @@ class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
     next_event: int = 0
     next_session: int = 0
     next_set: int = 0
+
+    @classmethod
+    def of(cls, counters: Counters) -> Marks:
+        """Return the marks of a database with these counters."""
+        return cls(
+            counters.store,
+            counters.desired_version,
+            counters.next_epoch,
+            counters.next_job,
+            counters.next_event,
+            counters.next_session,
+            counters.next_set,
+        )
 
 
 NO_MARKS: Final = Marks()
@@ -265,7 +279,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     # Of the slowest rank: the last step before its present rest, and the first one since it runs.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
-    # Where the master asked for it.
+    # The order that the daemon has for it; only where the master requested that.
     told: StoredOrder | None = None
 
 
@@ -304,13 +318,13 @@ class Observe(Struct, frozen=True, gc=False):
     device_faults: Mapping[int, str] = field(default_factory=dict)
     storage_proved: bool = False
     rows: tuple[ObservedRows, ...] = ()
-    # Only while the master listens after a restore.
+    # Sent only during a restore.
     finished: tuple[FinishedGang, ...] = ()
 
 
 class Answer(Struct, frozen=True, gc=False):
     """The shell is about to answer a Reconcile: from this instant the lost-node time counts. Not durable.
-    `problem`: it cannot answer, and why; the node takes no gangs until it can."""
+    `problem`: why it cannot answer; the node takes no gangs until it can."""
 
     node: str
     session: str
@@ -359,14 +373,14 @@ class OpenStore(Struct, frozen=True, gc=False):
 
 
 class RecordedEnd(Struct, frozen=True, gc=False):
-    """How a job ended, by what is recorded beside the database or on storage; None: no more than that it did."""
+    """How a job ended, as recorded beside the database or on storage. `state`: None where only the end is recorded."""
 
     state: JobState | None
     time: float
 
 
 class NoteEnds(Struct, frozen=True, gc=False):
-    """Which of the jobs that the database believes alive have ended, by uid; the shell says so once after a restore."""
+    """Recorded ends of jobs that are live in the database, by uid. The shell sends it once after a restore."""
 
     ends: Mapping[str, RecordedEnd]
 
@@ -386,7 +400,7 @@ class EndQuarantined(Struct, frozen=True, gc=False):
 
 
 class AdoptQuarantined(Struct, frozen=True, gc=False):
-    """Take a quarantined gang as the one of its job; of a job that is not known it makes one."""
+    """Take a quarantined gang as the one of its job. A job that is not known is made from the gang's order."""
 
     uid: str
     epoch: int

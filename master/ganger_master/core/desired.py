@@ -69,8 +69,9 @@ class Projected(Struct, eq=False, gc=False):
 
 
 def project(state: State, node: Node, version: int = 0) -> DesiredSet:
-    """The gangs the node is to want now, by epoch, and the strays it is to stop. Nothing, and of version zero, which
-    a daemon has from the beginning, while the database is being restored: it leaves all as it is."""
+    """Return the gangs that the node is to have now, by epoch, and the strays that it is to stop.
+
+    During a restore the set is empty and of version zero, with which a daemon begins: it changes nothing then."""
     if state.counters.restoring is not None:
         report = state.reports.get(node.name)
         state.projected[node.name] = {}
@@ -98,7 +99,7 @@ def project(state: State, node: Node, version: int = 0) -> DesiredSet:
 
 
 def undescribed(gangs: Iterable[ObservedGang]) -> tuple[int, ...]:
-    """Epochs of which a daemon is yet to send what it was told."""
+    """Return the epochs of living gangs whose orders the daemon has not sent yet."""
     return tuple(sorted({gang.epoch for gang in gangs if gang.told is None and gang.phase is not ObservedPhase.ENDED}))
 
 
@@ -233,7 +234,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         checkpoint_interval_seconds=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
-        # Its job goes on without a lost piece: should the piece come back, no time is given to it.
+        # Its job goes on without a lost piece: if that comes back, it gets no grace.
         grace_seconds=0.0 if piece.lost else settings.grace_seconds,
         checkpoint_first=gang.checkpoint_first and not piece.lost,
         kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
@@ -243,7 +244,8 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
 
 
 def _kept_checkpoints(job: Job) -> tuple[str, ...]:
-    """What the job would start from: as long as this has not changed at its leader, nothing newer is durable here."""
+    """Return the paths of the checkpoints that the job would start from. While its leader gets the same paths, no newer
+    checkpoint is durable here."""
     return tuple([one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None])
 
 

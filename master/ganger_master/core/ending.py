@@ -167,7 +167,7 @@ def _catch_up(state: State, job: Job, gang: Gang, outcome: Outcome, now: float) 
     left = checkpoints.usable(outcome.checkpoints, gang.epoch, job.unreadable)
     if not left or not checkpoints.is_newer(left[0], job.checkpoint):
         return False
-    job = checkpoints.learn(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
+    job = checkpoints.record(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
     requeue(state, job, now, outcome.message)
     return True
 

@@ -107,7 +107,8 @@ def _failing(state: State, job: Job) -> Refusal:
 
 
 def _lacks_devices(state: State, job: Job) -> tuple[Refusal, ...]:
-    """What no order of jobs changes: more devices are wanted than are free. In a list of jobs no node is looked at."""
+    """Return the refusal of a job that needs more devices than are free, whatever the order of jobs. It reads no node,
+    so that a list of jobs stays cheap."""
     needed, free = job.gpus, state.free_devices
     if needed <= free:
         return ()
@@ -299,7 +300,7 @@ def _holders(state: State, now: float) -> list[approval.Holder]:
 
 
 def _on_the_way(state: State, job: Job) -> str:
-    """Say what a job was ordered to do that its nodes have not reported yet; empty if they have."""
+    """Return what a job was ordered to do that its nodes have not reported yet; empty if they have."""
     gang = state.gangs.get(job.epoch)
     if gang is None:
         return ""

@@ -24,7 +24,7 @@ def forget(state: State, now: float) -> None:
 
 
 def _going(state: State) -> list[int]:
-    """The oldest, until no more are kept, and these take no more bytes, than may be."""
+    """Return the oldest jobs to forget, so that the rest are within the limits on jobs and on bytes."""
     excess = len(state.finished) - state.settings.finished_jobs_limit
     most = state.settings.finished_bytes_limit
     excess_bytes = 0 if most is None else state.holdings.finished_bytes - most

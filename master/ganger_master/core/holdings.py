@@ -1,4 +1,4 @@
-"""What each user's jobs take of the master: how many are pending, and the bytes of their specs."""
+"""Pending jobs of each user, and the bytes that the specs of jobs take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from ganger_master.core.model import Job, JobSpec, JobState
 from ganger_master.core.substitution import bytes_of
 
-# Of a job beside its command, environment and parameters.
+# Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024
 
 
@@ -31,7 +31,7 @@ def bytes_of_all(texts: Mapping[str, str]) -> int:
 
 @dataclass(slots=True)
 class Holdings:
-    """Follows every change of a job. Jobs that have ended count for the finished ones, not for their user."""
+    """Counts that follow each change of a job. Jobs that have ended count as finished, not for their user."""
 
     pending: Counter[str] = field(default_factory=Counter)
     live_bytes: Counter[str] = field(default_factory=Counter)

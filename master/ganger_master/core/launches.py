@@ -45,9 +45,9 @@ def note_success(state: State, gang: Gang) -> None:
             state.put_node(replace(node, launch_failures=0, launch_failure=""))
 
 
-def said_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
-    """What a user may read of a failed launch ("jobs/7: ..."): of another user's job only its name, for the rest names
-    that user's files."""
+def visible_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
+    """Return the part of a launch failure ("jobs/7: ...") that a user may read: of another user's job only the name,
+    for the rest names that user's files."""
     name, _, _ = said.partition(":")
     number = name.removeprefix("jobs/")
     job = jobs.get(int(number)) if number.isdecimal() else None
@@ -56,7 +56,7 @@ def said_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
 
 
 def failed_on(state: State, job: Job) -> list[str]:
-    """Nodes on which the job could not be launched, and no other job has been since."""
+    """Return the nodes on which the job could not be launched, and no other job has been since."""
     return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
 
 

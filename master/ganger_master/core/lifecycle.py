@@ -166,7 +166,7 @@ def bad_outcome(gang: Gang) -> Outcome:
 
 
 def trouble_of(gang: Gang | None) -> str:
-    """What its parts report that stands in its way, or is kept from it, though it goes on; empty if nothing."""
+    """Return the troubles that its parts report, by node; empty if there are none. The gang goes on all the same."""
     if gang is None:
         return ""
     told = {piece.trouble: f"nodes/{piece.claim.node}: {piece.trouble}" for piece in gang.pieces if piece.trouble}

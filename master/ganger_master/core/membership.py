@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 # The members of array n are the jobs n + 1 to n + size, in the order in which they were given.
 MEMBERS_LIMIT: Final = 1_000
-# Of all members together.
+# Parameters of all members together.
 PARAMETERS_LIMIT: Final = 20_000
 # Rungs at which a member is judged; behind the last it runs to its end.
 RUNGS_LIMIT: Final = 200

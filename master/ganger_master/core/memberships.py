@@ -66,7 +66,7 @@ def note_ended(state: State, job: Job, array: Membership, now: float, cause: str
 
 
 def _has_live(jobs: Mapping[int, Job], array: Membership) -> bool:
-    """Whether a member has not ended. Looked at from the last one, for they end in their order more often than not."""
+    """Return whether a member has not ended. The last one comes first, because members usually end in their order."""
     members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
     return any(member is not None and not member.state.is_final for member in members)
 

@@ -440,7 +440,7 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     exit_code: int = 0
     rank: int = 0
     message: str = ""
-    # Complete ones found on storage where it could not start from the one that was named.
+    # Complete checkpoints found on storage, where it could not start from the one in its order.
     checkpoints: tuple[Checkpoint, ...] = ()
 
 
@@ -746,7 +746,7 @@ class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
 
 class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
     """The database is an older copy of what this cluster had. Until all nodes have reported what they run, nothing is
-    started, stopped or changed. `why`: how that was noticed, for people."""
+    started, stopped or changed. `why`: what revealed it, as a text for people."""
 
     since: float
     why: str
@@ -771,9 +771,9 @@ class Counters(Struct):
     # Gangs are packed, not spread apart: what the load made of it last.
     packs: bool = False
     storage_token: str = ""
-    # Names this database, whichever copy of it; daemons and the file beside it remember with it how far it had come.
+    # Name of this database and of all its copies. Daemons and the file beside it record its next ids under this name.
     store: str = ""
-    # Epochs [first, end) that were given in a time that this copy knows nothing of, or by another master: ascending.
+    # Epochs [first, end) that were given after this copy was made, or by another master: ascending.
     skipped_epochs: tuple[tuple[int, int], ...] = ()
     restoring: PendingRestore | None = None
 

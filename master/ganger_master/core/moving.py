@@ -48,7 +48,7 @@ def begin(
 
 
 def give_up(state: State, number: int, now: float, cause: str) -> None:
-    """The deadline of a move has passed: it is undone, whichever side it waited for."""
+    """Undo a move whose deadline has passed, whichever side it waited for."""
     job = state.jobs[number]
     destination = state.gangs[job.next_epoch]
     abort(state, job, destination, now, cause, _late_node(state, state.gangs[job.epoch], destination))
@@ -68,7 +68,7 @@ def _late_node(state: State, source: Gang, destination: Gang) -> str:
 
 
 def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
-    """The first part that is seen in none of these phases; None if all are."""
+    """Return the first part that is in none of these phases; None if each is in one."""
     return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 

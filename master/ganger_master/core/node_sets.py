@@ -88,7 +88,7 @@ def change(state: State, event: RowsChanged) -> None:
 
 
 def _alone(state: State, gang: Gang) -> Gang:
-    """The gang without the marks of devices that it shares at once, but for those that a stray has."""
+    """Return the gang without marks of devices that it shares at once, except those that a stray has."""
     for piece in gang.pieces:
         node = piece.claim.node
         gang = orders.marked(gang, node, piece.claim.shared_mask & sharing.stray_devices(state, node))

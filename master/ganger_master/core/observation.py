@@ -113,7 +113,8 @@ def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
 
 
 def _given_up(state: State, stray: Stray) -> Stray:
-    """Should the node come back, a gang that was quarantined there is stopped: its job goes on without it."""
+    """Return the stray as one to stop: if the node comes back, a gang that was quarantined there is stopped, for its
+    job goes on without it."""
     job = state.jobs.get(stray.job)
     is_ours = job is not None and job.uid == stray.uid
     return replace(stray, quarantined=False, is_ordered=False) if is_ours and stray.holds_back else stray
@@ -255,7 +256,7 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     if checkpoint.epoch > observed.epoch:
         return
     if checkpoints.is_newer(checkpoint, job.checkpoint):
-        checkpoints.learn(state, job, checkpoint, now, f"epoch:{observed.epoch}")
+        checkpoints.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 
 
 def _is_further(one: Progress, other: Progress | None) -> bool:

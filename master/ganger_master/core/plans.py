@@ -67,7 +67,7 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
 
 
 def _too_long(plan: commands.ProposePlan) -> str:
-    """What of a plan is more than one turn of the writer is for; empty: nothing."""
+    """Return which limit the plan exceeds; empty if none."""
     promises = plan.promises or ()
     if len(plan.changes) > CHANGES_LIMIT:
         return f"{len(plan.changes)} changes, at most {CHANGES_LIMIT} in a plan: propose the others in the next one"

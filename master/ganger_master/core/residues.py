@@ -18,8 +18,8 @@ def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -
 
 
 def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[int, ...]) -> tuple[int, ...]:
-    """The same of a gang that rests at OFFLOAD with this claim; `gpu_memory_bytes`: what its job may use of a device,
-    zero where it names nothing."""
+    """Return the same of a gang that rests at OFFLOAD with this claim. `gpu_memory_bytes`: what its job may use of a
+    device, zero where it names nothing. `measured`: bytes by device, empty where they were not measured."""
     configuration_set = state.configuration_sets[state.nodes[claim.node].configuration_set]
     whole = configuration_set.device_memory_bytes
     found = measured
@@ -32,8 +32,8 @@ def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[i
 
 
 def kept_memory_of(piece: Piece, observed: ObservedGang) -> int:
-    """Bytes of host memory that a part keeps beside its arenas while it rests at OFFLOAD: as measured when it came to
-    rest. Zero otherwise, and where that is not known: then it keeps all that is claimed."""
+    """Return the bytes of host memory that a part keeps beside its arenas while it rests at OFFLOAD, as measured when
+    it came to rest. Zero otherwise, and where that is not known: then it keeps all that is claimed."""
     if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
         return 0
     if piece.phase is ObservedPhase.PARKED and piece.level is SuspendLevel.OFFLOAD:

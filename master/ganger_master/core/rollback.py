@@ -73,7 +73,7 @@ def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[
     elif command.is_restored:
         why = "the operator says so"
     elif marks is not None and marks.store == counters.store and is_used and is_behind(state, marks):
-        why = f"the file beside it has seen event {marks.next_event - 1}, it ends with {counters.next_event - 1}"
+        why = f"the file beside it has event {marks.next_event - 1}, and it ends with {counters.next_event - 1}"
     elif marks is None and is_used and command.must_have_marks:
         why = "the file that belongs beside it is not there"
     if not why and is_used:
@@ -83,7 +83,7 @@ def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[
 
 
 def is_behind(state: State, marks: Marks) -> bool:
-    """Whether this database has been further than it is."""
+    """Return whether the marks have ids or versions that this database does not."""
     counters = state.counters
     return any(getattr(marks, name) > getattr(counters, name) for name in _COUNTED)
 
@@ -99,7 +99,7 @@ def found_by_daemon(state: State, command: commands.OpenSession) -> str:
     if seen.desired_version <= counters.desired_version:
         return ""
     ends = counters.desired_version
-    return f"nodes/{command.node} has had orders of version {seen.desired_version}, it ends with {ends}"
+    return f"nodes/{command.node} has had orders of version {seen.desired_version}, and it ends with {ends}"
 
 
 def open_store(state: State, event: events.StoreOpened) -> None:
@@ -110,7 +110,7 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     quarantine.note_ids(state, marks.next_epoch, marks.next_job)
     for name in ("desired_version", "next_event", "next_session", "next_set"):
         setattr(counters, name, max(getattr(counters, name), getattr(marks, name)))
-    # Beyond what any daemon can have had of the time that is lost: one that calls late is no news.
+    # Beyond any version that a daemon can have: one that calls late does not begin another restore.
     counters.desired_version += _VERSIONS_SKIPPED
     counters.restoring = PendingRestore(event.time, event.why)
     state.reports.clear()
@@ -169,7 +169,7 @@ def note_reported_ids(state: State, report: Observe) -> None:
 def next_time(state: State, now: float) -> float | None:
     """Return when the restore may be settled although reports are missing; None where only a report can settle it."""
     restoring = state.counters.restoring
-    assert restoring is not None, "asked only while it listens"
+    assert restoring is not None, "called only during a restore"
     times = [restoring.since + state.settings.restored_wait_seconds]
     times += [at + _DESCRIBED_SECONDS for at, report in state.reports.values() if undescribed(report.gangs)]
     if state.lost_after is not None:
@@ -392,7 +392,7 @@ def _note_checkpoints(
         known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
         newest = max([one for one in known if one is not None], key=lambda one: (one.epoch, one.step), default=None)
         if newest is not None and checkpoints.is_newer(newest, job.checkpoint):
-            checkpoints.learn(state, job, newest, now, f"epoch:{newest.epoch}")
+            checkpoints.record(state, job, newest, now, f"epoch:{newest.epoch}")
 
 
 def _forget_changed_sets(

@@ -13,8 +13,8 @@ class Settings:
     lost_after_seconds: float | None = 600.0
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
     lost_margin_seconds: float = 30.0
-    # For so long at least a restored master waits for daemons to call, those that its database does not know among
-    # them: longer than they wait between two attempts.
+    # Least time that a restored master waits for daemons to call, also for those that its database does not have:
+    # longer than daemons wait between two attempts.
     restored_wait_seconds: float = 20.0
     # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
     poll_seconds: float = 60.0
@@ -60,9 +60,9 @@ class Settings:
     protected_jobs: int = 4
     jobs_waiting_limit: int = 100_000
     finished_jobs_limit: int = 10_000
-    # Of the specs of finished jobs that are kept; beyond it the oldest are forgotten early. None: no limit.
+    # Bytes of the specs of finished jobs that are kept; beyond them the oldest are forgotten early. None: no limit.
     finished_bytes_limit: int | None = None
-    # Of each user who is not an operator: jobs that are pending, and the specs of all that have not ended.
+    # Limits of each user who is not an operator: pending jobs, and bytes of the specs of jobs that have not ended.
     pending_jobs_per_user: int = 10_000
     spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.

@@ -43,12 +43,12 @@ class Shares:
         return self.held.get(user, 0) - (own if owner == user else 0)
 
     def largest(self, user: str, most: int, beside: int = 0) -> list[tuple[int, int]]:
-        """(number, devices) of the user's jobs that hold most, the largest first; `beside`: one that is left out."""
+        """Return (number, devices) of the user's jobs that hold most, largest first. `beside`: a job to leave out."""
         numbers = self._jobs_of.get(user, set()) - {beside}
         return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
 
     def jobs_of(self, user: str) -> int:
-        """How many of the user's jobs hold devices."""
+        """Return how many of the user's jobs hold devices."""
         return len(self._jobs_of.get(user, ()))
 
     def _add(self, user: str, devices: int) -> None:

@@ -1,5 +1,5 @@
-"""Nodes whose daemons do not call. A node that has been silent for longer than a daemon is that has nothing to report
-takes no gangs until it calls: an order may not reach it. A node that has been silent for so long that its ranks no
+"""Nodes whose daemons do not call. A node that is silent for longer than any daemon without
+news takes no gangs until it calls: an order may not reach it. A node that has been silent for so long that its ranks no
 longer step is lost, and its jobs go on elsewhere.
 
 When at least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes.
@@ -20,9 +20,9 @@ from ganger_master.core import observation
 from ganger_master.core.state import State
 
 _TICK_SECONDS: Final = 0.001
-# Of one node that is silent there is nothing to compare with.
+# Silent nodes that it takes to suspect the master: one alone is compared with nothing.
 _AT_LEAST: Final = 2
-# Of the nodes; and how many times lost_after the clock gives them.
+# The share of the nodes that it takes; and by how much lost_after is multiplied for them.
 _LARGE_SHARE: Final = 0.5
 _PATIENCE: Final = 2.0
 
@@ -97,7 +97,7 @@ def _within(times: list[float], middle: float, window: float) -> int:
 
 
 def suspicion(lost_at: float) -> str:
-    """Return what is shown of a node in `fallen_at_once`, by the time that it has there."""
+    """Return the text for a node of `fallen_at_once`. `lost_at`: its time there."""
     which = "all nodes" if lost_at == math.inf else "half of the nodes or more"
     return f"{which} fell silent at once: the master may be cut off"
 
@@ -123,7 +123,7 @@ def end(state: State, name: str, now: float, cause: str) -> None:
 
 
 def note_unanswerable(state: State, name: str, problem: str, now: float, cause: str) -> None:
-    """The node's daemon has called, and what it is to do cannot be sent: it takes no gangs, and the time since its last
-    answer goes on, for its ranks stop after that time as well."""
+    """Record that the node's daemon has called and its orders cannot be sent. The node takes no gangs, and the time
+    since its last answer runs on, because its ranks stop after that time as well."""
     state.put_node(replace(state.nodes[name], unanswerable=problem))
     state.history(now, f"nodes/{name}", "node_silent", cause, problem)

@@ -86,14 +86,14 @@ class State:
         self.choosy: dict[str, None] = {}
         # Nodes that are not lost, and have not said yet what they have.
         self.unheard: dict[str, None] = {}
-        # By uid: nodes with a gang of that job which is, or was, quarantined.
+        # By uid: nodes with a gang of that job that is quarantined or being ended by an operator.
         self.strays_of: dict[str, dict[str, None]] = {}
         self.desired: dict[str, DesiredSet] = {}
         # What `desired` is made of, by epoch, and by node and epoch.
         self.parties: dict[int, Party] = {}
         self.projected: dict[str, dict[int, Projected]] = {}
         # Volatile.
-        # Of a restored database, until all is settled: nodes' reports and when they came, and which jobs have ended.
+        # During a restore: the nodes' reports with their times, and the recorded ends of jobs.
         self.reports: dict[str, tuple[float, Observe]] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
         self.last_answer: dict[str, float] = {}
@@ -696,7 +696,7 @@ class State:
                 self.dirty.wants[node] = []
 
     def _tell_job(self, number: int) -> None:
-        """Orders of its gangs carry the job's spec, and its checkpoints."""
+        """Renew the orders of the job's gangs, which carry its spec and its checkpoints."""
         for epoch in self.gangs_of.get(number, ()):
             self.parties.pop(epoch, None)
             for node in self.gangs[epoch].nodes:

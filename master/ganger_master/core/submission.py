@@ -38,7 +38,7 @@ SEVERAL = 20
 
 
 def check_submission(state: State, spec: JobSpec, user: str) -> Refused | None:
-    """None if the user's job may be accepted."""
+    """Return why the user's job is not accepted; None if it is."""
     violations = violations_of(spec)
     if violations:
         text = "; ".join(f"{path}: {what}" for path, what in violations[:SEVERAL])
@@ -47,14 +47,14 @@ def check_submission(state: State, spec: JobSpec, user: str) -> Refused | None:
 
 
 def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> Refused | None:
-    """Whether so many jobs of this kind of the user may wait, and could ever run."""
+    """Return why so many jobs of this kind may not wait, or could never run; None if they may."""
     if len(state.waiting) + jobs > state.settings.jobs_waiting_limit:
         return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
     return check_possible(state, spec) or _check_quota(state, spec, user)
 
 
 def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
-    """Whether the user's quota could ever let the job start."""
+    """Return a refusal if the user's quota can never let the job start."""
     limit = limit_of(state.settings.quota_devices, user)
     if limit is None or spec.gpus <= limit:
         return None
@@ -68,7 +68,7 @@ def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
 
 
 def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused | None:
-    """Whether a user may submit so many jobs more, whose specs take so many bytes."""
+    """Return why the user may not submit so many more jobs, whose specs take so many bytes; None if it may."""
     settings, held = state.settings, state.holdings
     pending, most = held.pending[user], settings.pending_jobs_per_user
     if pending + jobs > most:
@@ -103,7 +103,7 @@ def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
 
 
 def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
-    """The same, of all but what the job runs."""
+    """Return the same, for all fields but those of the program that the job runs."""
     return (*_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
 
 

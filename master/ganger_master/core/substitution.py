@@ -20,19 +20,19 @@ _PLACE: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Template:
-    """A command with {NAME} in it, read once: how long it is for a member follows without putting it together."""
+    """A command with {NAME} in it, parsed once: the length of a member's command follows without building it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._length = sum(map(bytes_of, command))
         self._places = Counter(name for word in command for name in _PLACE.findall(word))
         self.places = self._places.total()
-        # The first word is text whatever is given, or of these alone.
+        # Whether the first word has text of its own; else it is made of these parameters alone.
         program = command[0] if command else ""
         self._has_program = bool(_PLACE.sub("", program))
         self._program_names = frozenset(_PLACE.findall(program))
 
     def length(self, index: int, parameters: Mapping[str, str]) -> int:
-        """Bytes of the member's command."""
+        """Return the bytes of the member's command."""
         length = self._length
         for name, text in (("index", str(index)), *parameters.items()):
             count = self._places.get(name, 0)
@@ -41,13 +41,13 @@ class Template:
         return length
 
     def has_program(self, index: int, parameters: Mapping[str, str]) -> bool:
-        """Whether the member's first word is not empty."""
+        """Return whether the member's first word is not empty."""
         given = {"index": str(index), **parameters}
         return self._has_program or any(given.get(name, name) for name in self._program_names)
 
 
 def bytes_of(text: str) -> int:
-    """What a text takes on the wire and on disk."""
+    """Return the bytes of a text on the wire and on disk."""
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 

@@ -72,7 +72,7 @@ class _Member:
         return self.gang is None or self.moves
 
     def memory_for(self, place: int) -> int:
-        """Bytes of host memory that it takes for one of its claims, beyond what it holds there."""
+        """Return the bytes of host memory that it takes for one of its claims, beyond what it holds there."""
         claim = self.claims[place]
         if self.begins or self.gang is None:
             return claim.memory_bytes + claim.arena_bytes
@@ -433,7 +433,7 @@ def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) 
 
 
 def _check_host_memory(state: State, coming: Sequence[_Member]) -> None:
-    """Of all that start or go on at once: `fit` has looked at each alone."""
+    """Check the host memory of all gangs that start or go on at once; `fit` has checked each alone."""
     needed: dict[str, int] = {}
     for member in coming:
         for place, claim in enumerate(member.claims):

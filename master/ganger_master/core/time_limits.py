@@ -20,7 +20,7 @@ def ends_at(state: State, job: Job) -> float | None:
 
 
 def counted_s(state: State, job: Job, now: float) -> float:
-    """Seconds that count against the job's time limit by now."""
+    """Return the seconds that count against the job's time limit by now."""
     if job.running_since:
         return job.run_seconds + max(0.0, now - job.running_since)
     gang = state.gangs.get(job.epoch)

@@ -52,7 +52,7 @@ class DesiredGang(Struct, frozen=True, gc=False):
     repin_request: int = 0
     grace_seconds: float = 0.0
     checkpoint_first: bool = False
-    # To the leader: paths of the checkpoints that the job would start from. No change of what is wanted.
+    # For the leader: paths of the checkpoints that the job would start from. They alone make no new version.
     kept_checkpoints: tuple[str, ...] = ()
     # How many times the job was started, this time included.
     attempt: int = 1
@@ -84,7 +84,7 @@ class DesiredSet(Struct, frozen=True, gc=False):
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
     rows: tuple[DesiredRows, ...] = ()
-    # Epochs of which the daemon is to send what it was told.
+    # Epochs of gangs whose orders the daemon is to send.
     describe: tuple[int, ...] = ()
 
     @property

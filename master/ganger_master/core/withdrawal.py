@@ -1,4 +1,4 @@
-"""What a job no longer offers because it failed once: the next attempt would fail too, and end the job."""
+"""Levels that a job no longer offers because they failed once: the next attempt would fail too, and end the job."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Acting:
     ) -> bool:
         """An errand, and its first changes; not where somebody would have to rest on its way who cannot, or who would
         find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another.
-        `level`: where jobs rest that go nowhere."""
+        `level`: the level at which jobs without a new place rest."""
         ordered, parked = in_order(hole.moves)
         if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
             return False

@@ -30,8 +30,8 @@ _MOST_TRIES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One job that goes from `source` to `claims`; nowhere: it rests at `level`. `is_parked`: it rests in host memory
-    on its way, for others want its place before its own is free. `goal`: its own, if not the errand's."""
+    """One job that goes from `source` to `claims`, or rests at `level` where there are none. `is_parked`: it rests in
+    host memory on its way, for others need its place before its own is free. `goal`: its own, if not the errand's."""
 
     number: int
     source: Claims

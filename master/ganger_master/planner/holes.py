@@ -2,8 +2,8 @@
 
 A hole is made once the gang has waited as long as it would cost others, GPU-second for GPU-second: who has waited so
 long may have to wait as long again. What is left of a place that was found is kept, so that nobody else takes it
-meanwhile. A job that outranks others may have them rest in host memory, where they lose nothing; or on storage, where
-what they would keep in host memory is in its way, so that more of them would have to rest.
+meanwhile. A job that outranks others preempts them: into host memory, where they lose nothing, or onto storage, if so
+much memory kept on the host would cost more victims.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Holes:
         return hole if hole is not None and hole.moves else None
 
     def _by_stops(self, job: Job, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
-        """Return the hole that costs least, and the level at which its victims rest: the higher one if that does."""
+        """Return the hole that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
             gangs = self._stoppable(job, level)
@@ -149,7 +149,7 @@ class Holes:
         return least is not None and least < job.spec.priority
 
     def _stoppable(self, job: Job, level: SuspendLevel) -> list[Movable]:
-        """Gangs that may move for a job; those of lower priority may rest at this level, too."""
+        """Return gangs that may move for a job; those of lower priority may also rest at this level."""
         found = []
         for other, gang, one in self._acting.gangs.values():
             if not _may_go(other, job):
@@ -157,7 +157,7 @@ class Holes:
             if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
                 claims = one.claims
                 if level is SuspendLevel.OFFLOAD:
-                    # Nothing of the memory is given back.
+                    # A gang in host memory gives none of it back.
                     claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
                 cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
                 one = Movable(one.number, one.shape, claims, one.move_cost, cost)

@@ -1,4 +1,4 @@
-"""A long plan is proposed in parts, so that none takes the master long; changes that belong together are in one."""
+"""Split a long plan into parts, so that none takes the master long; changes that belong together stay in one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from ganger_master.core.commands import Change
 
-# The master judges a part in one turn of its writer, 8 ms, and serves other calls between two of them.
+# The master judges such a part in 8 ms, and serves other calls between two parts.
 _CHANGES_MOST: Final = 200
 _CLAIMS_MOST: Final = 1_000
 
@@ -16,7 +16,7 @@ def parts_of(
     changes: Sequence[Change], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
 ) -> Iterator[tuple[Change, ...]]:
     """Yield the changes in their order, at most `most` with `most_claims` claims in a part. A group, whose changes
-    follow each other, is never cut; one that is larger than that is a part by itself."""
+    follow each other, is never split; a group larger than that is a part by itself."""
     part: list[Change] = []
     claims = 0
     for group in _groups(changes):

@@ -372,7 +372,7 @@ class _Filling:
         return slot is not None and self.view.available[slot] and not mask & ~self.view.free[slot]
 
     def _has_cores(self, claim: Claim) -> bool:
-        """And the host memory, of a claim that names what is lacking."""
+        """Return whether its node has the cores of a claim free, and the host memory that the claim names."""
         slot = self.view.slots[claim.node]
         return claim.memory_bytes <= self.view.memory[slot] and all(
             map(le, claim.millicores, self.view.millicores[slot])

@@ -62,7 +62,7 @@ class LiveTable:
         # None: somebody has come to others, or left them, since somebody asked. The same by row.
         self._mates: Mates | None = None
         self._units = np.zeros(0, np.int64)
-        # By row of a job that shares devices: how many it and its mates hold together.
+        # By row of a job that shares devices: the GPUs that it and its mates hold together.
         self._unit_gpus: dict[int, int] = {}
         self._unknown = _unknown(_FIRST_ROOM)
         # None: nobody is bounded.
@@ -315,7 +315,7 @@ class LiveTable:
         return units
 
     def with_unit_gpus(self, rows: Integers, gpus: Integers) -> Integers:
-        """The GPUs of these rows; of a job that shares devices, all that it and its mates hold together."""
+        """Return `gpus`, the GPUs of these rows, with all that it and its mates hold for a job that shares devices."""
         found = gpus.copy()
         for at in np.flatnonzero(self.units(rows) >= 0).tolist():
             found[at] = self._unit_gpus[int(rows[at])]
@@ -475,17 +475,17 @@ def _seconds_since(began: Floats, now: float) -> Floats:
 
 
 def is_shared(gang: Gang) -> bool:
-    """Whether others may be on devices of it at the same time."""
+    """Return whether other gangs may be on its devices at the same time."""
     return any(piece.claim.shared_mask for piece in gang.pieces)
 
 
 def shares_devices(gang: Gang) -> bool:
-    """Whether others may hold devices of it: in time slices, or at the same time."""
+    """Return whether other gangs may hold its devices: in time slices, or at the same time."""
     return bool(gang.node_set) or is_shared(gang)
 
 
 def _devices_of(gangs: Iterable[Gang]) -> set[tuple[str, int]]:
-    """All devices of these gangs, by node and number."""
+    """Return all devices of these gangs, as node and number."""
     return {(claim.node, device) for gang in gangs for claim in gang.claims for device in bits(claim.device_mask)}
 
 

@@ -16,7 +16,7 @@ Claims = tuple[Claim, ...]
 
 
 def held_of(gang: Gang) -> Claims:
-    """What a gang holds. Devices of a time-sliced gang count as shared: others of its group hold them too."""
+    """Return what a gang holds. Devices of a time-sliced gang count as shared: others of its group hold them too."""
     held = tuple([piece.held for piece in gang.pieces if piece.held is not None])
     return tuple([replace(claim, shared_mask=claim.device_mask) for claim in held]) if gang.node_set else held
 

@@ -86,8 +86,8 @@ def plan_tuned(
 
 
 def is_tuned(view: View, job: Job, gang: Gang) -> bool:
-    """Gangs that move or share devices, and those with pieces without devices or on nodes that left, keep what they
-    have."""
+    """Return whether the cores and memory of a gang may change. Gangs that move or share devices, and those with pieces
+    without devices or on nodes that left, keep what they have."""
     return not (job.next_epoch or shares_devices(gang)) and all(
         claim.device_mask and claim.node in view.slots for claim in gang.claims
     )

@@ -57,7 +57,6 @@ _BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
 _HEALTHY_SECONDS: Final = 5.0
 # Jobs whose places are told, and how often that of many is when nothing else is.
-_LINE_MOST: Final = LINE_LIMIT
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
 _TRIAL_PACE: Final = trials.Pace()
@@ -297,7 +296,7 @@ class Planner:
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
         self._refused.note_unplaced(unplaced, may_stop, now)
         started = {change.number for change in found.changes if change.kind == "START"}
-        line = tuple([number for number in found.line.tolist() if number not in started][:_LINE_MOST])
+        line = tuple([number for number in found.line.tolist() if number not in started][:LINE_LIMIT])
         revisions: dict[int, int] = {}
         # For a while or for long, and of these for long.
         refused: set[int] = set()

@@ -20,7 +20,7 @@ from ganger.console.numbers import Within
 def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
     """Decide once more what a master decided while it was recorded (`ganger record`), and compare.
 
-    Ends with 1 where a decision differs, and prints the first one that does.
+    Exits with 1 where a decision differs, and prints the first one that does.
     """
     from ganger.console.exits import CommandError, Exit
     from ganger.console.tables import print_table

@@ -33,13 +33,13 @@ _CHECKPOINTS_MOST: Final = 16
 _SEQUENCE_MOST: Final = (1 << 63) - 1
 # No node has more memory: sums of such numbers still fit into a message.
 _BYTES_MOST: Final = 1 << 50
-# Of the list of a rank's cores.
+# Characters of the list of a rank's cores.
 _CORES_MOST: Final = 200
-# No cluster ever gives so many ids, and none is given after them.
+# No cluster ever gives so many ids.
 _ID_MOST: Final = 1 << 53
-# Its message has the last lines of a log.
+# Characters of an outcome's message, which has the last lines of a log.
 _OUTCOME_MOST: Final = 4_096
-# What a spec takes in its gang's message beyond its own bytes, at most.
+# Most bytes that a spec takes in its gang's message beyond its own.
 _FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
     intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
@@ -121,7 +121,7 @@ def _job_number(name: str) -> int:
 
 
 def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
-    """None for an order that this master cannot read, as one of a newer master."""
+    """Return the order in it; None for one that this master cannot read, as one of a newer master."""
     told = message.told
     intent = _INTENTS_FROM_WIRE.get(told.intent)
     if intent is None or not told.members:
@@ -211,7 +211,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
 
 
 def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
-    """Without the spec, which goes into an answer where it is needed and there is room."""
+    """Return the gang without its spec, which is added to an answer where it is needed and there is room."""
     message = agent_pb2.DesiredGang(
         job=names.job_name(gang.job) if gang.job else "",
         job_uid=gang.uid,
@@ -251,8 +251,8 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
 def response_to_wire(
     desired: DesiredSet, observation: int, version: int, missing_specs: Collection[int] = ()
 ) -> agent_pb2.ReconcileResponse:
-    """The answer to a daemon that has applied `version`. The set in it is complete; specs are added, those that are
-    missed there first, while the answer is below PART_BYTES. The rest is named in `later_specs`."""
+    """Return the answer to a daemon that has applied `version`. The set in it is complete. Specs are added while the
+    answer is below PART_BYTES, those in `missing_specs` first; `later_specs` names the rest."""
     message = agent_pb2.ReconcileResponse(
         desired_version=desired.version,
         changed=desired.version != version,
@@ -278,7 +278,7 @@ def _add_specs(message: agent_pb2.ReconcileResponse, gangs: Sequence[DesiredGang
         assert gang.spec is not None
         spec = job_messages.spec_to_wire(gang.spec, with_environment=True)
         room -= spec.ByteSize() + _FIELD_BYTES
-        # One goes with every answer, so that all go in the end.
+        # Every answer has at least one, so that the daemon gets all in the end.
         if room < 0 and number:
             message.later_specs.extend([gangs[late].epoch for late in places[number:]])
             return

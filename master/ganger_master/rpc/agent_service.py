@@ -53,7 +53,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._session_of: dict[str, str] = {}
         # When each session was answered last, by the loop's time.
         self._answered_at: dict[str, float] = {}
-        # Gangs that each session was last asked about.
+        # Epochs of gangs whose orders each session was last requested to send.
         self._asked: dict[str, tuple[int, ...]] = {}
         # The call that may be answered, by node.
         self._newest: dict[str, object] = {}
@@ -77,7 +77,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             command = agent_messages.open_session_from_wire(request)
             session = await self._open(command)
         except errors.ApiError as error:
-            # A daemon that waits for an answer is accepted, whatever another one asks for in its name.
+            # A daemon that waits for an answer is accepted, whatever another one requests in its name.
             if not self.is_held(subject):
                 self._refusals.note(subject, error)
             raise
@@ -128,7 +128,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await self._hold(node, request, call)
             if self._newest.get(node) is not call:
                 raise errors.NotReady("a newer call of this node has come")
-            # Its lease counts from when it was sent, and a newer master's patience from when it took the store over.
+            # The lease counts from the sending of the call; a newer master waits from when it took the store over.
             await self._writer.ownership.confirm(received_at)
             response = await self._answer(node, request)
         finally:
@@ -139,7 +139,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return response
 
     async def _answer(self, node: str, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
-        """Raises MessageTooLarge for a set that no message holds, once the core knows: the node counts as silent."""
+        """Return the answer. Raises MessageTooLarge for a set that no message holds; then the node counts as silent."""
         desired, response = self._response(node, request)
         size = response.ByteSize()
         answer = commands.Answer(node, request.session, request.desired_version)

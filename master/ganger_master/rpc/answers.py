@@ -16,7 +16,7 @@ from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
-from ganger_master.core.launches import said_to
+from ganger_master.core.launches import visible_to
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Gang, Job, Node, NodeState
 from ganger_master.core.rows_now import has_turn
@@ -27,7 +27,7 @@ from ganger_master.runtime.writer import Writer
 
 _Kind = TypeVar("_Kind")
 
-# Of the jobs that report the same trouble of a node.
+# Most jobs that are named with one trouble of a node.
 _JOBS_NAMED: Final = 3
 _NODE_STATES = {state: node_pb2.Node.State.Value(f"STATE_{state.name}") for state in NodeState}
 
@@ -120,7 +120,7 @@ class Shown:
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
     def node(self, name: str, caller: Identity, fallen_at_once: Mapping[str, float] | None = None) -> node_pb2.Node:
-        """As far as it is for the caller; a list looks once for all which nodes fell silent at once. Raises
+        """Return the node as far as the caller may see it. `fallen_at_once`: computed once for a list of nodes. Raises
         NodeNotFound."""
         refusal = self._refusals.of(name)
         if refusal.reason and name not in self._writer.committed.nodes:
@@ -156,7 +156,7 @@ class Shown:
             refusal=refusal.reason,
             launch_failures=node.launch_failures,
             launch_failure=(
-                said_to(self._writer.committed.jobs, node.launch_failure, caller.name)
+                visible_to(self._writer.committed.jobs, node.launch_failure, caller.name)
                 if caller.has_own_jobs_only
                 else node.launch_failure
             ),
@@ -185,7 +185,8 @@ class Shown:
         return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
 
     def fallen_at_once(self) -> Mapping[str, float]:
-        """The nodes whose silence may be the master's own, each with the time at which it is lost all the same."""
+        """Return the nodes whose silence may be the master's own, each with the time at which it is lost all the
+        same."""
         return silence.fallen_at_once(self._writer.state, self._writer.now())
 
 

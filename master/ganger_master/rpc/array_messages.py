@@ -22,7 +22,7 @@ from ganger_master.runtime.progress import Sample
 
 
 def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Identity) -> commands.SubmitArray:
-    """Not yet judged, but for a rule of no known kind, and for what is too much to look at. Raises SpecInvalid."""
+    """Return the submission, judged only for its size and for a rule of no known kind. Raises SpecInvalid."""
     if len(request.members) > MEMBERS_LIMIT:
         raise _too_much(f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
     parameters = sum([len(member.parameters) for member in request.members])

@@ -52,9 +52,9 @@ _TURNS: Final[Mapping[bool | None, job_pb2.Gang.Turn.ValueType]] = {
 }
 _ANYWHERE: Final = Locality()
 _ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
-# Of steps, samples, bytes: what a store can count.
+# The largest number of steps, samples or bytes that a store can hold.
 _COUNT_MOST: Final = (1 << 63) - 1
-# What a daemon tells of a job.
+# Levels that a daemon may report as missing, and the characters of each reason.
 _MISSING_MOST: Final = 8
 _WHY_MOST: Final = 200
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
@@ -70,8 +70,8 @@ def level_from_wire(level: int) -> SuspendLevel:
 
 
 def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
-    """Not yet judged, but for what is too much to look at: what is wrong with a spec is the core's to say, all at once.
-    Raises RequestInvalid and SpecInvalid."""
+    """Return the spec, judged only for its size: the core reports all violations at once. Raises RequestInvalid and
+    SpecInvalid."""
     for name, most in _ENTRIES_MOST.items():
         if len(getattr(message, name)) > most:
             raise errors.SpecInvalid(
@@ -132,7 +132,7 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
 
 
 def _resources_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
-    """What the job needs, and where."""
+    """Fill in what the job needs, and where."""
     for role in spec.roles:
         convert.role_to_wire(role, message.roles.add())
     if spec.device_type:
@@ -147,7 +147,7 @@ def _resources_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
 
 
 def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
-    """How the job is ordered among others, what may be done to it, and what ends it."""
+    """Fill in how the job is ordered among others, which changes it permits, and what ends it."""
     if spec.priority:
         message.priority = spec.priority
     if spec.weight != 1.0:

@@ -34,9 +34,9 @@ from ganger_master.store.contract import HistoryEntry
 
 STREAM_SECONDS: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
-# The last one that a store can count.
+# The last sequence number that a store can hold.
 _SEQUENCE_MOST: Final = (1 << 63) - 2
-# Jobs that are made into messages before other calls get their turn.
+# Jobs that are made into messages before other calls are served.
 _SHOWN_AT_ONCE: Final = 20
 
 
@@ -101,7 +101,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         response, last, seen = job_service_pb2.ListArraysResponse(), 0, 0
         async for job in self._newest_jobs(0):
             membership = job.spec.array
-            # Of an array, members of higher numbers come first.
+            # Members of higher numbers come first.
             if membership is None or membership.array == seen or (before and membership.array >= before):
                 continue
             if (request.live and job.state.is_final) or (request.user and job.user != request.user):
@@ -117,8 +117,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return response
 
     async def _newest_jobs(self, before: int) -> AsyncIterator[Job]:
-        """Those of lower numbers than `before`, or all if it is zero, newest first, as they are when their turn comes;
-        other calls get theirs meanwhile."""
+        """Yield jobs of lower numbers than `before`, or all if it is zero, newest first. Other calls are served
+        meanwhile, so each job is as it is when it is yielded."""
         jobs = self._writer.committed.jobs
         numbers = sorted((number for number in jobs if number < before) if before else jobs, reverse=True)
         for place, number in enumerate(numbers):
@@ -318,7 +318,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             return ""
 
     def _charge_array(self, caller: Identity, number: int) -> None:
-        """Of a user: checks whose it is, and counts a change of each member. Raises JobNotYours and UserLimit."""
+        """Check that a user owns the array, and count a change of each member. Raises JobNotYours and UserLimit."""
         if caller.has_own_jobs_only:
             members = self._shown.members(number)
             check_owner(caller, names.array_name(number), members[0].user)

@@ -24,7 +24,7 @@ _PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}")
 _PHASES: Final = {number: phase for phase, number in _PHASES_TO_WIRE.items()}
 
 
-# A number, each sign of which is read once. A longer word is none.
+# A number; the expression reads each sign once. A word longer than _LONGEST_NUMBER is not one.
 _NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", re.ASCII | re.IGNORECASE)
 _LONGEST_NUMBER: Final = 64
 
@@ -101,7 +101,7 @@ def signature_of(user: str, command: tuple[str, ...], roles: tuple[Role, ...]) -
 
 
 def _without_number(word: str) -> str:
-    """A word that is a number, or has one behind its last equals sign, without it."""
+    """Return the word with "#" for its number: the whole word, or what follows its last equals sign."""
     name, equals, value = word.rpartition("=")
     is_number = len(value) <= _LONGEST_NUMBER and _NUMBER.fullmatch(value) is not None
     return f"{name}{equals}#" if is_number else word

@@ -89,7 +89,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         return response
 
     def _after(self, place: _Place, caller: Identity) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
-        """Nodes by name, then node sets by number; other calls get their turn meanwhile, so some may have gone."""
+        """Yield nodes by name, then node sets by number. Other calls are served meanwhile, so some may have gone."""
         committed = self._writer.committed
         fallen_at_once = self._shown.fallen_at_once()
         for node in self._shown.node_names():

@@ -8,7 +8,7 @@ from typing import Final
 from ganger.agent.v1 import agent_pb2
 from ganger.wire import errors
 
-# Of one node: more than any node has, and little enough to hold.
+# Most bytes of one node's parts: more than any node has, and little enough to keep.
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -21,14 +21,14 @@ class _Collected:
 
 
 class ObservedParts:
-    """The parts of each node that have come so far."""
+    """The parts that each node has sent so far."""
 
     def __init__(self) -> None:
         self._by_node: dict[str, _Collected] = {}
 
     def complete(self, node: str, request: agent_pb2.ReconcileRequest) -> bool:
-        """Whether the observed set of a call is complete; then its earlier parts are in it. Parts of another
-        observation count no more. Raises RequestInvalid for a set that is too large."""
+        """Return whether the observed set of a call is complete; then its earlier parts are merged into the request.
+        Parts of another observation are dropped. Raises RequestInvalid for a set that is too large."""
         known = self._by_node.pop(node, None)
         if known is not None and (known.session, known.observation) != (request.session, request.observation):
             known = None

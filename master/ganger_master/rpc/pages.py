@@ -17,16 +17,16 @@ PAGE_MOST: Final = 1_000
 # A page of large messages must still fit into one.
 PAGE_BYTES: Final = PART_BYTES
 
-# What an entry takes in its message beyond its own bytes, at most.
+# Most bytes that an entry takes in its message beyond its own.
 _FIELD_BYTES: Final = 16
-# Entries that are looked at before other calls get their turn.
+# Entries that are examined before other calls are served.
 ENTRIES_AT_ONCE: Final = 500
 
 _Place = TypeVar("_Place")
 
 
 class PageRoom:
-    """What one message still has room for: so many entries, together of at most PAGE_BYTES. It holds one at least."""
+    """Room in one message: so many entries, together of at most PAGE_BYTES, but always one."""
 
     def __init__(self, entries: int = sys.maxsize) -> None:
         self._entries = entries
@@ -34,7 +34,7 @@ class PageRoom:
         self._is_empty = True
 
     def take(self, *messages: Message) -> bool:
-        """Whether there is room for an entry of these messages; then it counts as in."""
+        """Return whether there is room for an entry of these messages; if so, count it."""
         size = sum([message.ByteSize() + _FIELD_BYTES for message in messages])
         if not self._is_empty and (self._entries <= 0 or size > self._bytes):
             return False

@@ -39,9 +39,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
         line = commands.Line(numbers, message.line.policy[:_POLICY_MOST])
     kept = message.reservations.reservations
     if max(len(kept), len(message.findings)) > commands.PROMISES_LIMIT:
-        raise errors.PlanInvalid(
-            f"a plan keeps at most {commands.PROMISES_LIMIT} places, and tells of as many findings"
-        )
+        raise errors.PlanInvalid(f"a plan keeps at most {commands.PROMISES_LIMIT} places, and reports as many findings")
     claims = max(sum([_claims_in(change) for change in message.changes]), sum([len(one.claims) for one in kept]))
     if claims > commands.CLAIMS_LIMIT:
         raise errors.PlanInvalid(f"a plan has at most {commands.CLAIMS_LIMIT} claims, this one {claims}")

@@ -11,13 +11,13 @@ from ganger_master.core import quarantine
 from ganger_master.core.model import Stray
 from ganger_master.core.state import State
 
-# Of a command, so that a list of many gangs is one message.
+# Words of a command, and characters of a word, so that a list of many gangs fits into one message.
 _WORDS_MOST = 32
 _CHARACTERS_MOST = 200
 
 
 def gangs_to_wire(state: State) -> Iterator[node_pb2.QuarantinedGang]:
-    """All of them, by job and epoch."""
+    """Yield all quarantined gangs, by job and epoch."""
     parts: dict[tuple[int, str, int], dict[str, Stray]] = {}
     for uid in state.strays_of:
         for name in sorted(state.strays_of[uid]):

@@ -32,16 +32,16 @@ from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
-# Of all candidates of a request together.
+# Claims in all candidates of a request together.
 _CLAIMS_MOST: Final = 4_096
-# What more there are is left out: the true one comes first.
+# The others are left out: the decisive blocker comes first.
 _BLOCKERS_MOST: Final = 16
 _SCHEDULER_MOST: Final = 200
 _QUOTA_MOST: Final = 1 << 60
 _REQUESTS_MOST: Final = 1_000
-# Of these, judged before other calls get their turn, and answered together.
+# Requests that are judged before other calls are served, and answered together.
 _JUDGED_AT_ONCE: Final = 100
-# Such parts of one stream that may wait for their commit.
+# Groups of requests of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
 _MODES: Final = {
     scheduling_pb2.GangRequest.MODE_UNSPECIFIED: "EXCLUSIVE",

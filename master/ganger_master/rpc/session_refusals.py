@@ -44,7 +44,7 @@ class SessionRefusals:
         self._entries[node] = SessionRefusal(self._now(), error.reason, f"not accepted: {error.message}"[:_TEXT_MOST])
 
     def forget(self, node: str) -> None:
-        """Its daemon is accepted."""
+        """Drop the refusal of a node whose daemon is accepted."""
         self._entries.pop(node, None)
 
     def of(self, node: str) -> SessionRefusal:

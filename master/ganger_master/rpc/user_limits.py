@@ -1,7 +1,7 @@
-"""How much of the master's time a user may take: requests and changes in a second, and streams at once.
+"""Limits of each user: requests and changes in a second, and streams at once.
 
-A floor under the service of all, far above what people and their scripts do. Operators, and the master's own programs,
-have no limits.
+They protect the service of all users, and are far above what people and their scripts do. Operators, and the master's
+own programs, have no limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ganger.wire.errors import UserLimit
 from ganger.wire.roles import Identity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 
-# What a user may take at once, in seconds of the lasting rate: a script that looks at all its jobs; 20 arrays.
+# Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.
 _REQUESTS_BURST_SECONDS: Final = 10.0
 _CHANGES_BURST_SECONDS: Final = 2_000.0
 
@@ -33,8 +33,8 @@ class Bucket:
     filled_at: float = 0.0
 
     def take(self, now: float, cost: float = 1.0) -> float:
-        """Takes the cost and returns zero; or takes nothing and returns after how many seconds there is enough. More
-        than a burst is had from a full bucket, and paid off later."""
+        """Take the cost and return zero, or take nothing and return the seconds until there is enough. A cost above a
+        burst is taken from a full bucket, which then refills from below zero. `now`: seconds of a steady clock."""
         passed = max(0.0, now - self.filled_at)
         level = self.burst if self.level is None else min(self.burst, self.level + passed * self.rate)
         self.filled_at = now
@@ -51,7 +51,7 @@ class _User:
 
 
 class UserLimits:
-    """What each user has taken. All methods raise UserLimit for what is too much."""
+    """What each user has used. All methods raise UserLimit for what exceeds a limit."""
 
     def __init__(self, requests: int, changes: int, streams: int, steady: Callable[[], float] = time.monotonic) -> None:
         self._requests = requests

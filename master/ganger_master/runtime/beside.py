@@ -1,8 +1,8 @@
-"""What a master keeps beside its database, so that it notices when the database is an older copy.
+"""Files beside the database, by which a master notices that its database is an older copy.
 
-DATABASE.marks says how far the database has come, and is written anew after every commit; DATABASE.ended names the jobs
-that have ended, one a line. Neither belongs into a backup. Both are hints: they are not waited for, and a commit never
-fails because of them.
+DATABASE.marks has the next ids of the database and is rewritten after every commit. DATABASE.ended has the jobs that
+have ended, one a line. Neither belongs into a backup. Both are hints: no commit waits for them or fails because of
+them.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from ganger_master.core.model import Counters, Element, Job, JobState
 
 log = logging.getLogger(__name__)
 
-# So much is written at once, so that a longer text is never followed by the rest of another.
+# Marks are padded to this length, so that a text never leaves the end of a longer one behind it.
 _MARKS_BYTES: Final = 512
 _SYNC_SECONDS: Final = 10.0
-# Of the names of ended jobs; beyond that the older half goes.
+# Bytes of the file of ended jobs; beyond them the older half is dropped.
 _ENDED_MOST_BYTES: Final = 32 << 20
 
 
 class Beside:
-    """Called from the store's thread, but for `take_ended`, and for `marks` and `ends`, which read the files."""
+    """The files beside one database. The store's thread calls all methods except `take_ended`, and `marks` and `ends`,
+    which read the files."""
 
     def __init__(self, database: Path) -> None:
         self._marks = database.with_name(f"{database.name}.marks")
         self._ended = database.with_name(f"{database.name}.ended")
         self._fresh: list[tuple[str, RecordedEnd]] = []
         self._synced = 0.0
-        # Of the marks; kept open, for opening it costs more than the write. -1: none.
+        # Descriptor of the marks, kept open because opening costs more than writing. -1: none.
         self._descriptor = -1
         self._fails = False
 
     def marks(self) -> Marks | None:
-        """None where there is no file, or one that nothing can be read from."""
+        """Return the marks; None where there is no file, or one that cannot be read."""
         try:
             return msgspec.json.decode(self._marks.read_bytes(), type=Marks)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def ends(self, uids: Collection[str]) -> dict[str, RecordedEnd]:
-        """Which of these jobs are named as ended. Blocks."""
+        """Return the recorded ends of these jobs, by uid. Blocks."""
         found: dict[str, RecordedEnd] = {}
         try:
             with self._ended.open("rb") as file:
@@ -61,7 +62,7 @@ class Beside:
         return found
 
     def note(self, changed: Iterable[Element]) -> None:
-        """After a commit of these."""
+        """Record what a commit of these elements has changed."""
         counters, ended = None, []
         for element in changed:
             if isinstance(element, Counters):
@@ -81,21 +82,12 @@ class Beside:
             self._fails = True
 
     def take_ended(self) -> list[tuple[str, RecordedEnd]]:
-        """Jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def _write(self, counters: Counters) -> None:
-        marks = Marks(
-            counters.store,
-            counters.desired_version,
-            counters.next_epoch,
-            counters.next_job,
-            counters.next_event,
-            counters.next_session,
-            counters.next_set,
-        )
-        text = msgspec.json.encode(marks).ljust(_MARKS_BYTES - 1) + b"\n"
+        text = msgspec.json.encode(Marks.of(counters)).ljust(_MARKS_BYTES - 1) + b"\n"
         now = time.monotonic()
         is_due = now - self._synced > _SYNC_SECONDS
         if self._descriptor < 0 or (is_due and not self._is_in_place()):
@@ -137,12 +129,12 @@ class Beside:
 
 
 def text_of(end: RecordedEnd) -> str:
-    """ "TIME STATE"."""
+    """Return the text of an end, "TIME STATE"; without a state where that is not known."""
     return f"{end.time!r} {end.state.value}" if end.state is not None else f"{end.time!r}"
 
 
 def ended_of(text: str) -> RecordedEnd:
-    """From "TIME STATE"; without a state, or with one of a newer master, None."""
+    """Return the end in a text "TIME STATE". Its state is None where it is missing or of a newer master."""
     time_text, _, state = text.strip().partition(" ")
     try:
         when = float(time_text)

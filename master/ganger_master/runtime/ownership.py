@@ -1,4 +1,4 @@
-"""Checks against the database whether this master still owns it. One check serves all calls that wait for it."""
+"""Checks whether this master still owns its database. One check serves all calls that wait for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class Ownership:
-    """Belongs to one event loop. `clock` counts seconds and is never set; it goes on while the machine sleeps.
-    `on_fenced` is called when another master has taken the store over.
+    """Ownership of a store, for one event loop. `clock` counts seconds, is never set, and runs on while the machine
+    sleeps. `on_fenced` is called when another master has taken the store over.
 
     Checks have a thread of their own, so that they do not wait behind commits, nor commits behind them."""
 
@@ -43,13 +43,14 @@ class Ownership:
                 raise NotReady(f"not answered: {problem}") from problem
 
     def check(self) -> asyncio.Task[StoreError | None]:
-        """The check that is under way, or a new one. Its result is what is wrong, None for nothing."""
+        """Return the check that is under way, or a new one. Its result is the error; None if this master owns the
+        store."""
         if self._check is None:
             self._check = asyncio.get_running_loop().create_task(self._verify())
         return self._check
 
     def close(self) -> None:
-        """Without waiting for a check that hangs."""
+        """End without waiting for a check that hangs."""
         if self._check is not None:
             self._check.cancel()
         self._thread.end()

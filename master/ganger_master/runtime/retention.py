@@ -42,13 +42,13 @@ def may_go(ended: float | None, kept: float | None, now: float) -> bool:
 
 
 def known_ends(ends: Mapping[str, float], jobs: Mapping[int, Job]) -> dict[str, RecordedEnd]:
-    """By uid how the jobs ended that have, of `ends_of`."""
+    """Return how jobs ended, by uid. `ends`: the result of `ends_of`; jobs that have not ended are left out."""
     states = {job.uid: job.state for job in jobs.values()}
     return {uid: RecordedEnd(states.get(uid), ended) for uid, ended in ends.items() if ended != math.inf}
 
 
 def note_ended(storage: Path, ends: Mapping[str, RecordedEnd]) -> None:
-    """Writes down which of the jobs with something on storage have ended. Blocks. Raises OSError."""
+    """Record on storage which of the jobs with files there have ended. Blocks. Raises OSError."""
     for uid, ended in ends.items():
         directory = storage / uid
         if _is_directory(directory) and not (directory / _ENDED).exists():
@@ -58,10 +58,10 @@ def note_ended(storage: Path, ends: Mapping[str, RecordedEnd]) -> None:
 
 
 def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, RecordedEnd]:
-    """Which of these jobs are noted on storage as ended, and how. Blocks."""
+    """Return the ends of these jobs that storage has a note of, by uid. Blocks."""
     found: dict[str, RecordedEnd] = {}
     for uid in uids:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeDecodeError):
             found[uid] = ended_of((storage / uid / _ENDED).read_text())
     return found
 

@@ -124,7 +124,7 @@ class Writer:
         self.fenced: StoreError | None = None
         self.ownership = Ownership(store, settings, steady, self._end_fenced)
         self._store = store
-        # What is kept beside it, and what is said of it to begin with.
+        # The files beside it, and the command by which it is opened.
         self._beside = beside
         self._opens = opens
         self._settings = settings
@@ -147,7 +147,7 @@ class Writer:
         self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = False
-        # What callers are told meanwhile.
+        # The reason that callers get while it is not ready.
         self._away = "the master is starting"
         self._is_reloading = False
         self._is_closing = False
@@ -202,7 +202,7 @@ class Writer:
         return self._taken(commands, _all)
 
     def now(self) -> float:
-        """Unix seconds, as the core is given them."""
+        """Return the present in Unix seconds, by the clock of the core."""
         return self._clock()
 
     def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
@@ -426,7 +426,7 @@ class Writer:
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
         self._look()
-        # So that a master without calls ends, too.
+        # A master that gets no calls must end, too.
         self.ownership.check()
 
     def _look(self) -> None:
@@ -479,7 +479,7 @@ class Writer:
         self._start(self._reload(pause, self.state))
 
     def _end_fenced(self, error: StoreError) -> None:
-        """Nothing is accepted or answered from here on: the store is another master's."""
+        """Accept and answer nothing from here on: the store is another master's."""
         if self.fenced is None:
             log.critical("fenced", extra={"error": str(error)})
         self.fenced = error
@@ -533,7 +533,7 @@ class Writer:
         if self._recording is not None:
             self._recording.start_over(state, self._clock(), "the state was read from the store")
         if self._opens is not None:
-            # Before anything is decided by what the database says.
+            # Before anything is decided by the content of the database.
             opens, self._opens = self._opens, None
             self.tell(opens)
         self.tell(Tick(looks_again=former is not None))

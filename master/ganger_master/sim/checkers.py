@@ -41,10 +41,10 @@ class Oracle:
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
         self.accepted: dict[int, str] = {}
-        # Accepted after the copy was made that the database was restored from.
+        # Jobs that were accepted after the restored copy of the database was made.
         self.lost: set[int] = set()
         self.is_restored = False
-        # Jobs by uid: those that have ended, and of these the ones that a person has since decided about.
+        # Uids of jobs that have ended, and of those about which a person has decided since.
         self.ended: set[str] = set()
         self.decided: set[str] = set()
         # Who may step on a device: (node, device) -> (uid, epoch) -> whether it knows that others may, too.
@@ -188,17 +188,17 @@ class Oracle:
         training.known_to[epoch] = training.known
 
     def finished(self, uid: str) -> None:
-        """The master has made known that the job ended."""
+        """Record that the master has published the end of the job."""
         self.ended.add(uid)
 
     def decided_anew(self, uid: str) -> None:
-        """A person is to decide about the job, or has: it may run again, from an earlier step."""
+        """Record that a person decides about the job: it may run again, from an earlier step."""
         self.decided.add(uid)
         self.died(uid)
 
     def rolled_back(self, jobs: Mapping[int, tuple[str, int]], remembered: Collection[str] | None = None) -> None:
-        """The master's database is an older copy: with these jobs, by number their uid and the step of the newest
-        checkpoint that is known. What was accepted since may be lost; no number of it may be given again.
+        """Record that the master's database is an older copy. `jobs`: by number, the uid and the step of the newest
+        known checkpoint. Jobs accepted since may be lost; their numbers may not be given again.
         `remembered`: only jobs with these uids are known outside the database; None where all numbers are."""
         self.is_restored = True
         self.lost |= self.accepted.keys() - jobs.keys()
@@ -217,7 +217,7 @@ class Oracle:
                 raise RuleBrokenError(f"jobs/{number} ({uid}) was accepted and is lost")
 
     def check_without_checkpoint(self, uid: str, on_storage: Sequence[str]) -> None:
-        """It is said to have failed because no checkpoint is left."""
+        """Check a job that failed because no checkpoint is left."""
         if on_storage:
             raise RuleBrokenError(f"{uid} failed for want of a checkpoint beside {', '.join(on_storage)}")
 

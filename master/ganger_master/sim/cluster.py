@@ -90,7 +90,8 @@ class Cluster:
         return master
 
     def start_another_master(self, stay: Collection[str]) -> SimMaster:
-        """On the store of the one that there is, which goes on. The daemons that `stay` know the former one only."""
+        """Start a master on the store of the present one, which runs on. Return the former one; daemons in `stay` keep
+        to it."""
         former = self.master
         self.master = self.host.master = self._make_master(former.settings, former.store)
         for name, daemon in self.daemons.items():
@@ -189,7 +190,8 @@ class Cluster:
                 self.oracle.check_succeeded(job.uid)
 
     def check_devices(self) -> None:
-        """No device that a process may use counts as free, or as another job's, once its node has reported."""
+        """Check that no device that a process may use counts as free, or as another job's, once its node has
+        reported."""
         state = self.state
         if not self.master.is_up or state.counters.restoring is not None:
             return
@@ -200,8 +202,8 @@ class Cluster:
             uid, claim = ranks.order.uid, ranks.wanted.claim
             if claim.device_mask & state.rows[name].free_mask:
                 raise RuleBrokenError(f"{uid} epoch {epoch} runs on devices of {name} that count as free")
-            # Of a gang that the master knows the oracle judges whether it may step; one on a node that had not reported
-            # when all was settled may be where the master has another one.
+            # The oracle judges whether a gang that the master knows may step. A gang on a node that had not reported
+            # when the restore was settled may be where the master has another one.
             known = epoch in state.gangs or name in self.settled_without
             for gang in [state.gangs[of] for of in state.gangs_on.get(name, ()) if not known]:
                 held = [piece.held for piece in gang.pieces if piece.claim.node == name and piece.held is not None]
@@ -212,11 +214,12 @@ class Cluster:
     # -- backups -------------------------------------------------------------------------------------------------------
 
     def backup(self) -> dict[tuple[str, str], bytes]:
-        """A copy of the master's database, made while it runs."""
+        """Return a copy of the master's database, made while it runs."""
         return dict(self.master.durable)
 
     def restore(self, copy: dict[tuple[str, str], bytes], opened: OpenStore) -> None:
-        """An operator puts the copy in the place of the database, and starts the master. `opened`: what it is told."""
+        """Put the copy in the place of the database, as an operator does, and start the master. `opened`: its first
+        command."""
         self.master.restore(copy, opened)
         known = {
             number: (job.uid, 0 if job.checkpoint is None else job.checkpoint.step)

@@ -47,7 +47,7 @@ class Released:
 
 @dataclass(slots=True)
 class SimStore:
-    """What is stored, and which master may write: one of the newest generation."""
+    """Stored elements, and the generation of the master that may write."""
 
     elements: dict[tuple[str, str], bytes] = field(default_factory=dict)
     generation: int = 0
@@ -85,7 +85,7 @@ class SimMaster:
         self.on_history = on_history
         self.state = State(settings, engine.now)
         self.state.counters.store = "simulated"
-        # Beside the database, and not part of a copy of it: how far it came, and how jobs ended.
+        # Files beside the database, not part of a copy of it: its next ids, and how jobs ended.
         self.marks = Marks()
         self.ended: dict[str, RecordedEnd] = {}
         self._notes_ends = False
@@ -134,7 +134,7 @@ class SimMaster:
         self._note_ends()
 
     def _note_ends(self) -> None:
-        """Reads what is beside the database, once it has to."""
+        """Read the files beside the database, if a restore needs them."""
         if self.state.counters.restoring is None or self.state.ends is not None or self._notes_ends:
             return
         self._notes_ends = True
@@ -148,7 +148,7 @@ class SimMaster:
         self.engine.after(self.engine.between(0.1, 2.0), note)
 
     def answer_poll(self, command: PollAnswer, received_at: float, reply: Callable[[Answer], None]) -> None:
-        """Extends a node's lease, if the store is known to be this master's."""
+        """Extend a node's lease, if the store is known to be this master's."""
         if not covers(self.settings, self._verified_at, received_at):
             if self.store.generation != self._generation:
                 self._end_fenced()
@@ -157,7 +157,7 @@ class SimMaster:
         self.call(command, reply)
 
     def take_over(self) -> None:
-        """Starts on what a former master has stored; it may still run, and has not heard of this one."""
+        """Start on what a former master has stored; that one may still run, unaware of this one."""
         self._go_on(self._restore(self.durable), "the master was started", Tick())
 
     def _end_fenced(self) -> None:
@@ -203,7 +203,7 @@ class SimMaster:
         self.engine.after(away_seconds, restart)
 
     def restore(self, copy: Mapping[tuple[str, str], bytes], opened: OpenStore) -> None:
-        """Stops, and starts on an older copy of the database. `opened`: what it finds beside it."""
+        """Stop, and start on an older copy of the database. `opened`: what it finds beside it."""
         self._in_flight.clear()
         self.incarnation += 1
         self.durable = self.store.elements = dict(copy)
@@ -299,15 +299,7 @@ class SimMaster:
     def _mark(self, changes: Changes) -> None:
         for element in changes.puts.values():
             if isinstance(element, Counters):
-                self.marks = Marks(
-                    element.store,
-                    element.desired_version,
-                    element.next_epoch,
-                    element.next_job,
-                    element.next_event,
-                    element.next_session,
-                    element.next_set,
-                )
+                self.marks = Marks.of(element)
             elif isinstance(element, Job) and element.state.is_final:
                 self.ended[element.uid] = RecordedEnd(element.state, element.end_time)
 

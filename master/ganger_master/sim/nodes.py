@@ -76,10 +76,10 @@ class SimDaemon:
         self.heard_version = 0
         self.wanted: set[int] = set()
         self.orders: dict[int, DesiredGang] = {}
-        # On its disk: how far it saw the master's database come, and the newest gang of each job that has ended here.
+        # On its disk: the next ids of the master's database that it saw, and the newest ended gang of each job.
         self.seen = Marks()
         self.finished: dict[str, FinishedGang] = {}
-        # Epochs of which the master asks what was told.
+        # Epochs of gangs whose orders the master requests.
         self.describe: tuple[int, ...] = ()
         self.last_contact = engine.now
         self.turns: Turns = make_turns(self) if make_turns is not None else NoTurns()
@@ -222,7 +222,7 @@ class SimDaemon:
             self.describe = desired.describe
             self.report()
         if not desired.version:
-            # Nothing was told: all stays as it is.
+            # An answer without orders changes nothing.
             return
         self._note_seen(desired)
         self.physics.share(self.name, desired.gangs)

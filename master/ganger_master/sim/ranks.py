@@ -64,7 +64,7 @@ class Ranks:
     trouble: str = ""
     exit_code: int = 0
     checkpoint: tuple[int, str] | None = None
-    # Complete ones on storage, where it could not start from the one that was named.
+    # Complete checkpoints on storage, where it could not start from the one in its order.
     found: tuple[Checkpoint, ...] = ()
 
     @property
@@ -124,11 +124,11 @@ class Physics:
         self.fork_seconds = fork_seconds
         # What processes keep of each of their devices once they have offloaded; no more than their job may use.
         self.residue_bytes = 0
-        # Which part of their claimed host memory processes use at rest; zero: it cannot be measured.
+        # The share of their claimed host memory that processes use at rest; zero: it cannot be measured.
         self.memory_used = 0.0
         self.ranks: dict[tuple[int, str], Ranks] = {}
         self.gangs: dict[int, Gang] = {}
-        # On storage, by path; and by epoch those that its leader was told to keep.
+        # Checkpoints on storage by path, and by epoch the paths that the leader was ordered to keep.
         self.checkpoints: dict[str, Checkpoint] = {}
         self.kept: dict[int, tuple[str, ...]] = {}
         # Jobs, by uid, without boundaries.
@@ -256,7 +256,7 @@ class Physics:
         self.oracle.occupied(ranks.order.uid, ranks.order.epoch, ranks.devices, ranks.shared)
 
     def report_gone(self, node: str, order: DesiredGang) -> None:
-        """Wanted, but nothing of it is here and it must not start: that is said as an outcome."""
+        """Report as an outcome that a wanted gang is not here and must not start."""
         self._know(order)
         kind = OutcomeKind.STOPPED if order.intent is Intent.STOP else OutcomeKind.UNKNOWN
         self.ranks[order.epoch, node] = Ranks(node, order, Doing.ENDED, outcome=kind, message="nothing of it is here")
@@ -304,8 +304,8 @@ class Physics:
             self.engine.after(0.5, lambda: self._restore(ranks))
 
     def _is_refused(self, ranks: Ranks) -> bool:
-        """Whether it cannot start from the checkpoint that is named, or storage has a newer one: then it ends, and
-        reports what there is."""
+        """Return whether it cannot start from the checkpoint in its order, or storage has a newer one. Then it ends,
+        and reports the checkpoints on storage."""
         order, name = ranks.order, ranks.order.restore.checkpoint_path
         earlier = [one for one in self.on_storage(order.uid) if one.epoch < order.epoch]
         ranks.found = tuple(reversed(earlier))
@@ -317,13 +317,13 @@ class Physics:
         return not ranks.is_alive
 
     def on_storage(self, uid: str) -> list[Checkpoint]:
-        """Complete checkpoints of a job, oldest first."""
+        """Return the complete checkpoints of a job, oldest first."""
         own = [one for path, one in self.checkpoints.items() if path.startswith(f"{uid}/")]
         return sorted(own, key=lambda one: (one.epoch, one.step))
 
     def prune(self, uid: str, epoch: int) -> None:
-        """The leader keeps the two newest, those the master would start the job from, and the first one after them,
-        whose acknowledgement may have got lost."""
+        """Remove checkpoints as the leader does. It keeps the two newest, those from which the master would start the
+        job, and the first one after these: its acknowledgement may have got lost."""
         kept, present = self.kept.get(epoch, ()), self.on_storage(uid)
         known = [at for at, one in enumerate(present) if one.path in kept]
         for at, one in enumerate(present[:-2]):

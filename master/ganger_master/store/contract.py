@@ -87,7 +87,7 @@ class Store(Protocol):
         """Does of `commit` what needs no disk; what is left of it, to be called in the order of the batches."""
 
     def check_owner(self) -> None:
-        """Returns if no other master has taken the store over since `open`; reads one row. Raises StoreError."""
+        """Return if no other master has taken the store over since `open`. Reads one row. Raises StoreError."""
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         """Oldest first; subject "" means all. Raises StoreError."""

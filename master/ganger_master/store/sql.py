@@ -38,10 +38,10 @@ _SQLITE_ARGUMENTS: Final = {
 
 class SqlStore:
     """See `contract.Store`. `url` is a SQLAlchemy URL, or the path of a SQLite file, which is made with mode 0600.
-    `row_by_row`: SQLite too is written to as any other database is, which takes it longer."""
+    `row_by_row`: write to SQLite as to any other database, which takes longer."""
 
     def __init__(self, url: str | Path, row_by_row: bool = False) -> None:
-        # A path has no text as a URL if it has a question mark.
+        # A path with a question mark cannot be written as a URL.
         self._url = URL.create("sqlite", database=str(url)) if isinstance(url, Path) else url
         self._engine = _engine_for(self._url)
         self._takes_many_rows = self._engine.dialect.name == "sqlite" and not row_by_row
@@ -97,7 +97,7 @@ class SqlStore:
                 raise
 
     def check_owner(self) -> None:
-        # By a connection of its own: the commits' may be in the middle of a transaction.
+        # On its own connection: that of the commits may be in the middle of a transaction.
         with _explained(self._url), self._engine.connect() as connection:
             if connection.execute(_GENERATION).scalar() != self._generation:
                 raise self._fenced()

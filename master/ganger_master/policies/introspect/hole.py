@@ -41,7 +41,7 @@ _MOST_SETS: Final = 4096
 _MOST_SPANS: Final = 4
 _MOST_OTHERS: Final = 32
 _MOST_SETS_OF_MANY: Final = 4
-# Moves of a hole of which it is looked whether they are needed.
+# Moves of a hole that are checked for whether they are needed.
 _MOST_DROPPED: Final = 32
 
 
@@ -161,7 +161,7 @@ def hole_for(
         found = search.on_one_node(shape, closed, closed, most_cost, most_moves, _MOST_DEPTH)
     if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > Level.NODE:
         found = found or search.over_nodes(shape, closed, most_cost, most_moves)
-        # It need not fill the nodes that were emptied for it: fragments may do.
+        # The gang need not fill the nodes that were emptied for it: fragments may suffice.
         found = None if found is None else search.without_needless(found, shape, closed)
     return found
 
@@ -259,12 +259,12 @@ class _Search:
         return best
 
     def without_needless(self, hole: Hole, shape: GangShape, avoid: frozenset[str]) -> Hole:
-        """The hole without moves that it does not need, the dearest first."""
+        """Return the hole without moves that it does not need; the dearest are tried first."""
         for move in sorted(hole.moves[:_MOST_DROPPED], key=lambda move: (-move.cost, move.number)):
             others = tuple([other for other in hole.moves if other is not move])
             left = {claim.node for claim in move.gang.held}
             if any(claim.node in left for other in others for claim in other.claims):
-                # What it leaves there is theirs.
+                # Others move to what it leaves.
                 continue
             for other in others:
                 self._trying.give(other.gang.held)

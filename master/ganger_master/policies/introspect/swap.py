@@ -16,10 +16,10 @@ from ganger_master.policies.place import Placement
 from ganger_master.policies.place.best_fit import BEST_FIT
 from ganger_master.policies.room import Room
 
-# Victims are found one by one, with a search for each; and once more for so many nodes, with those there first.
+# Victims that are searched for one by one; and nodes for which that is repeated, with victims on the node first.
 _MOST_STOPPED: Final = 32
 _MOST_NODES: Final = 4
-# Sets of victims that are tried because they may be better than what was found so.
+# Other sets of victims that are tried afterwards, because they may be better.
 _MOST_SETS: Final = 128
 
 _Search: TypeAlias = Callable[[], Hole | None]
@@ -36,8 +36,8 @@ def swap_for(
 ) -> Hole | None:
     """Return the cheapest hole that stops gangs: then the one with the fewest victims and moves, then the least spread.
 
-    Gangs that may not be stopped move at most, as few as will do. `claims` of one that may be stopped are what it would
-    give back by that. None where even all of them would not be enough. Exact on small clusters; on large ones no victim
+    Gangs that may not be stopped only move, as few as suffice. `claims` of one that may be stopped: what it gives back
+    by that. None where even all of them would not be enough. Exact on small clusters; on large ones no victim
     is stopped that is not needed, and a bounded number of cheaper sets is tried. The room is left as it was.
     """
     gangs = [gang for gang in gangs if gang.number not in stay]
@@ -65,7 +65,7 @@ def badness(hole: Hole) -> tuple[float, int, int]:
 
 
 def _better(trying: WhatIf, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
-    """The best hole, of this one and of those that other sets of victims make, the cheapest sets first."""
+    """Return the best of this hole and those of other sets of victims; the cheapest sets are tried first."""
     missing = gpus - int(np.bitwise_count(trying.room.view.columns().free).sum())
     by_price = sorted(stoppable, key=lambda gang: (gang.stop_cost, gang.number))
     kinds: dict[tuple[object, ...], int] = {}

@@ -2,7 +2,7 @@
 and equally many workers on each.
 
 The k emptiest servers get task i of each role at server i mod k, for the smallest k at which all fit. The paper places
-the smallest jobs first, which is an order's business.
+the smallest jobs first, which is left to the order.
 
 Its theorem, that the smallest k is best, holds where bandwidth belongs to a container: a parameter server sends to the
 workers that are elsewhere, ever more of them as k grows (`traffic_per_server_task`). Where all tasks of a server share

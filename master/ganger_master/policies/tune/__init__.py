@@ -219,7 +219,7 @@ def proportionally(nodes: Nodes, placed: Pieces) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A division of cores and memory. `by_profiles`: it asks what these do to the rate of each gang."""
+    """A division of cores and memory. `by_profiles`: it uses the rate of each gang as a function of these."""
 
     name: str
     tune: Callable[[Gangs, Nodes, Pieces], Pieces]

@@ -346,7 +346,7 @@ class Planning:
         return answer
 
     def _answer_in_parts(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...]) -> PlanAnswer:
-        """As a live planner proposes it."""
+        """Propose the plan in parts, as a live planner does, and return all verdicts."""
         promises = None if self.moves is None else self.moves.moving.promises
         verdicts: list[ChangeAnswer] = []
         version = 0
