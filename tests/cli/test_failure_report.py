@@ -1,4 +1,4 @@
-"""What is printed of a job that failed, and of one that was never launched."""
+"""The report on a job that failed, and on one that was never launched."""
 
 from __future__ import annotations
 

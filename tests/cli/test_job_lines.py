@@ -127,7 +127,7 @@ def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_shown_as_parked
 
 @pytest.mark.parametrize("word", ["\x01" * 4_000, "\u2028\x01" * 2_000, "\u4e2d" * 4_000, "a\u0301" * 4_000])
 @pytest.mark.parametrize("field", ["command", "display_name", "user"])
-def test_what_a_user_named_takes_at_most_63_columns_however_it_is_written_out(word: str, field: str) -> None:
+def test_a_name_that_a_user_gave_takes_at_most_63_columns_however_it_is_written_out(word: str, field: str) -> None:
     job = job_pb2.Job(user=word if field == "user" else "")
     job.spec.command.append(word if field == "command" else "train")
     job.spec.display_name = word if field == "display_name" else ""

@@ -1,4 +1,4 @@
-"""Lines of a log, made of chunks that are cut anywhere."""
+"""Lines of a log, from chunks that are cut anywhere."""
 
 from __future__ import annotations
 

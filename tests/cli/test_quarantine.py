@@ -1,4 +1,4 @@
-"""`ganger nodes quarantine`: what it lists, what it asks and what it sends."""
+"""`ganger nodes quarantine`: its list, its questions and its requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_list_as_json_has_every_field(call: Call, capsys: pytest.CaptureFixt
     assert (first["name"], first["parts"][1]["node"]) == ("quarantinedGangs/aa11-5", "nodes/n2")
 
 
-def test_an_empty_list_is_named_so(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_is_reported(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*QUARANTINE, "list") == 0
     assert "no gang is quarantined" in "".join(capsys.readouterr())
 
@@ -105,7 +105,7 @@ def test_a_gang_is_adopted_and_its_job_named(
 
 
 @pytest.mark.usefixtures("gangs")
-def test_a_refused_adoption_is_told_with_its_reason(
+def test_a_refused_adoption_is_reported_with_its_reason(
     call: Call, master: CannedMaster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     master.refused_adoption = AdoptionRefused("it takes turns with others on its devices")

@@ -1,4 +1,4 @@
-"""Which jobs a command is about: numbers, lists, ranges and filters."""
+"""The jobs of a command: numbers, lists, ranges and filters."""
 
 from __future__ import annotations
 

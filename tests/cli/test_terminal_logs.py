@@ -1,4 +1,4 @@
-"""What a job wrote is printed so that it can do nothing to the terminal of its reader."""
+"""The log of a job is printed so that it cannot control the terminal of its reader."""
 
 from __future__ import annotations
 

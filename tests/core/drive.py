@@ -46,7 +46,7 @@ class Drive:
         return done.answer
 
     def set_quotas(self, **devices: int) -> None:
-        """As a restart with other quotas does; those of before stay accepted."""
+        """Set other quotas, as a restart does; jobs that were accepted under the former ones stay."""
         self.state.settings = replace(self.state.settings, quota_devices=devices)
 
     def join(self, node: str) -> None:

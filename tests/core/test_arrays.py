@@ -256,7 +256,7 @@ def test_a_master_that_starts_again_knows_members_limits_and_rungs() -> None:
 
 
 def refused(drive: Drive, members: list[dict[str, str]], *words: str, environment: Mapping[str, str] = {}) -> str:
-    """The path of the first thing that is wrong with an array."""
+    """Return the field of the first violation of an array that is refused."""
     spec = replace(SPEC, command=words, environment=dict(environment))
     uids = tuple(f"uid-{number}" for number in range(len(members)))
     answer = drive.step(SubmitArray(spec, tuple(enumerate(members)), uids, 0, None, "ann", ""))

@@ -12,7 +12,7 @@ STAYS = Capabilities(pause=True, offload=True, missing={"MOVE": "its batches go 
 
 
 def resumed() -> tuple[Drive, int]:
-    """Its devices are another's by now."""
+    """Return a job that was resumed while another job has its devices."""
     drive = Drive(2)
     number = drive.submit(job_of(4))
     epoch = drive.start(number)

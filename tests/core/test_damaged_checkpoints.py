@@ -161,7 +161,7 @@ def test_a_job_whose_known_checkpoints_are_gone_goes_on_from_the_newest_on_stora
     assert (restore.checkpoint_path, restore.step) == (f"checkpoints/40-{first}", 40)
 
 
-def test_of_what_a_daemon_finds_on_storage_nothing_unreadable_and_nothing_of_a_later_epoch_is_taken() -> None:
+def test_a_checkpoint_found_on_storage_that_is_unreadable_or_of_a_later_epoch_is_not_taken() -> None:
     drive, number = begun()
     saved(drive, number, 10)
     first = drive.job(number).epoch

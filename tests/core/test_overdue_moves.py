@@ -1,4 +1,4 @@
-"""A move that does not come about goes back within its deadline, whichever side stays silent, and at whatever point."""
+"""A move that is not complete at its deadline is undone, whichever side is silent, and at any point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moving(**settings: float | None) -> tuple[Drive, int, int, int]:
     return drive, number, source, drive.job(number).next_epoch
 
 
-def _nothing_is_heard(drive: Drive, number: int, source: int, destination: int) -> None:
+def _no_daemon_reports(drive: Drive, number: int, source: int, destination: int) -> None:
     pass
 
 
@@ -58,7 +58,7 @@ def _only_the_destination_is_ready(drive: Drive, number: int, source: int, desti
 
 
 POINTS: dict[Callable[[Drive, int, int, int], None], str] = {
-    _nothing_is_heard: "nodes/n2 was not ready within 120 s",
+    _no_daemon_reports: "nodes/n2 was not ready within 120 s",
     _the_destination_starts_for_ever: "nodes/n2 was not ready within 120 s (STARTING)",
     _the_source_never_parks: "nodes/n1 did not stop within 120 s (RUNNING)",
     _the_source_is_stopping_for_ever: "nodes/n1 did not stop within 120 s (STOPPING)",
@@ -90,7 +90,7 @@ def test_a_move_that_stands_still_is_undone_at_its_deadline_and_names_the_late_n
     said = [one for one in drive.told if one.kind == "move_aborted"]
     assert [one.message for one in said] == [POINTS[point]]
     assert job.trouble == f"its move was given up: {POINTS[point]}"
-    # once its daemon says that it is gone, nothing of it is held
+    # Once its daemon reports that it is gone, nothing of it is held.
     drive.seen_without("n2", number)
     assert destination not in drive.state.gangs
     assert drive.state.view.row("n2").free_mask == 0b1111
@@ -107,7 +107,7 @@ def test_a_daemon_that_dies_during_a_move_delays_the_job_no_longer_than_the_dead
     for _ in range(24):
         drive.now += 10.0
         drive.step(Tick())
-        # the other one goes on to say what it has
+        # The other daemon goes on to report what it has.
         drive.observe(alive, *(_as_before(drive, gang, alive) for gang in drive.on(alive)))
     job = drive.job(number)
     assert (job.epoch, job.next_epoch) == (source, 0)

@@ -1,4 +1,4 @@
-"""Ids that others have given are not given again, and operators alone decide about quarantined gangs."""
+"""Ids that another master has given are not given again, and only operators decide about quarantined gangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restored master makes of the gangs that nodes report: each is adopted, quarantined or ended."""
+"""A restored master adopts, quarantines or ends each gang that nodes report."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_gang_over_two_nodes_is_adopted_with_both_parts() -> None:
         ({"intent": Intent.STOP}, "it was ordered to stop"),
     ],
 )
-def test_of_a_gang_that_cannot_be_adopted_whole_nothing_is(more: dict[str, object], why: str) -> None:
+def test_a_gang_that_cannot_be_adopted_whole_is_not_adopted_in_part(more: dict[str, object], why: str) -> None:
     drive, gang = Drive(nodes=3, settings=settings()), spread(**more)
     restored(drive, [gang])
     answer = adopt(drive, gang)
@@ -213,7 +213,7 @@ def test_a_known_gang_that_got_time_slices_since_the_backup_is_quarantined() -> 
     assert drive.job(number).state is JobState.PENDING
 
 
-def test_of_two_gangs_of_an_unknown_job_the_older_one_is_stopped() -> None:
+def test_the_older_of_two_gangs_of_an_unknown_job_is_stopped() -> None:
     """It is frozen on a node that was lost: the next answer would let it go on beside its successor."""
     drive = Drive(nodes=3, settings=settings())
     older, newer = Found(7, "uid-late", 5, {"n1": 1}), Found(7, "uid-late", 6, {"n2": 1})
@@ -222,7 +222,7 @@ def test_of_two_gangs_of_an_unknown_job_the_older_one_is_stopped() -> None:
     assert strays(drive, newer)["n2"].quarantined
 
 
-def test_of_two_gangs_of_a_known_job_that_are_newer_than_the_backup_the_older_one_is_stopped() -> None:
+def test_the_older_of_two_gangs_of_a_known_job_that_are_newer_than_the_backup_is_stopped() -> None:
     drive = Drive(nodes=3, settings=settings())
     number = drive.submit(job_of(2))
     uid = drive.job(number).uid

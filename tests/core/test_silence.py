@@ -167,7 +167,7 @@ def test_all_nodes_are_looked_through_only_when_one_can_have_turned_silent() -> 
         ({"n1": 0.0, "n2": 50.0, "n3": 1_000.0, "n4": 1_000.0, "n5": 1_000.0}, {}, {"n1", "n2"}),
         # One of them comes back late: the clock of the other starts again.
         ({"n1": 0.0, "n2": 0.0, "n3": 1_000.0, "n4": 1_000.0}, {"n1": 700.0}, set()),
-        # The others go on calling all the time.
+        # The other node calls all the time.
         ({"n1": 0.0, "n2": 1_000.0}, {}, {"n1"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a daemon reports of a gang that runs on all the same is shown to the user, and is in the history once."""
+"""A trouble that a daemon reports of a running gang is shown to the user, and is in the history once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one user may have of the queue: pending jobs, and bytes of specs; and what finished jobs may keep."""
+"""Limits of each user on pending jobs and bytes of specs, and the limit on bytes of finished jobs."""
 
 from __future__ import annotations
 

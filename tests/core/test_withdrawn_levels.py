@@ -1,4 +1,4 @@
-"""What has failed once is not offered again, by whatever attempt: the next time it would end the job."""
+"""A level that failed once is not offered again by any attempt: the next failure would end the job."""
 
 from __future__ import annotations
 

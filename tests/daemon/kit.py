@@ -46,7 +46,7 @@ class NodeBook:
     acknowledged: list[int] = field(default_factory=list)
     reports: int = 0
     observation: int = 0
-    # Epochs whose spec is held back, as if there were no room for it, and those that the daemon misses.
+    # Epochs whose spec is held back, as if there were no room for it, and those whose spec the daemon requests.
     late: set[int] = field(default_factory=set)
     missed: tuple[int, ...] = ()
     # Gangs of the parts of an observed set so far.

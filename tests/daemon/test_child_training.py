@@ -1,4 +1,4 @@
-"""A job whose training is a child of its command: all of it is frozen by a PAUSE, and what else is asked is refused."""
+"""A job whose training is a child of its command: a PAUSE freezes all of it, and other orders are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_pause_freezes_every_process_and_the_rest_is_refused_with_the_reason(tmp
         await made.master.want("n1", with_changes(gang, 3))
         await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
         await asyncio.to_thread(eventually, lambda: not any(_stopped(pid)), what="all of it goes on")
-        # an order from before it was known: refused, not pressed
+        # An order from before this was known is refused, and no signal enforces it.
         level = job_pb2.SUSPEND_LEVEL_OFFLOAD
         await made.master.want("n1", with_changes(gang, 4, stop_sequence=4, intent=Intents.INTENT_PARK, level=level))
         refused = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))

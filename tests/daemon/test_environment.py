@@ -1,4 +1,4 @@
-"""What ranks find in their environment: their job, their gang, and torchrun's variables where there are several."""
+"""The environment of ranks: their job, their gang, and torchrun's variables where there are several."""
 
 from __future__ import annotations
 

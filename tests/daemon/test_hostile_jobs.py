@@ -25,6 +25,7 @@ from ganger_daemon.workers.directories import DaemonPaths
 from ganger_daemon.workers.exits import exit_of
 from ganger_daemon.workers.processes import ProcessId, start_ticks
 from kit.waiting import eventually
+from rpc.kit import until
 
 HOSTILE_JOB = Path(__file__).parent / "hostile_job.py"
 Outcome = agent_pb2.Outcome
@@ -99,9 +100,7 @@ def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
             assert await loop.sock_recv(stranger, 100) == b""
             own.connect(str(path))
             own.send(b'{"event": "note"}')
-            async with asyncio.timeout(10):
-                while not heard:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+            await until(lambda: bool(heard))
         server.close()
         return heard
 

@@ -18,13 +18,13 @@ from ganger_daemon.storage_work import StorageHungError, StorageWork
 
 @pytest.fixture
 def hang() -> Iterator[threading.Event]:
-    """Ends what hangs."""
+    """An event that ends calls that hang."""
     event = threading.Event()
     yield event
     event.set()
 
 
-def test_work_that_hangs_is_given_up_and_what_follows_has_places_of_its_own(hang: threading.Event) -> None:
+def test_work_that_hangs_is_given_up_and_later_work_has_places_of_its_own(hang: threading.Event) -> None:
     async def story() -> None:
         work = StorageWork(at_once=2)
         with pytest.raises(StorageHungError, match=r"has not answered within 0\.05 s"):
@@ -35,7 +35,7 @@ def test_work_that_hangs_is_given_up_and_what_follows_has_places_of_its_own(hang
         for _ in range(2):
             with pytest.raises(StorageHungError):
                 await work.run(hang.wait, within_s=0.05)
-        # All places are taken: what is given up before its turn is never done.
+        # All places are taken: work that is given up while it waits is never done.
         done: list[int] = []
         with pytest.raises(StorageHungError):
             await work.run(done.append, 1, within_s=0.05)

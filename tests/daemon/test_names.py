@@ -1,4 +1,4 @@
-"""Daemons of one machine, of whatever cluster, share no name that either makes there."""
+"""Daemons on one machine, of one cluster or of several, share no name that they make there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ganger_daemon.devices.virtual import VirtualSpec
 
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The cgroups that the daemons of a test asked for, one after the other."""
+    """The cgroups that the daemons of a test requested, in order."""
     asked: list[str] = []
 
     def choose(root: str, **_: Any) -> NoCgroups:

@@ -15,6 +15,7 @@ from ganger.wire.endpoints import Endpoint
 from ganger_daemon.checkpoints import storage as storage_checks
 from ganger_daemon.control import memory
 from ganger_daemon.workers.processes import anonymous_bytes
+from rpc.kit import until
 
 pytestmark = pytest.mark.system
 
@@ -56,9 +57,7 @@ def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> N
         await made.master.want("n1", gang)
         await made.master.until("n1", 1, lambda seen: bool(seen.capabilities.pause))
         await made.master.want("n1", with_changes(gang, 2, **PAUSE))
-        async with asyncio.timeout(60):
-            while not any("in main" in line for line in log_of(made.directory, "n1", uid, 0, 1)):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: any("in main" in line for line in log_of(made.directory, "n1", uid, 0, 1)), 60.0)
         (made.directory / "go").touch()
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert parked.order.master_sequence == 2

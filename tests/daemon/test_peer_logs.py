@@ -1,4 +1,4 @@
-"""A log is asked for by the uid of a job, which names a directory."""
+"""The uid of a job in a request for its log names a directory, so it is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ganger_daemon.peers import PeerServicer
 
 
 @pytest.mark.parametrize("uid", ["", "..", "../../../root", "a/b", "\0", "x" * 5_000, "-", "\N{GRINNING FACE}"])
-def test_a_uid_that_is_none_reads_no_file(uid: str) -> None:
+def test_a_text_that_is_not_a_uid_reads_no_file(uid: str) -> None:
     host = SimpleNamespace(logs=SimpleNamespace())
     servicer = PeerServicer(cast(Any, host), cast(Any, None), cast(Any, None))
 

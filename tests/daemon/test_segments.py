@@ -1,4 +1,4 @@
-"""Segments in shared memory that a job leaves go with it; those of others stay."""
+"""Segments in shared memory that a job leaves are removed when it ends; those of other jobs stay."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ pytestmark = pytest.mark.system
 SHARED = Path("/dev/shm")
 # The loader is killed by the job, so that nothing of Python removes its segment; the job attaches to one more.
 JOB = """
-import multiprocessing, os, signal, sys, time
+import multiprocessing, signal, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 resource_tracker.register = resource_tracker.unregister = lambda *_: None
 prefix, attached = sys.argv[1:3]
 def load():
     segment = SharedMemory(prefix + "loader", create=True, size=4096)
-    time.sleep(3600)
+    signal.pause()
 loader = multiprocessing.get_context("fork").Process(target=load)
 loader.start()
 own = SharedMemory(prefix + "own", create=True, size=4096)
 other = SharedMemory(attached) if attached else None
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[3]:
+    # A pipe: reading waits for the test to open it.
+    open(sys.argv[3]).read()
+    loader.kill()
+    loader.join()
 while True:
-    if os.path.exists(sys.argv[3]):
-        loader.kill()
-        loader.join()
-    time.sleep(0.02)
+    signal.pause()
 """
 
 
@@ -52,8 +54,9 @@ def prefix() -> Iterator[str]:
         path.unlink()
 
 
-def _command(prefix: str, attached: str = "", end_of_loader: Path = Path("/nonexistent")) -> list[str]:
-    return [sys.executable, "-c", JOB, prefix, attached, str(end_of_loader)]
+def _command(prefix: str, attached: str = "", end_of_loader: str = "") -> list[str]:
+    """`end_of_loader`: a pipe; once it was opened and closed, the job kills its loader."""
+    return [sys.executable, "-c", JOB, prefix, attached, end_of_loader]
 
 
 def _names(prefix: str) -> set[str]:
@@ -92,8 +95,9 @@ def test_a_cancelled_job_and_its_killed_loader_leave_no_segment_and_those_of_oth
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
         kill = tmp_path / "kill"
+        os.mkfifo(kill)
         one = made.gang(
-            {"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=_command(f"{prefix}a-", f"{prefix}former", kill)
+            {"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=_command(f"{prefix}a-", f"{prefix}former", str(kill))
         )
         other = made.gang(
             {"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2, command=_command(f"{prefix}b-"), job="jobs/2"
@@ -103,7 +107,7 @@ def test_a_cancelled_job_and_its_killed_loader_leave_no_segment_and_those_of_oth
         await made.master.want("n1", other)
         await _until_noted(made, one, {f"{prefix}a-own", f"{prefix}a-loader"})
         await _until_noted(made, other, {f"{prefix}b-own", f"{prefix}b-loader"})
-        kill.touch()
+        await asyncio.to_thread(kill.write_text, "")
         gang = await made.master.until("n1", 1, lambda message: bool(message.ranks))
         children = Path(f"/proc/{gang.ranks[0].pid}/task/{gang.ranks[0].pid}/children")
         await asyncio.to_thread(eventually, lambda: not children.read_text(), what="the end of the loader")

@@ -52,7 +52,7 @@ def gang(epoch: int, phase: Phase, first_step: float, last_step: float) -> Any:
 
 
 def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -> float:
-    """What the node says that a switch takes, once it was told to run the gang of epoch 7 and `switched` was done."""
+    """Return the seconds that the node reports for a switch, after an order to run epoch 7 and a call of `switched`."""
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=path), node="n1", changed=lambda: None)
     here: Any = SimpleNamespace(all=lambda: gangs, blocked_by=lambda one: [], collide=lambda one, other: True)
     rotation = Rotation(host, peers=SimpleNamespace(), gangs=here)  # type: ignore[arg-type]

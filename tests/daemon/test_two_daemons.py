@@ -120,7 +120,7 @@ def test_a_gang_whose_leader_never_says_where_ranks_meet_stops_when_it_is_told_t
     run(story)
 
 
-def test_ranks_start_on_a_slower_node_after_those_of_the_leader_have_ended_and_are_forgotten() -> None:
+def test_ranks_start_on_a_slower_node_although_those_of_the_leader_have_ended_and_are_forgotten() -> None:
     async def story(made: Cluster) -> None:
         for node in ("n1", "n2"):
             await made.daemon(node)

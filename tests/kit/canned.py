@@ -40,7 +40,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.changing: Callable[[], None] = lambda: None
         # Called whenever a job is looked at.
         self.looked_at: Callable[[], None] = lambda: None
-        # What an update is refused with that is not confirmed.
+        # The refusal of an update that is not confirmed.
         self.ending: Exception | None = None
         self.refused_updates: list[job_service_pb2.RefusedUpdate] = []
         self.chunk_bytes = 10

@@ -34,7 +34,7 @@ class Authority:
         return out
 
     def leave_out(self, directory: Path, name: str) -> None:
-        """Replaces a certificate by one without this DNS name."""
+        """Replace a certificate by one without this DNS name."""
         before = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
         extensions: list[tuple[x509.ExtensionType, bool]] = []
         for extension in before.extensions:

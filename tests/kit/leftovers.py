@@ -1,4 +1,4 @@
-"""What daemons that were killed left on this machine outside their state directories: cgroups and run directories."""
+"""Cgroups and run directories that killed daemons left on this machine outside their state directories."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def remove_leftovers(state_directories: Iterable[Path]) -> None:
-    """Removes them for daemons whose processes have all been killed."""
+    """Remove the leftovers of daemons all of whose processes have been killed."""
     for state in state_directories:
         with suppress(OSError, ValueError, KeyError):
             node = json.loads((state / "node.json").read_text())
             shutil.rmtree(node["run_directory"], ignore_errors=True)
             for root in (*_CGROUPS.glob(node["cgroup"]), *_CGROUPS.glob(f"*/{node['cgroup']}")):
                 for group in sorted((path for path in root.glob("**/") if path.is_dir()), reverse=True):
-                    # a killed process leaves its group some time after it can no longer be seen
+                    # A killed process leaves its group some time after it can no longer be seen.
                     files.wait_until(lambda group=group: files.remove(group), 10.0)  # type: ignore[misc]

@@ -60,12 +60,12 @@ def apart(names: Sequence[str]) -> Iterator[dict[str, Machine] | None]:
 
 
 def cut_off(machine: Machine) -> None:
-    """From all others; its loopback and its storage stay."""
+    """Cut a machine off from all others; its loopback and its storage stay."""
     _set_link(machine, "down")
 
 
 def heal(machine: Machine) -> None:
-    """The others reach it again."""
+    """Let the other machines reach it again."""
     _set_link(machine, "up")
 
 

@@ -57,7 +57,7 @@ class Up:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """The output of `ganger ARGUMENTS`, which must succeed."""
+        """Return the output of `ganger ARGUMENTS`, which must succeed."""
         done = self.try_(*arguments)
         assert done.returncode == 0, f"ganger {shlex.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
@@ -70,7 +70,7 @@ class Up:
         return str(self.json("submit", *arguments)["name"]).removeprefix("jobs/")
 
     def processes(self) -> dict[str, cluster.Started]:
-        """What runs, by name: "up", "master", "n1", ..."""
+        """Return the running programs by name: "up", "master", "n1", ..."""
         return {each.name: each for each in cluster.read_up_file(self.directory)[1]}
 
     def kill(self, name: str) -> cluster.Started:
@@ -92,7 +92,7 @@ class Up:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
     def remove(self) -> None:
-        """Ends every process that names the state directory, and removes what they left."""
+        """End every process that names the state directory, and remove what they left."""
         self.try_("down", "--state-dir", str(self.directory), "--cancel-jobs")
         nodes = list((self.directory / "nodes").glob("*"))
         eventually(lambda: not self._end(), what="nothing of the cluster is left")

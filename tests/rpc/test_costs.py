@@ -23,7 +23,7 @@ from ganger_master.rpc.plan_messages import plan_from_wire
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of
 
-# In the best of three tries: a processor that others use, too, may take twice as long for the same.
+# In the best of three tries: a processor that other programs use may take twice as long.
 MOST_SECONDS = 0.050
 TRIES = 3
 MIB = 1 << 20
@@ -168,8 +168,7 @@ _JOBS, _NODES, _SCHEDULING = "ganger.v1.JobService", "ganger.v1.NodeService", "g
 _LONG = "x" * 60_000
 _UPDATE = job_service_pb2.JobUpdate(display_name=WIDE * 10_000, device_type=WIDE * 3_000)
 _S, _N, _P = job_service_pb2, node_pb2, scheduling_pb2
-# Of each method the messages that cost most; texts of names are of no consequence but for their length. A tuple holds
-# another message for each try.
+# The messages of each method that cost most. Only the length of a name matters. A tuple has one message for each try.
 WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/CreateJob": worst_jobs,
     f"/{_JOBS}/GetJob": lambda: [_S.GetJobRequest(name="jobs/1"), _S.GetJobRequest(name=_LONG)],
@@ -229,7 +228,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-# Whose work is done once they were answered.
+# Methods whose first answer leaves no work for a second try.
 ONCE = (f"/{_JOBS}/CancelJob", f"/{_JOBS}/CancelArray")
 
 
@@ -355,7 +354,7 @@ def test_the_largest_plan_of_which_all_is_approved_holds_the_master_for_half_of_
     asyncio.run(story())
 
 
-def test_a_plan_of_more_than_the_master_judges_in_one_turn_is_refused_with_the_number() -> None:
+def test_a_plan_above_a_limit_is_refused_with_the_number() -> None:
     message = largest_plan(list(range(1, commands.CHANGES_LIMIT + 2)), [])
     with pytest.raises(errors.PlanInvalid, match="at most 250 changes, this one 251: propose the others in the next"):
         plan_from_wire(message)

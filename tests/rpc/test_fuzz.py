@@ -1,4 +1,4 @@
-"""Whatever is sent to whichever method: it is answered, or refused with a reason; never is it our bug."""
+"""Every message to every method is answered, or refused with a reason; none ends in an internal error."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ UNTRIED = {"/ganger.v1.NodeService/RecordDecisions"}
 
 
 @pytest.mark.parametrize("path", sorted(METHODS.keys() - UNTRIED))
-def test_no_message_of_any_method_is_our_bug(running: Running, path: str) -> None:
+def test_no_message_of_any_method_ends_in_an_internal_error(running: Running, path: str) -> None:
     metadata = (("authorization", f"Bearer {running.token}"),)
     options = (("grpc.enable_retries", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 
@@ -229,7 +229,8 @@ def test_numbers_of_a_daemon_beyond_all_measure_break_no_answer(tmp_path: Path) 
                 await served.nodes.ListNodes(node_pb2.ListNodesRequest())
                 await served.scheduling.GetView(scheduling_pb2.GetViewRequest())
                 watch = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
-                assert [job.job for job in (await watch.read()).jobs] == [gang.job] or phase == 7
+                live = [job.job for job in (await watch.read()).jobs]
+                assert live == ([gang.job] if phase == agent_pb2.ObservedGang.PHASE_RUNNING else [])
                 watch.cancel()
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""What one user may ask of a master that others use, too."""
+"""Limits of each user on a master that several share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies beside the database: the marks are the newest after each commit, and come back where they were removed."""
+"""Files beside the database: the marks are the newest after each commit, and are written again if removed."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_master_that_was_taken_over_stops() -> None:
 
 
 class OwnedStore(GatedStore):
-    """Memory that another master may take over, or that cannot be read; counts how often it is asked whose it is."""
+    """Memory that another master may take over, or that cannot be read; counts the checks of its owner."""
 
     def __init__(self) -> None:
         super().__init__()

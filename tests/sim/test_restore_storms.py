@@ -25,7 +25,7 @@ POLICIES = ("fifo", "fifo-backfill", "planner")
 
 @dataclass
 class Restores:
-    """An operator who copies the database now and then, and who puts a copy in its place at random instants."""
+    """An operator that copies the database now and then, and puts a copy in its place at random instants."""
 
     cluster: Cluster
     copies: list[dict[tuple[str, str], bytes]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Restores:
     def _look(self) -> None:
         self.cluster.check_devices()
         if not self.keeps_ends and self.cluster.settled_without:
-            # Nor did the nodes with the records report.
+            # The nodes with the records did not report either.
             oracle = self.cluster.oracle
             for uid in oracle.ended - oracle.decided:
                 oracle.decided_anew(uid)
@@ -93,7 +93,7 @@ class Restores:
 
 
 def _cut_off(cluster: Cluster) -> None:
-    """A daemon does not call for longer than lost_after, now and then, while its ranks live on."""
+    """Stop a daemon, often for longer than lost_after, while its ranks live on."""
     daemon = cluster._pick(cluster.daemons)
     if daemon.is_up:
         daemon.crash()
@@ -101,7 +101,7 @@ def _cut_off(cluster: Cluster) -> None:
 
 
 def storm_of(seed: int) -> faults.Faults:
-    # Disks outlive the nodes: what was lost with one no master can find out.
+    # Disks outlive the nodes: no master can find out what was lost with a disk.
     return replace(faults.storm(Engine(seed)), wiped=0.0, removal_seconds=0.0, clock_jump_seconds=0.0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+from ganger.resources.reasons import Reason
 from ganger_master.core.answers import Done, JobAnswer, Refused
 from ganger_master.core.commands import (
     AdoptQuarantined,
@@ -17,6 +18,7 @@ from ganger_master.core.commands import (
     ResumeJob,
     SuspendJob,
 )
+from ganger_master.core.explain import explain
 from ganger_master.core.model import GangPhase, JobState, SuspendLevel
 from ganger_master.core.settings import Settings
 from ganger_master.core.state import State
@@ -80,7 +82,7 @@ def test_what_is_not_stored_is_found(harm: Callable[[State, int], None], said: s
 
 
 class Since(NamedTuple):
-    """A cluster whose jobs have gone on since its database was copied; numbers of the jobs by what they did."""
+    """A cluster whose jobs have gone on since its database was copied. `jobs`: their numbers by what they did."""
 
     cluster: Cluster
     copy: dict[tuple[str, str], bytes]
@@ -229,10 +231,15 @@ def test_a_gang_on_a_node_that_was_not_waited_for_keeps_its_job_from_starting() 
     cluster.restore(copy, by_operator(cluster))
     cluster.run_for(20.0)
     assert isinstance(cluster.ask(GoOn()), Done)
-    held = cluster.state.jobs[jobs["moves"]]
+    cluster.run_for(5.0)
+    assert job(cluster, jobs["moves"]).state is JobState.SUSPENDED, "whether it has ended is not known"
     cluster.daemons[away].start()
+    assert cluster.run_until(lambda: bool(cluster.state.nodes[away].strays), 30.0)
+    cluster.ask(ResumeJob(jobs["moves"]))
     cluster.run_for(20.0)
-    assert held.number in cluster.state.jobs
+    assert job(cluster, jobs["moves"]).state is JobState.PENDING
+    (blocker, *_) = explain(cluster.state, jobs["moves"], cluster.engine.now).blockers
+    assert blocker.reason is Reason.QUARANTINED
 
 
 def test_a_gang_that_was_left_behind_stays_frozen_while_a_restored_master_waits_for_other_nodes() -> None:

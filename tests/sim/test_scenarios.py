@@ -159,7 +159,7 @@ class _Story:
         yield " ".join(words)
 
     def _told(self, number: str, kind: str) -> Iterator[str]:
-        """What the job's history has of a kind."""
+        """Yield the messages of a kind in the job's history."""
         for row in self.cluster.master.history:
             if row.subject == f"jobs/{number}" and row.kind == kind:
                 yield row.message
@@ -202,7 +202,7 @@ class _Story:
         yield from ()
 
     def _restore(self) -> Iterator[str]:
-        """The database is the copy again, and an operator goes on without nodes that do not report."""
+        """Put the copy in the place of the database, and go on without nodes that do not report."""
         self.cluster.restore(self._copy, commands.OpenStore("", is_restored=True))
         self.cluster.run_for(25.0)
         self.cluster.ask(commands.GoOn())

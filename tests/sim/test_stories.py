@@ -50,6 +50,25 @@ def started(cluster: Cluster, spec: JobSpec, user: str = "") -> int:
     return number
 
 
+def cut_off(cluster: Cluster, *nodes: str) -> None:
+    """Lose every message between the master and these nodes."""
+    for name in nodes:
+        cluster.daemons[name].network = Network(cluster.engine, Faults(lose=1.0))
+
+
+def goes_on_elsewhere(cluster: Cluster, number: int) -> None:
+    """Cut the node of a job off until it is lost: the job goes on elsewhere, and nothing of it stays on that node."""
+    held = gang(cluster, number)
+    assert held is not None
+    (here,) = held.nodes
+    cut_off(cluster, here)
+    assert cluster.run_until(lambda: cluster.state.nodes[here].lost, 80.0)
+    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
+    cluster.daemons[here].network = cluster.network
+    ends(cluster, number)
+    assert not cluster.state.gangs_on[here]
+
+
 def job(cluster: Cluster, number: int) -> Job:
     return cluster.state.jobs[number]
 
@@ -199,30 +218,14 @@ def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_
 def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(4, steps=200))
-    held = gang(cluster, number)
-    assert held is not None
-    daemon = cluster.daemons[held.nodes[0]]
-    daemon.network = Network(cluster.engine, Faults(lose=1.0))
-    assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
-    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
-    daemon.network = cluster.network
-    ends(cluster, number)
-    assert not cluster.state.gangs_on[daemon.name]
+    goes_on_elsewhere(cluster, number)
 
 
 def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhere() -> None:
     cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0, grace_seconds=30.0))
     number = started(cluster, replace(job_of(4, steps=200), command=(OPAQUE, "200")))
     cluster.physics.trapping.add(job(cluster, number).uid)
-    held = gang(cluster, number)
-    assert held is not None
-    daemon = cluster.daemons[held.nodes[0]]
-    daemon.network = Network(cluster.engine, Faults(lose=1.0))
-    assert cluster.run_until(lambda: cluster.state.nodes[daemon.name].lost, 80.0)
-    assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
-    daemon.network = cluster.network
-    ends(cluster, number)
-    assert not cluster.state.gangs_on[daemon.name]
+    goes_on_elsewhere(cluster, number)
 
 
 @pytest.mark.parametrize("command", ["train", OPAQUE])
@@ -241,39 +244,25 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
     assert not cluster.state.gangs_on[daemon.name]
 
 
-def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_all_nodes() -> None:
-    cluster = cluster_of(3, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
-    numbers = [started(cluster, job_of(4, steps=200)) for _ in range(3)]
-    epochs = [job(cluster, number).epoch for number in numbers]
-    for daemon in cluster.daemons.values():
-        daemon.network = Network(cluster.engine, Faults(lose=1.0))
-    cluster.run_for(400.0)
-    assert {node.state.value for node in cluster.state.nodes.values()} == {"SILENT"}
-    (why,) = explain(cluster.state, numbers[0], cluster.engine.now).blockers
-    assert "all nodes fell silent at once: the master may be cut off" in why.detail
-    # They return one after another.
-    for daemon in cluster.daemons.values():
-        daemon.network = cluster.network
-        cluster.run_for(20.0)
-    assert [job(cluster, number).epoch for number in numbers] == epochs
-    for number in numbers:
-        ends(cluster, number)
-        assert job(cluster, number).preemptions == 0
-
-
-def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_half_of_the_nodes() -> None:
-    cluster = cluster_of(4, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+@pytest.mark.parametrize(
+    ("nodes", "cut_off_s", "reason"), [(2, 400.0, "all nodes"), (4, 110.0, "half of the nodes or more")]
+)
+def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_their_nodes(
+    nodes: int, cut_off_s: float, reason: str
+) -> None:
+    cluster = cluster_of(nodes, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     numbers = [started(cluster, job_of(4, steps=300)) for _ in range(2)]
-    away = [cluster.state.gangs[job(cluster, number).epoch].nodes[0] for number in numbers]
     epochs = [job(cluster, number).epoch for number in numbers]
-    for name in away:
-        cluster.daemons[name].network = Network(cluster.engine, Faults(lose=1.0))
-    cluster.run_for(110.0)
+    away = [cluster.state.gangs[epoch].nodes[0] for epoch in epochs]
+    cut_off(cluster, *away)
+    cluster.run_for(cut_off_s)
+    assert {cluster.state.nodes[name].state.value for name in away} == {"SILENT"}
     (why,) = explain(cluster.state, numbers[0], cluster.engine.now).blockers
-    assert "half of the nodes or more fell silent at once: the master may be cut off" in why.detail
+    assert f"{reason} fell silent at once: the master may be cut off" in why.detail
+    # They return one after another.
     for name in away:
         cluster.daemons[name].network = cluster.network
-        cluster.run_for(30.0)
+        cluster.run_for(20.0)
     assert [job(cluster, number).epoch for number in numbers] == epochs
     for number in numbers:
         ends(cluster, number)
@@ -298,8 +287,7 @@ def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_cl
     number = started(cluster, job_of(4, steps=200))
     (away,) = cluster.state.gangs[job(cluster, number).epoch].nodes
     (back,) = {"n1", "n2"} - {away}
-    for daemon in cluster.daemons.values():
-        daemon.network = Network(cluster.engine, Faults(lose=1.0))
+    cut_off(cluster, away, back)
     cluster.run_for(300.0)
     cluster.daemons[back].network = cluster.network
     assert cluster.run_until(lambda: cluster.state.nodes[back].takes_gangs, 30.0)

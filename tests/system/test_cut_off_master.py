@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from kit.machines import Machine, apart
+from kit.machines import cut_off, heal
 from kit.ticks import Ticks
 from kit.waiting import eventually
-from system.test_several_machines import CertifiedCluster
+from system.test_several_machines import two_servers_apart
 
 pytestmark = pytest.mark.system
 
@@ -18,39 +17,27 @@ pytestmark = pytest.mark.system
 CUT_SECONDS = 50.0
 
 
-def set_link(machine: Machine, state: str) -> None:
-    """Unplugs the machine, or plugs it in again."""
-    words = [*machine.prefix, "ip", "link", "set", machine.interface, state]
-    subprocess.run(words, check=True, capture_output=True)
-
-
 def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_all_nodes(tmp_path: Path) -> None:
-    names = ("master", "n0", "n1", "desk")
-    with apart(names) as machines:
-        if machines is None:
-            pytest.skip("network namespaces cannot be made here")
-        # Nodes are silent after 31.25 s and lost after 35 s.
-        with CertifiedCluster(
-            tmp_path, nodes=2, virtual_gpus=1, topology="1", lost_after="5s", machines=machines
-        ) as cluster:
-            jobs = [Ticks(tmp_path / f"ticks{number}") for number in range(2)]
-            for ticks in jobs:
-                cluster.by("ann", "submit", "--gpus", "1", "--", *ticks.command())
-            for ticks in jobs:
-                eventually(lambda ticks=ticks: ticks.is_running(0), what="both jobs run", story=cluster.story)
-            set_link(machines["master"], "down")
-            cut = time.monotonic()
-            eventually(
-                lambda: not any(ticks.is_running(0) for ticks in jobs),
-                within_seconds=30.0, what="both jobs are paused", story=cluster.story,
-            )  # fmt: skip
-            eventually(lambda: time.monotonic() > cut + CUT_SECONDS, within_seconds=CUT_SECONDS + 5.0)
-            set_link(machines["master"], "up")
-            eventually(
-                lambda: all(ticks.is_running(0) for ticks in jobs),
-                within_seconds=60.0, what="both jobs go on", story=cluster.story,
-            )  # fmt: skip
-            assert [len(ticks.attempts()) for ticks in jobs] == [1, 1]
-            told = cluster.by("olga", "events")
-            assert "all nodes fell silent at once: the master may be cut off" in told
-            assert "node_lost" not in told
+    # Nodes are silent after 31.25 s and lost after 35 s.
+    with two_servers_apart(tmp_path, lost_after="5s") as cluster:
+        jobs = [Ticks(tmp_path / f"ticks{number}") for number in range(2)]
+        for ticks in jobs:
+            cluster.by("ann", "submit", "--gpus", "1", "--", *ticks.command())
+        for ticks in jobs:
+            eventually(lambda ticks=ticks: ticks.is_running(0), what="both jobs run", story=cluster.story)
+        cut_off(cluster.machines["master"])
+        cut = time.monotonic()
+        eventually(
+            lambda: not any(ticks.is_running(0) for ticks in jobs),
+            within_seconds=30.0, what="both jobs are paused", story=cluster.story,
+        )  # fmt: skip
+        eventually(lambda: time.monotonic() > cut + CUT_SECONDS, within_seconds=CUT_SECONDS + 5.0)
+        heal(cluster.machines["master"])
+        eventually(
+            lambda: all(ticks.is_running(0) for ticks in jobs),
+            within_seconds=60.0, what="both jobs go on", story=cluster.story,
+        )  # fmt: skip
+        assert [len(ticks.attempts()) for ticks in jobs] == [1, 1]
+        told = cluster.by("olga", "events")
+        assert "all nodes fell silent at once: the master may be cut off" in told
+        assert "node_lost" not in told

@@ -7,24 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.machines import apart, cut_off
+from kit.machines import cut_off
 from kit.waiting import eventually
 from system.harness import checkpoints_of
-from system.test_several_machines import CertifiedCluster
+from system.test_several_machines import CertifiedCluster, two_servers_apart
 
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
-    with apart(("master", "n0", "n1", "desk")) as machines:
-        if machines is None:
-            pytest.skip("no right to make network namespaces")
-        # Daemons call at least every 20 s then, and ranks step for 60 s or more after their node is cut off.
-        with CertifiedCluster(
-            tmp_path, nodes=2, virtual_gpus=1, topology="1x1", lost_after="80s", machines=machines
-        ) as running:
-            yield running
+    # Daemons call at least every 20 s then, and ranks step for 60 s or more after their node is cut off.
+    with two_servers_apart(tmp_path, lost_after="80s") as running:
+        yield running
 
 
 @pytest.mark.parametrize("are_known_gone", [False, True])

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.machines import apart, cut_off, heal
+from kit.machines import cut_off, heal
 from kit.waiting import eventually
-from system.test_several_machines import CertifiedCluster
+from system.test_several_machines import CertifiedCluster, two_servers_apart
 
 pytestmark = pytest.mark.system
 
@@ -19,13 +19,8 @@ TICK = "trap 'echo told $$ >> $0' TERM; while :; do echo $$ >> $0; sleep 0.05; d
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
-    with apart(("master", "n0", "n1", "desk")) as machines:
-        if machines is None:
-            pytest.skip("no right to make network namespaces")
-        with CertifiedCluster(
-            tmp_path, nodes=2, virtual_gpus=1, topology="1x1", lost_after="10s", machines=machines
-        ) as running:
-            yield running
+    with two_servers_apart(tmp_path, lost_after="10s") as running:
+        yield running
 
 
 def test_a_stale_job_that_traps_sigterm_does_nothing_more_when_its_node_is_back(

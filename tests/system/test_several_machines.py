@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,18 @@ class CertifiedCluster(Cluster):
             lambda: self.state_of(job) == "SUCCEEDED",
             within_seconds=180, every_seconds=0.5, what=f"{job.name} is done", story=self.story,
         )  # fmt: skip
+
+
+@contextmanager
+def two_servers_apart(directory: Path, lost_after: str) -> Iterator[CertifiedCluster]:
+    """A cluster of two servers with one GPU each; master, servers and desk are machines that can be cut off."""
+    with apart(("master", "n0", "n1", "desk")) as machines:
+        if machines is None:
+            pytest.skip("no right to make network namespaces")
+        with CertifiedCluster(
+            directory, nodes=2, virtual_gpus=1, topology="1x1", lost_after=lost_after, machines=machines
+        ) as cluster:
+            yield cluster
 
 
 def free_port(machine: Machine) -> int:

@@ -1,5 +1,4 @@
-"""A cluster that `ganger up` started does what is promised of one: gangs over its nodes, and no job that is harmed by
-the end of a part."""
+"""A cluster that `ganger up` started runs gangs over its nodes, and the end of a part harms no job."""
 
 from __future__ import annotations
 
@@ -22,8 +21,16 @@ TWO_NODES = ("--nodes", "2", "--virtual-gpus", "2", "--virtual-cores", "4", "--v
 WITH_PLANNER = (*TWO_NODES, "--policy", "fifo-backfill+defrag")
 DIGITS = Path(__file__).parents[2] / "examples" / "digits_cnn" / "plain.py"
 OVER_BOTH = ("--gpus", "2", "--nodes", "2")
-# What a rank takes of its host's memory, and holds until the other has taken as much.
-TAKES_300_MB = "held = bytearray(b'x') * 300_000_000; import time; time.sleep(3); print(len(held))"
+# A rank takes memory of its host, and holds it until the other rank has taken as much: both make a file in argv[1].
+TAKES_300_MB = """
+import os, pathlib, sys, time
+held = bytearray(b"x") * 300_000_000
+directory = pathlib.Path(sys.argv[1])
+(directory / os.environ["RANK"]).touch()
+while len(list(directory.iterdir())) < 2:
+    time.sleep(0.05)
+print(len(held))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +57,15 @@ def test_a_gang_over_two_nodes_whose_ranks_end_one_after_the_other_succeeds(up: 
     assert state == "SUCCEEDED", told
 
 
-def test_a_gang_over_two_nodes_has_its_memory_limit_on_each_of_them(up: Up) -> None:
-    job = up.submit(*OVER_BOTH, "--memory", "400M", "--", "python", "-c", TAKES_300_MB)
+def test_a_gang_over_two_nodes_has_its_memory_limit_on_each_of_them(up: Up, tmp_path: Path) -> None:
+    job = up.submit(*OVER_BOTH, "--memory", "400M", "--", "python", "-c", TAKES_300_MB, str(tmp_path))
     state, told = end_of(up, job)
     assert state == "SUCCEEDED", told
 
 
-def test_a_rank_that_takes_more_than_its_node_gives_it_is_out_of_memory(up: Up) -> None:
-    job = up.submit(*OVER_BOTH, "--memory", "200M", "--max-failures", "0", "--", "python", "-c", TAKES_300_MB)
+def test_a_rank_that_takes_more_than_its_node_gives_it_is_out_of_memory(up: Up, tmp_path: Path) -> None:
+    command = ("python", "-c", TAKES_300_MB, str(tmp_path))
+    job = up.submit(*OVER_BOTH, "--memory", "200M", "--max-failures", "0", "--", *command)
     state, told = end_of(up, job)
     assert state == "FAILED"
     assert "used more host memory than its claim" in told

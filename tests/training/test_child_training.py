@@ -1,4 +1,4 @@
-"""Training in a process that the launched one started: nothing is obeyed there, and the page says why."""
+"""Training in a process that the launched one started: no order is obeyed there, and the page gives the reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_forked_child_that_trains_makes_the_rank_opaque_and_its_steps_are_coun
     assert "exec python train.py" in _reason(rank)
 
 
-def test_of_several_children_that_train_the_steps_of_one_are_counted(tmp_path: Path) -> None:
+def test_the_steps_of_one_child_are_counted_where_several_train(tmp_path: Path) -> None:
     rank = _run(tmp_path, FORKED.format(processes=3, before="", join=""))
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.OPAQUE) == Opaque.SEVERAL_TRAIN

@@ -1,4 +1,4 @@
-"""What the agent cannot handle ends no job: it steps aside, says why, and training goes on as without it."""
+"""An error of the agent ends no job: the agent reports it and steps aside, and training goes on as without it."""
 
 from __future__ import annotations
 
