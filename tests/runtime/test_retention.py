@@ -89,9 +89,12 @@ def test_who_was_noted_goes_though_the_master_no_longer_knows_it_and_a_stranger_
     assert (strange / CHECKPOINTS / "7-1" / "MANIFEST.json").exists()
 
 
-def test_how_a_job_ended_is_read_from_storage_also_where_an_older_master_noted_it(tmp_path: Path) -> None:
+def test_notes_of_ended_jobs_are_read_also_those_of_an_older_master_and_beside_a_damaged_one(
+    tmp_path: Path,
+) -> None:
     left_by(tmp_path, ENDED)
     (left_by(tmp_path, ALIVE) / "ended").write_text("12.5\n")
+    (left_by(tmp_path, STRANGE) / "ended").write_bytes(b"\xff\xfe")
     note_ended(tmp_path, {ENDED: RecordedEnd(JobState.CANCELLED, 100.0)})
     found = noted_ends(tmp_path, [ENDED, ALIVE, STRANGE])
     assert found == {ENDED: RecordedEnd(JobState.CANCELLED, 100.0), ALIVE: RecordedEnd(None, 12.5)}
