@@ -30,6 +30,7 @@ from ganger_master.core.model import (
     OutcomeKind,
     PendingRestore,
     Piece,
+    StoredOrder,
     Stray,
     SuspendLevel,
 )
@@ -260,14 +261,19 @@ def _newest_living(state: State, alive: _LiveGangs) -> int:
 
 def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
     """Return whether a gang is neither on its way to its end nor the destination of a move that is not committed."""
-    orders_known = [part.told for part in parts.values() if part.told is not None]
-    gang = state.gangs.get(epoch)
-    if orders_known:
-        return max(orders_known, key=lambda one: one.master_sequence).intent not in (Intent.STOP, Intent.PREPARE)
+    newest, gang = _newest_order(parts), state.gangs.get(epoch)
+    if newest is not None:
+        return newest.intent not in (Intent.STOP, Intent.PREPARE)
     # A daemon that cannot describe the order: by the database, or by the phases.
     if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
         return gang.intent not in (Intent.STOP, Intent.PREPARE)
     return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
+
+
+def _newest_order(parts: Mapping[str, ObservedGang]) -> StoredOrder | None:
+    """Return the newest order for a gang that its daemons have described; None if none has described one."""
+    orders_known = [part.told for part in parts.values() if part.told is not None]
+    return max(orders_known, key=lambda one: one.master_sequence, default=None)
 
 
 def _is_unknown_end(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
@@ -285,10 +291,10 @@ def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, 
     """Return whether a later attempt took over from the living one and has ended, so that the living one is a copy."""
     if newest <= living:
         return False
-    orders_known = [part.told for part in parts.values() if part.told is not None]
-    intent = max(orders_known, key=lambda one: one.master_sequence).intent if orders_known else Intent.RUN
+    order = _newest_order(parts)
     # If it was ordered to run since, the move to the later one was given up.
-    return intent is Intent.HAND_OVER and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
+    is_handed_over = order is not None and order.intent is Intent.HAND_OVER
+    return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
 
 
 def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: Job) -> bool:
