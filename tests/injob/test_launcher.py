@@ -23,7 +23,7 @@ import pytest
 from ganger.injob.environment import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
-from ganger.injob.launcher.server import _heard
+from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import Opaque, Order, Page, Word, now_ns, page_path
 from ganger.injob.processes import start_ticks
@@ -482,7 +482,7 @@ def test_what_a_child_that_was_killed_has_written_in_part_does_not_end_its_launc
         read_end, write_end = os.pipe()
         os.write(write_end, said)
         os.close(write_end)
-        assert _heard(read_end, "killed") == heard
+        assert _error_of_child(read_end, "killed") == heard
         os.close(read_end)
 
 

@@ -110,11 +110,6 @@ def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) 
 @json_option
 def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> int:
     """Move running jobs to other nodes without losing a step."""
-    from ganger.v1.job_pb2 import Gang, Job
-
-    def is_settled(now: Job) -> bool:
-        return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
-
     with open_client() as client:
         for node in nodes:
             # One that does not exist is refused before the job has reported what it can.
@@ -129,7 +124,7 @@ def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout
             return message
 
         def finish(begun: Job) -> Job:
-            message = until(client, begun, is_settled, timeout, "running at its new place")
+            message = until(client, begun, _runs_or_holds_nothing, timeout, "running at its new place")
             _check_went_on(befores[message.name], message, "where it was: the move")
             return message
 
@@ -186,18 +181,12 @@ def _kept_devices(job: Job) -> str:
 @json_option
 def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -> None:
     """Let a running elastic job go on with another number of GPUs, without losing a step or a sample."""
-    from ganger.v1.job_pb2 import Gang, Job
-
     with open_client() as client:
         if not is_waiting:
             message = client.resize_job(job, gpus)
         else:
             before, message = ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
-
-            def is_settled(now: Job) -> bool:
-                return now.state != Job.STATE_HOLDING or now.gang.phase == Gang.PHASE_RUNNING
-
-            message = until(client, message, is_settled, timeout, f"running on {gpus} GPUs")
+            message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
             _check_went_on(before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
 
@@ -322,6 +311,12 @@ def _can_move(job: Job) -> bool:
     from ganger.v1.job_pb2 import Gang
 
     return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.presumed
+
+
+def _runs_or_holds_nothing(job: Job) -> bool:
+    from ganger.v1.job_pb2 import Gang
+
+    return job.state != job.STATE_HOLDING or job.gang.phase == Gang.PHASE_RUNNING
 
 
 def _check_suspended(now: Job, level: str | None) -> None:

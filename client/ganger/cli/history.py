@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ganger.cli.options import array_of, json_option, open_client
-from ganger.cli.selection import Selection, each_of, split
+from ganger.cli.selection import Selection, each_of, filter_options, split
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -39,13 +39,11 @@ def events(subject: str | None, follow: bool, after: int, limit: int | None, as_
 
 @click.command()
 @click.argument("subjects", nargs=-1)
-@click.option("--name", "job_name", default="", metavar="TEXT", help="All jobs submitted with this --name.")
-@click.option("--user", default="", metavar="USER", help="All jobs of this user that have not ended.")
-@click.option("--all", "-a", "everything", is_flag=True, help="All of your jobs that have not ended.")
+@filter_options
 @follow_option
 @json_option
 def history(
-    subjects: tuple[str, ...], job_name: str, user: str, everything: bool, follow: bool, as_json: bool
+    subjects: tuple[str, ...], by_name: str, by_user: str, by_all: bool, follow: bool, as_json: bool
 ) -> int | None:
     """Print what happened to SUBJECTS and why: jobs (7, 7_3, 1,2 or 3-5) or arrays (7), from submission to end.
 
@@ -53,11 +51,11 @@ def history(
     """
     from ganger.console.plain import print_json
 
-    if subjects and (job_name or user or everything):
+    if subjects and (by_name or by_user or by_all):
         raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
     with open_client() as client:
-        if job_name or user or everything:
-            words: list[str | None] = [*Selection((), job_name, user, everything).named(client, ended=True)]
+        if by_name or by_user or by_all:
+            words: list[str | None] = [*Selection((), by_name, by_user, by_all).named(client, ended=True)]
         else:
             words = [word for subject in subjects for word in split(subject)] or [None]
         if len(words) == 1:

@@ -104,17 +104,22 @@ def chooses_jobs(*, has_name: bool = True, has_all: bool = True) -> Callable[[Ca
         ) -> Any:
             return function(selection=_selection(words, by_name, by_user, by_all, has_name, has_all), **rest)
 
-        chosen = click.option("--user", "by_user", default="", metavar="USER", help="All jobs of this user.")(chosen)
-        if has_name:
-            chosen = click.option(
-                "--name", "by_name", default="", metavar="TEXT", help="All jobs submitted with this --name."
-            )(chosen)
-        if has_all:
-            text = "All of your jobs that have not ended; as an operator, of all users."
-            chosen = click.option("--all", "-a", "by_all", is_flag=True, help=text)(chosen)
-        return click.argument("words", metavar="[JOBS]...", type=JobsType(), nargs=-1)(chosen)
+        filtered = filter_options(chosen, has_name=has_name, has_all=has_all)
+        return click.argument("words", metavar="[JOBS]...", type=JobsType(), nargs=-1)(filtered)
 
     return decorate
+
+
+def filter_options(function: Callable[..., Any], *, has_name: bool = True, has_all: bool = True) -> Callable[..., Any]:
+    """Give a command the filters --name, --user and --all as `by_name`, `by_user` and `by_all`."""
+    function = click.option("--user", "by_user", default="", metavar="USER", help="All jobs of this user.")(function)
+    if has_name:
+        text = "All jobs submitted with this --name."
+        function = click.option("--name", "by_name", default="", metavar="TEXT", help=text)(function)
+    if has_all:
+        text = "All of your jobs that have not ended; as an operator, of all users."
+        function = click.option("--all", "-a", "by_all", is_flag=True, help=text)(function)
+    return function
 
 
 def _selection(
