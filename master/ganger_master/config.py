@@ -21,7 +21,7 @@ from ganger_master.quotas import quotas_of
 
 PREFIX: Final = "GANGER_MASTER_"
 
-# What settings that are whole numbers count.
+# Settings that are whole numbers, and the things that they count.
 _COUNTS: Final = {
     "finished_jobs_limit": "jobs",
     "pending_jobs_per_user": "jobs",

@@ -1,4 +1,4 @@
-"""What is known of a job once it has ended or rests: when it began, and how far it got."""
+"""Records of a job that has ended or rests: when it began, and how far it got."""
 
 from __future__ import annotations
 

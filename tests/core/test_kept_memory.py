@@ -1,4 +1,4 @@
-"""What a job at rest keeps of its node's host memory: its arena and what its processes use, not what it claims."""
+"""A job at rest keeps its arena and what its processes use of its node's host memory, not all that it claims."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _offers_by_child(message: agent_pb2.ObservedGang) -> bool:
 
 
 def _stopped(pid: int) -> list[bool]:
-    """Whether each process that descends from `pid` stands still, itself first."""
+    """Return for `pid` and each process that descends from it whether it stands still."""
     state, children = Path(f"/proc/{pid}/stat"), Path(f"/proc/{pid}/task/{pid}/children")
     found = [state.read_text().rpartition(") ")[2][0] in "TZ"]
     for child in children.read_text().split():

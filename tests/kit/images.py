@@ -12,7 +12,7 @@ from ganger.injob import image
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """What a verified image is. `digest` is 16 hexadecimal digits and stands for all of its data."""
+    """The properties of a verified image. `digest` is 16 hexadecimal digits and stands for all of its data."""
 
     step: int
     samples: int

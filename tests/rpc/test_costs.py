@@ -157,7 +157,7 @@ def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
         made(changes=[start] * 500),
         made(changes=[scheduling_pb2.Change(job="jobs/1", revision=1, start=wide)]),
         made(line=line),
-        # What is not as the messages have it.
+        # Bytes that do not match the message types.
         repeated(field_of(made, "changes"), b"", LARGEST_PLAN),
         repeated(field_of(made, "changes"), b"\x0a\x00", LARGEST_PLAN),
         repeated(field_of(made, "findings"), b"", LARGEST_PLAN),

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
 
 
 def commands(block: str) -> list[str]:
-    """What the page says to type under the mark."""
+    """Return the commands of the page under the mark."""
     found = re.search(rf"<!-- {block} -->\n```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None, block
     return [line.removeprefix("$ ") for line in found[1].splitlines()]
@@ -129,7 +129,7 @@ def test_a_restored_master_takes_what_runs_and_runs_nothing_twice(tmp_path: Path
         cluster.start_master()
         since.settled()
 
-        # What the copy knew is as it is, not as it was.
+        # Jobs that the copy has are in their present state, not in that of the copy.
         known = (since.stays, since.moves, since.resumes, since.rests)
         assert {run.name: epoch_of(run) for run in known} == epochs, shell("events")
         since.ends.wait_state("SUCCEEDED")
@@ -142,7 +142,7 @@ def test_a_restored_master_takes_what_runs_and_runs_nothing_twice(tmp_path: Path
         if marks == "lost":
             assert "ganger resume" in shell("why", since.cancelled.id)
 
-        # What it did not know is quarantined, holds its devices, and is adopted or ended.
+        # Gangs that it does not have are quarantined, hold their devices, and are adopted or ended.
         gangs = quarantined(shell)
         assert {str(gang["job"]) for gang in gangs} == {since.starts.name, since.other.name}
         assert "quarantined" in shell("nodes")

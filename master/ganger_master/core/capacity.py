@@ -167,7 +167,7 @@ def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...
 
 
 def is_beyond_quota(state: State, job: Job) -> bool:
-    """Whether the job needs more devices than its user may hold at all, so that it can never start."""
+    """Return whether the job needs more devices than its user may ever hold, so that it can never start."""
     limit = limit_of(state.settings.quota_devices, job.user)
     return limit is not None and job.gpus > limit
 

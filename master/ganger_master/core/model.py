@@ -473,7 +473,7 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     lost: bool = False
     # What its processes kept of each of the node's devices when they last offloaded; empty for nothing.
     residue_bytes: tuple[int, ...] = ()
-    # What they keep of the memory that is claimed, while they rest at OFFLOAD; zero: all of it.
+    # Bytes of the claimed memory that they keep while they rest at OFFLOAD; zero: all of it.
     kept_memory_bytes: int = 0
     # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
     last_step_time: float = 0.0
@@ -558,7 +558,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def lacking_claims(self) -> tuple[Claim, ...]:
-        """What it takes to run where it is parked beyond what it keeps there."""
+        """Claims for what it needs to run where it is parked, beyond what it keeps there."""
         return tuple(
             [
                 replace(
@@ -643,7 +643,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def holds_back(self) -> bool:
-        """Whether its job must not start beside it."""
+        """True if its job must not start beside it."""
         return self.quarantined or self.is_ordered
 
 

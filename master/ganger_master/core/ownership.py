@@ -1,4 +1,4 @@
-"""When a master may extend a node's lease: only while it is known to own the store.
+"""The condition under which a master may extend a node's lease: it is known to own the store.
 
 A daemon counts its lease from the sending of the call that was answered. A newer master waits for lost_after and a
 margin from the moment at which it took the store over. So an answer is safe if the store was still this master's at,
@@ -16,7 +16,7 @@ _SHARE_OF_MARGIN: Final = 1.0 / 30.0
 
 
 def covers(settings: Settings, verified_at: float, received_at: float) -> bool:
-    """Whether a call received at `received_at` may be answered by a check of the store that began at `verified_at`.
+    """Return whether a check of the store that began at `verified_at` permits an answer to a call of `received_at`.
 
     Both are seconds of one clock that is never set and that counts the time the machine sleeps."""
     return received_at <= verified_at + settings.lost_margin_seconds * _SHARE_OF_MARGIN

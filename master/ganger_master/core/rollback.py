@@ -208,7 +208,7 @@ class EndVerdict(Struct, frozen=True):
 
 
 class AskVerdict(Struct, frozen=True):
-    """Whether the job ended is not known: suspend it until its user decides."""
+    """The end of the job is not known: suspend it until its user decides."""
 
 
 class KeepVerdict(Struct, frozen=True):

@@ -24,7 +24,7 @@ _GPUS_PER_TASK_LIMIT = 64
 _TEXT_LIMIT = 4_096
 _LABELS_LIMIT = 100
 _ENVIRONMENT_LIMIT = 256 * 1024
-# What Linux gives to a program in one string (MAX_ARG_STRLEN), without "=" and the NUL at the end.
+# The longest string that Linux passes to a program (MAX_ARG_STRLEN), without "=" and the NUL at the end.
 _VARIABLE_LIMIT = 128 * 1024 - 2
 # Above these nobody means what the numbers say, and sums of them would not fit into the wire's.
 _MILLICORES_LIMIT = 65_536_000
