@@ -309,14 +309,62 @@ def _free_memory(drive: Sharing) -> int:
     return drive.state.rows["n1"].free_memory_bytes
 
 
-def test_a_resumed_job_whose_memory_others_have_is_not_proposed_until_they_give_it_back() -> None:
+def test_a_job_that_came_later_gives_its_host_memory_to_a_resumed_one_and_waits() -> None:
     drive = Sharing()
     one = _resting_with_little(drive, 8 * GIB)
     (other,) = drive.submitted(job_of(4, 12 * GIB))
     drive.go_on()
     assert _free_memory(drive) < 7 * GIB
     drive.step(ResumeJob(one))
-    assert drive.plan() == (), "the master would refuse it in every pass, and all that is to happen with it"
+    (change,) = drive.plan()
+    assert (change.kind, change.number, change.level) == ("SUSPEND", other, SuspendLevel.CHECKPOINT)
+    assert (change.purpose.goal, change.purpose.job) == (Goal.HOLE, one)
+    drive.go_on()
+    (last,) = drive.submitted(job_of(4, 12 * GIB))
+    assert drive.plan() == (), "the memory that is on its way suffices, and is for the resumed job"
+    drive.seen_without("n1", other)
+    assert drive.go_on() == ["START"]
+    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+    for _ in range(3):
+        drive.go_on()
+    assert {drive.job(other).state, drive.job(last).state} == {JobState.PENDING}
+
+
+def test_of_the_jobs_that_came_later_only_so_many_give_their_memory_as_are_needed_and_the_last_first() -> None:
+    drive = Sharing()
+    one = _resting_with_little(drive, 8 * GIB)
+    others = drive.submitted(job_of(2, 12 * GIB), job_of(2, 12 * GIB))
+    drive.go_on()
+    assert _free_memory(drive) < 7 * GIB
+    drive.step(ResumeJob(one))
+    assert [change.number for change in drive.plan()] == [others[1]]
+
+
+def test_jobs_that_came_before_a_resumed_one_keep_their_host_memory() -> None:
+    drive = Sharing()
+    (first,) = drive.submitted(job_of(4, 12 * GIB))
+    drive.go_on()
+    assert drive.step(SuspendJob(first, SuspendLevel.CHECKPOINT)) == JobAnswer(first)
+    drive.seen(first, drive.job(first).epoch, ObservedPhase.PARKED, 5)
+    drive.seen_without("n1", first)
+    one = _resting_with_little(drive, 8 * GIB)
+    drive.step(ResumeJob(first))
+    assert drive.go_on() == ["START"]
+    drive.step(ResumeJob(one))
+    assert drive.plan() == ()
+
+
+def test_a_resumed_job_whose_memory_others_have_is_not_proposed_until_they_give_it_back() -> None:
+    drive = Sharing()
+    one = _resting_with_little(drive, 8 * GIB)
+    (other,) = drive.submitted(job_of(4, 12 * GIB))
+    drive.go_on()
+    gang = drive.state.gangs[drive.job(other).epoch]
+    said = replace(drive.report(gang, ObservedPhase.RUNNING), capabilities=Capabilities(offload=True, known=True))
+    drive.observe("n1", *drive.others("n1", gang.epoch), said)
+    assert _free_memory(drive) < 7 * GIB
+    drive.step(ResumeJob(one))
+    assert drive.plan() == (), "the other offers no checkpoint; the master would refuse the group in every pass"
     drive.step(CancelJob(other))
     drive.seen_without("n1", other)
     drive.go_on()

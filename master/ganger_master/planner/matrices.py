@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -30,8 +30,10 @@ from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, Sus
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
+from ganger_master.planner.errands import is_free
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
+from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.table import LiveTable
@@ -74,17 +76,10 @@ class Sharer:
     def devices(self) -> frozenset[_Device]:
         return frozenset((claim.node, device) for claim in self.claims for device in bits(claim.device_mask))
 
-    def missing_memory(self) -> list[tuple[Claim, int]]:
-        """Host memory in bytes that each claim needs beyond what the gang holds there: at OFFLOAD it keeps less."""
-        held = {}
-        if self.gang is not None and not self.starts:
-            held = {piece.held.node: piece.held for piece in self.gang.pieces if piece.held is not None}
-        found = []
-        for claim in self.claims:
-            own = held.get(claim.node)
-            kept = own.memory_bytes + own.arena_bytes if own is not None else 0
-            found.append((claim, claim.memory_bytes + claim.arena_bytes - kept))
-        return found
+    @property
+    def missing_claims(self) -> Claims:
+        """What it needs there beyond what its gang holds: a gang at OFFLOAD keeps less host memory than it claims."""
+        return self.claims if self.gang is None or self.starts else self.gang.lacking_claims
 
 
 def plan_matrices(
@@ -109,8 +104,8 @@ def plan_matrices(
     running = [pair for pair in table.running if pair[0].number not in busy]
     try:
         stranded = filling.bring_back(parked)
-        crowded = filling.start(waiting)
-        joining = _Joining(room.view, running, kept_out, filling.least_memory)
+        joining = _Joining(room.view, running, kept_out, filling)
+        crowded = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
         if quantum_s is not None:
             joining.join((*stranded, *crowded))
             if not (crowded or parked):
@@ -119,7 +114,11 @@ def plan_matrices(
             # Who waits and may join nobody is no reason to leave those who share as they are.
             if not (filling.changes or joining.has_news):
                 joining.balance(fairness, running, now, quantum_s)
-        changes = (*filling.changes, *(joining.changes(quantum_s, changing) if quantum_s is not None else ()))
+        changes = list(filling.changes)
+        if quantum_s is not None:
+            changes += joining.changes(quantum_s, changing)
+            spared = {*busy, *kept_out.not_stopped, *[change.number for change in changes]}
+            changes += make_room(joining.shortages, table.running, table.going, spared)
     finally:
         filling.undo()
     line = np.array([job.number for job, _ in waiting], np.int64)
@@ -226,18 +225,23 @@ class _Filling:
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
         # A whole share would leave none for others.
         self.least_memory = min(shares, default=0) // MOST_ROWS
+        # Host memory in bytes, by node, that is kept for jobs that rest there.
+        self.kept_memory: Counter[str] = Counter()
 
     def undo(self) -> None:
         for claims in reversed(self._taken):
             self._room.give(claims)
         self._taken.clear()
 
-    def start(self, pairs: Iterable[tuple[Job, Gang | None]]) -> list[tuple[Job, Gang | None]]:
-        """Starts jobs that find room, one that rests where it is if it can; the others."""
+    def start(
+        self, pairs: Iterable[tuple[Job, Gang | None]], may_go_on: Callable[[Job, Gang], bool] | None
+    ) -> list[tuple[Job, Gang | None]]:
+        """Starts jobs that find room, one that rests where it is if it can; the others. `may_go_on`: whether a job that
+        rests could take turns there, so that jobs after it leave it the memory; None: jobs take no turns."""
         crowded, vain = [], set()
         for job, gang in pairs:
-            if gang is not None and all(_is_free(self._room.view, claim) for claim in _devices_of(gang)):
-                self._change(job, "START", gang.claims, _devices_of(gang))
+            if gang is not None and is_free(self._room.view, gang.lacking_claims):
+                self._change(job, "START", gang.claims, gang.lacking_claims)
                 continue
             shape = thin(job.shape, self.least_memory)
             is_bound = gang is not None and not can_hand_over(job)
@@ -246,17 +250,30 @@ class _Filling:
                 if not is_bound:
                     vain.add(shape)
                 crowded.append((job, gang))
+                if gang is not None and may_go_on is not None and may_go_on(job, gang):
+                    self._keep_memory(gang.lacking_claims)
             else:
                 self._change(job, "START", claims)
         return crowded
+
+    def _keep_memory(self, lacking: Claims) -> None:
+        """As much of it as there is."""
+        view = self._room.view
+        for claim in lacking:
+            slot = view.slots[claim.node]
+            memory = max(0, min(claim.memory_bytes, int(view.memory[slot])))
+            kept = (Claim(claim.node, 0, (0,) * len(view.millicores[slot]), memory),)
+            self._room.take(kept)
+            self._taken.append(kept)
+            self.kept_memory[claim.node] += memory
 
     def bring_back(self, parked: Iterable[tuple[Job, Gang]]) -> list[tuple[Job, Gang]]:
         """Who rests goes on where it was, or elsewhere, where there is room; the others."""
         stranded = []
         view = self._room.view
         for job, gang in parked:
-            own = _devices_of(gang)
-            if all(_is_free(view, claim) for claim in own):
+            own = gang.lacking_claims
+            if is_free(view, own):
                 self._change(job, "RESUME", (), own)
                 continue
             shape = thin(job.shape, self.least_memory)
@@ -289,14 +306,16 @@ class _Filling:
 class _Joining:
     """Who takes turns, and who is to join them; places are found one after the other."""
 
-    def __init__(self, view: View, running: Iterable[tuple[Job, Gang]], kept_out: KeptOut, least_memory: int) -> None:
-        self._view = view
-        self._least_memory = least_memory
+    def __init__(self, view: View, running: Iterable[tuple[Job, Gang]], kept_out: KeptOut, filling: _Filling) -> None:
+        self._view, self._filling = view, filling
+        # Of jobs that go on where they rest once there is memory for them.
+        self.shortages: list[Shortage] = []
         self.sharers: dict[int, Sharer] = {}
         self._on: dict[_Device, set[int]] = {}
         # Devices of somebody who takes no turns.
         self._closed: set[_Device] = set()
-        self._memory: dict[str, int] = {}
+        # By node: host memory in bytes that joining jobs are given, and what is kept for those that lack some.
+        self._given_memory: Counter[str] = Counter()
         # By node: what those hold together who take turns there, or may.
         self._held_cores: dict[str, tuple[int, ...]] = {}
         self._joined: dict[int, Sharer] = {}
@@ -336,17 +355,28 @@ class _Joining:
             return self._back(job, gang)
         return self._best(job) if may_take_turns(job, None) else None
 
+    def may_go_on(self, job: Job, gang: Gang) -> bool:
+        """Whether a job that rests may take turns where it is, if there is host memory for it."""
+        if job.number in self._kept_out.not_started or not takes_turns(job):
+            return False
+        return self._may_join(_where_it_rests(job, gang)) and all(map(self._fits_cores, gang.claims))
+
     def _back(self, job: Job, gang: Gang) -> Sharer | None:
         if job.number in self._kept_out.not_started or not takes_turns(job):
             return None
-        there = Sharer(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
-        fits = self._may_join(there) and all(self._fits_cores(claim) for claim in there.claims)
-        fits = fits and self._fits_memory(there)
-        if fits:
+        there = _where_it_rests(job, gang)
+        may_go_on = self.may_go_on(job, gang)
+        if may_go_on and self._fits_memory(there):
             return there
         # What a plan has parked goes back to where it was; a user's job is not to wait for what happens there.
         best = self._best(job) if job.state is JobState.PENDING and can_hand_over(job) else None
-        return None if best is None else replace(best, gang=gang)
+        if best is not None:
+            return replace(best, gang=gang)
+        if may_go_on:
+            self._take_memory(there)
+            short = {claim.node: -left for claim in there.claims if (left := self._memory_left(claim.node)) < 0}
+            self.shortages.append(Shortage(job, short))
+        return None
 
     def leave(self, draining: Collection[str], fairness: Fairness) -> None:
         """Off these nodes, onto devices of others."""
@@ -475,7 +505,7 @@ class _Joining:
                 return None
             # Of whom nothing is known it could be all that a device has.
             arena = job.arena_bytes_per_device or made.device_memory_bytes
-            shape = structs.replace(thin(job.shape, self._least_memory), arena_bytes_per_device=arena)
+            shape = structs.replace(thin(job.shape, self._filling.least_memory), arena_bytes_per_device=arena)
             tasks = (mask.bit_count() // task.gpus,)
             needed = demand(made, shape, tasks)
             cores = split_cores(topology, self._free_cores(name), mask, needed.millicores)
@@ -517,14 +547,15 @@ class _Joining:
         self._take_memory(one)
 
     def _fits_memory(self, one: Sharer) -> bool:
-        return all(needed <= self._memory_left(claim.node) for claim, needed in one.missing_memory())
+        return all(_memory_of(claim) <= self._memory_left(claim.node) for claim in one.missing_claims)
 
     def _memory_left(self, name: str) -> int:
-        return self._memory.get(name, self._view.memory[self._view.slots[name]])
+        free = int(self._view.memory[self._view.slots[name]]) + self._filling.kept_memory[name]
+        return free - self._given_memory[name]
 
     def _take_memory(self, one: Sharer) -> None:
-        for claim, needed in one.missing_memory():
-            self._memory[claim.node] = self._memory_left(claim.node) - needed
+        for claim in one.missing_claims:
+            self._given_memory[claim.node] += _memory_of(claim)
 
     def _put(self, one: Sharer) -> None:
         self.sharers[one.number] = one
@@ -596,13 +627,9 @@ class _Joining:
         return True
 
 
-def _devices_of(gang: Gang) -> Claims:
-    """What a gang that rests in host memory needs to go on where it is."""
-    return tuple([structs.replace(c, arena_bytes=0, memory_bytes=0, shared_mask=0) for c in gang.claims])
+def _where_it_rests(job: Job, gang: Gang) -> Sharer:
+    return Sharer(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
 
 
-def _is_free(view: View, claim: Claim) -> bool:
-    slot = view.slots.get(claim.node)
-    if slot is None or not view.available[slot] or claim.device_mask & ~view.free[slot]:
-        return False
-    return all(want <= have for want, have in zip(claim.millicores, view.millicores[slot], strict=True))
+def _memory_of(claim: Claim) -> int:
+    return claim.memory_bytes + claim.arena_bytes
