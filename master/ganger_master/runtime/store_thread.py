@@ -7,6 +7,8 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
@@ -38,12 +40,15 @@ class StoreThread:
         future: asyncio.Future[_T] = loop.create_future()
 
         def carry_out() -> None:
+            settle: Callable[[], None]
             try:
-                found = work(*arguments)
+                settle = partial(_succeed, future, work(*arguments))
             except BaseException as error:
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_succeed, future, found)
+                settle = partial(_fail, future, error)
+            # A loop that has ended meanwhile has no caller that waits.
+            if not loop.is_closed():
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(settle)
 
         self._work.put(carry_out)
         return await future

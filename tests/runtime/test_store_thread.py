@@ -1,0 +1,41 @@
+"""The thread that waits for the disk in place of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from ganger_master.runtime.store_thread import StoreThread
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+    """What ended a thread."""
+    found: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_value))
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_ends_after_its_event_loop_leaves_the_thread_alive(
+    failures: list[BaseException | None], fails: bool
+) -> None:
+    thread = StoreThread("disk")
+    is_done = threading.Event()
+
+    def work() -> None:
+        is_done.wait()
+        if fails:
+            raise OSError("disk")
+
+    async def give_up() -> None:
+        asked = asyncio.ensure_future(thread.ask(work))
+        await asyncio.sleep(0)
+        asked.cancel()
+
+    asyncio.run(give_up())
+    is_done.set()
+    assert asyncio.run(thread.ask(lambda: "next")) == "next"
+    thread.close()
+    assert failures == []
