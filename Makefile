@@ -53,6 +53,7 @@ check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
 	@for name in $$($(BIN)/ganger bench --list | grep -vx anchors); do $(BIN)/ganger bench $$name --json || exit 1; done

@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ganger.wire.roles import Identity, Role, served_name
+from ganger.wire.roles import CallerIdentity, CallerRole, served_name
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
 AUTHORITY_KEY: Final = "ca-key.pem"
 AUTHORITY_DAYS: Final = 3650
-_SERVERS: Final = (Role.MASTER, Role.DAEMON)
+_SERVERS: Final = (CallerRole.MASTER, CallerRole.DAEMON)
 # Clocks of machines differ.
 _BEFORE: Final = timedelta(minutes=5)
 _HOST = re.compile(
@@ -52,7 +52,7 @@ def make_authority(directory: Path) -> Path:
     return directory / AUTHORITY
 
 
-def check_hosts(role: Role, hosts: Sequence[str]) -> None:
+def check_hosts(role: CallerRole, hosts: Sequence[str]) -> None:
     """Raises CertificateError unless who is dialled has hosts, and nobody else."""
     if role in _SERVERS and not hosts:
         raise CertificateError(f"a {role} accepts connections: name the host under which it is reached with --host")
@@ -60,7 +60,7 @@ def check_hosts(role: Role, hosts: Sequence[str]) -> None:
         raise CertificateError(f"a {role} accepts no connections: leave --host out")
 
 
-def issue(authority: Path, identity: Identity, hosts: Sequence[str], days: float, out: Path) -> datetime:
+def issue(authority: Path, identity: CallerIdentity, hosts: Sequence[str], days: float, out: Path) -> datetime:
     """Writes key.pem (mode 0600), cert.pem and ca.pem into `out`: a certificate of `identity`, by the authority in the
     directory `authority`, with `hosts` (DNS names and IP addresses). When it ends. Raises CertificateError."""
     serves = identity.role in _SERVERS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from ganger.job_state import JobState as JobState
 from ganger.v1 import job_pb2
 
 if TYPE_CHECKING:
@@ -18,23 +18,6 @@ FINISHED = frozenset(
     {job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_STOPPED}
 )
 LEVELS = ("pause", "offload", "checkpoint")
-
-
-class JobState(StrEnum):
-    """The states of a job; see the glossary in docs/cli.md."""
-
-    PENDING = "PENDING"
-    HOLDING = "HOLDING"
-    SUSPENDED = "SUSPENDED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    # By the stop rule of its array: what it had reached stands.
-    STOPPED = "STOPPED"
-
-    @property
-    def is_finished(self) -> bool:
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.STOPPED)
 
 
 class JobFailedError(Exception):

@@ -23,7 +23,7 @@ from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.convert import configuration_set_to_wire
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.names import is_node_id
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials, tell_end
 
@@ -35,7 +35,7 @@ from ganger_daemon.devices.choose import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.files import read_json, write_json
 from ganger_daemon.gangs import GangSet
-from ganger_daemon.host import Host, Storage
+from ganger_daemon.host import NodeContext, Storage
 from ganger_daemon.logs import LogStore
 from ganger_daemon.peers import PeerCalls, PeerServicer
 from ganger_daemon.session import Session
@@ -61,7 +61,7 @@ _REVIVE_SECONDS = 2.0
 _SWEEP_SECONDS = 3600.0
 
 
-class Obstacle(Enum):
+class DaemonObstacle(Enum):
     """What kind of thing keeps a daemon from starting."""
 
     SETTING = "it was told something that cannot be"
@@ -72,13 +72,13 @@ class Obstacle(Enum):
 class DaemonError(Exception):
     """The daemon cannot start; the message says why and what to do."""
 
-    def __init__(self, message: str, obstacle: Obstacle = Obstacle.STATE) -> None:
+    def __init__(self, message: str, obstacle: DaemonObstacle = DaemonObstacle.STATE) -> None:
         super().__init__(message)
         self.obstacle = obstacle
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DaemonSettings:
     """Everything a daemon is told. `master` is an address or the master's state directory."""
 
     state_directory: Path
@@ -102,13 +102,13 @@ class Settings:
 class Daemon:
     """`start` returns once it adopted what runs and both ports listen; the session opens in the background."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
         self.node = settings.node or socket.gethostname().split(".")[0].lower()
         if not is_node_id(self.node):
             raise DaemonError(
                 f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'",
-                Obstacle.SETTING,
+                DaemonObstacle.SETTING,
             )
         self._state = settings.state_directory.absolute()
         self._tls = str(settings.tls or "")
@@ -133,11 +133,11 @@ class Daemon:
                 why = cgroups.capabilities["cpu_quota"]
                 raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         except ValueError as error:
-            raise DaemonError(str(error), Obstacle.SETTING) from error
+            raise DaemonError(str(error), DaemonObstacle.SETTING) from error
         inventory = devices.discover()
         storage = Storage(override=settings.storage)
         storage.learn(str(known.get("storage", "")), str(known.get("storage_token", "")))
-        self.host = Host(
+        self.host = NodeContext(
             node=self.node,
             token="",
             tls=self._tls,
@@ -214,7 +214,7 @@ class Daemon:
             self._take_lock(self.paths.run, "--run-dir")
         except DirectoryError as error:
             named = isinstance(error, DirectoryNameError)
-            raise DaemonError(str(error), Obstacle.SETTING if named else _obstacle_of(error)) from error
+            raise DaemonError(str(error), DaemonObstacle.SETTING if named else _obstacle_of(error)) from error
         return known
 
     def _claim_state(self) -> dict[str, Any]:
@@ -267,16 +267,16 @@ class Daemon:
             check_listen_address(f"{self._settings.listen_host}:0", has_certificates=tls is not None)
             if tls is None:
                 return
-            identity = check_directory(tls, (Role.DAEMON,))
+            identity = check_directory(tls, (CallerRole.DAEMON,))
             tell_end(tls)
         except EndpointError as error:
             denied = isinstance(error, CredentialError)
-            raise DaemonError(str(error), Obstacle.RIGHTS if denied else Obstacle.SETTING) from error
+            raise DaemonError(str(error), DaemonObstacle.RIGHTS if denied else DaemonObstacle.SETTING) from error
         if identity.name != self.node:
             raise DaemonError(
                 f"the certificate in {tls} is of nodes/{identity.name}, this daemon is nodes/{self.node}:"
                 f" give it --node {identity.name}, or the certificate of {self.node}",
-                Obstacle.RIGHTS,
+                DaemonObstacle.RIGHTS,
             )
 
     def _find_master(self) -> Endpoint:
@@ -298,7 +298,7 @@ class Daemon:
             except EndpointError as error:
                 if error.found:
                     obstacle = _obstacle_of(error)
-                    wrong = Obstacle.SETTING if obstacle is Obstacle.STATE else obstacle
+                    wrong = DaemonObstacle.SETTING if obstacle is DaemonObstacle.STATE else obstacle
                     raise DaemonError(str(error), wrong) from error
                 if not said:
                     log.info("waiting for the master", extra={"error": str(error)})
@@ -310,7 +310,7 @@ class Daemon:
         tls = self._settings.tls
         server = make_server(token, by_role=tls is not None)
         # Who has the token is no daemon of any node in particular.
-        callers = Callers(Identity(Role.OPERATOR, own_user()), by_role=tls is not None)
+        callers = Callers(CallerIdentity(CallerRole.OPERATOR, own_user()), by_role=tls is not None)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs, callers), server)
         try:
             # the same ports as before, where they are free: members of running gangs know them
@@ -402,9 +402,9 @@ class Daemon:
             await asyncio.sleep(_SWEEP_SECONDS)
 
 
-def _obstacle_of(error: BaseException) -> Obstacle:
+def _obstacle_of(error: BaseException) -> DaemonObstacle:
     denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
-    return Obstacle.RIGHTS if denied else Obstacle.STATE
+    return DaemonObstacle.RIGHTS if denied else DaemonObstacle.STATE
 
 
 def _port_of(address: object) -> int:
@@ -421,7 +421,7 @@ def _first_that_works(make: Callable[[int], T], port: int) -> T:
     return make(0)
 
 
-async def run_daemon(settings: Settings) -> None:
+async def run_daemon(settings: DaemonSettings) -> None:
     """Until SIGTERM or SIGINT. Raises DaemonError when it cannot start."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()

@@ -100,9 +100,9 @@ def daemon(
     verbose: bool,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
-    from ganger.console.exits import CommandError, Exit
+    from ganger.console.exits import CommandError, ExitCode
 
-    from ganger_daemon.app import DaemonError, JsonLines, Obstacle, Settings, run_daemon
+    from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
     from ganger_daemon.devices.virtual import VirtualSpec
 
     handler = logging.StreamHandler(sys.stderr)
@@ -118,7 +118,7 @@ def daemon(
         virtual = replace(virtual, gpu_cores=virtual_gpu_cores or 0.0)
         if virtual_gpu_memory:
             virtual = replace(virtual, gpu_memory_bytes=virtual_gpu_memory)
-    settings = Settings(
+    settings = DaemonSettings(
         state_directory=state_dir,
         master=master,
         listen_host=listen_host,
@@ -139,8 +139,8 @@ def daemon(
         asyncio.run(run_daemon(settings))
     except DaemonError as error:
         codes = {
-            Obstacle.SETTING: Exit.USAGE,
-            Obstacle.STATE: Exit.REFUSED,
-            Obstacle.RIGHTS: Exit.NOT_PERMITTED,
+            DaemonObstacle.SETTING: ExitCode.USAGE,
+            DaemonObstacle.STATE: ExitCode.REFUSED,
+            DaemonObstacle.RIGHTS: ExitCode.NOT_PERMITTED,
         }
         raise CommandError(str(error), codes[error.obstacle]) from error

@@ -13,7 +13,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import resources_pb2
 from google.protobuf import json_format
 
-from ganger_daemon.core.orders import Intent, Level, Outcome, OutcomeKind, Phase, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.core.reconcile import (
     Absence,
     Action,
@@ -28,7 +28,7 @@ from ganger_daemon.core.reconcile import (
     reconcile,
 )
 from ganger_daemon.files import read_json, write_json
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.rotation import Rotation
 from ganger_daemon.workers.desired import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.workers.gang import LocalGang
@@ -45,7 +45,7 @@ _JUDGED_SECONDS = 10.0
 class GangSet:
     """One writer: all methods run on the event loop."""
 
-    def __init__(self, host: Host, peers: Peers) -> None:
+    def __init__(self, host: NodeContext, peers: Peers) -> None:
         self._host = host
         self._peers = peers
         self._gangs: dict[GangId, LocalGang] = {}
@@ -104,7 +104,7 @@ class GangSet:
         Those that are not here are not started yet, and their epochs are returned."""
         self.rotation.hear(rows)
         messages: dict[GangId, agent_pb2.DesiredGang] = {}
-        wanted: list[Wanted] = []
+        wanted: list[DesiredOrder] = []
         absent: set[int] = set()
         for message in desired:
             try:
@@ -126,7 +126,7 @@ class GangSet:
             wanted.append(one)
         observed = Observed(
             {
-                key: Here(key[0], gang.wanted.order, gang.phase is Phase.ENDED, gang.stop_wanted)
+                key: Here(key[0], gang.wanted.order, gang.phase is PartPhase.ENDED, gang.stop_wanted)
                 for key, gang in self._gangs.items()
             },
             {one.job_uid: self._finished_epoch(one.job_uid) for one in wanted},
@@ -225,14 +225,14 @@ class GangSet:
         self._tasks[key] = asyncio.create_task(gang.run(), name=f"gang {key[0]} {key[1]}")
         self.rotation.news()
 
-    def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: Wanted) -> None:
+    def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
         try:
             gang = self._make(desired)
         except (DesiredInvalidError, ValueError) as error:
             log.error("gang refused", extra={"job": desired.job, "error": str(error)})
             return
-        kind = OutcomeKind.STOPPED if wanted.intent is Intent.STOP else OutcomeKind.UNKNOWN
-        gang.mark_gone(Outcome(kind, message="nothing of this gang is on this node"))
+        kind = PartOutcomeKind.STOPPED if wanted.intent is OrderIntent.STOP else PartOutcomeKind.UNKNOWN
+        gang.mark_gone(PartOutcome(kind, message="nothing of this gang is on this node"))
         self._begin(gang)
 
     async def _forget(self, key: GangId) -> None:
@@ -286,7 +286,7 @@ class GangSet:
         for key, other in sorted(self._gangs.items()):
             if other is gang or not self.collide(gang, other):
                 continue
-            least = Level.PAUSE if self.rotation.share_paused(gang, other) else Level.OFFLOAD
+            least = ParkLevel.PAUSE if self.rotation.share_paused(gang, other) else ParkLevel.OFFLOAD
             if not _holds_devices(other, least):
                 continue
             if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
@@ -332,9 +332,9 @@ def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
     return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
 
 
-def _holds_devices(gang: LocalGang, least: Level) -> bool:
+def _holds_devices(gang: LocalGang, least: ParkLevel) -> bool:
     """Unless it rests at that level, or has ended. One that was never launched, and is older only by its place in the
     set, holds nothing yet."""
     if gang.may_be_on_devices:
         return True
-    return gang.phase is Phase.PARKED and gang.judgement.level < least
+    return gang.phase is PartPhase.PARKED and gang.judgement.level < least

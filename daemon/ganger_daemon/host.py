@@ -78,7 +78,7 @@ class Storage:
 
 
 @dataclass(slots=True)
-class Host:
+class NodeContext:
     """Mutable only where said: the core table, storage, the lease, and the callback for news."""
 
     node: str

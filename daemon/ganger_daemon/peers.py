@@ -22,17 +22,17 @@ from ganger.wire.errors import (
     RankNotFound,
     RequestInvalid,
 )
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.publish import Shard, ShardReport
-from ganger_daemon.control.relaying import Heard, Link, from_wire
-from ganger_daemon.core.orders import Phase
+from ganger_daemon.control.relaying import Link, RelayMessage, from_wire
+from ganger_daemon.core.orders import PartPhase
 from ganger_daemon.files import read_json
 
 if TYPE_CHECKING:
     from ganger_daemon.gangs import GangSet
-    from ganger_daemon.host import Host
+    from ganger_daemon.host import NodeContext
     from ganger_daemon.workers.gang import LocalGang
 
 _POLL_SECONDS = 0.005
@@ -49,7 +49,7 @@ _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     """Answers for the gangs of this node, to daemons of nodes that have a part in what they speak of."""
 
-    def __init__(self, host: Host, gangs: GangSet, callers: Callers) -> None:
+    def __init__(self, host: NodeContext, gangs: GangSet, callers: Callers) -> None:
         self._host = host
         self._gangs = gangs
         self._callers = callers
@@ -88,7 +88,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                 fields = read_json(gang.paths.rendezvous)
                 if fields:
                     return peer_pb2.Rendezvous(host=str(fields["host"]), port=int(fields["port"]))
-                if gang.phase is Phase.ENDED:
+                if gang.phase is PartPhase.ENDED:
                     raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
             elif self._gangs.newest_epoch(request.job_uid) > request.epoch:
                 raise EpochStale(f"epoch {request.epoch} is over: the job has a newer one here")
@@ -163,7 +163,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             await asyncio.sleep(_LOG_POLL_SECONDS)
 
     def _writes(self, job_uid: str) -> bool:
-        return any(gang.desired.job_uid == job_uid and gang.phase is not Phase.ENDED for gang in self._gangs.all())
+        return any(gang.desired.job_uid == job_uid and gang.phase is not PartPhase.ENDED for gang in self._gangs.all())
 
     def _gang(self, job_uid: str, epoch: int, context: grpc.aio.ServicerContext[Any, Any]) -> LocalGang:
         gang = self._gangs.find(job_uid, epoch)
@@ -179,9 +179,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         check_node(self._callers.of(context), members, f"epoch {gang.desired.epoch} of {gang.desired.job}")
 
 
-def check_node(caller: Identity, members: Collection[str], of: str) -> None:
+def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> None:
     """Raises NodeNotYours: a daemon speaks for its own node, and that must be one of the members."""
-    if caller.role is Role.DAEMON and caller.name not in members:
+    if caller.role is CallerRole.DAEMON and caller.name not in members:
         raise NodeNotYours(f"nodes/{caller.name} has no part in {of}", name=caller.name)
 
 
@@ -244,7 +244,7 @@ class PeerCalls:
             return None
         return state
 
-    def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
+    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
         return Link(self._stub(address), heard)
 
     async def close(self) -> None:
@@ -255,6 +255,6 @@ class PeerCalls:
     def _stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
-            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=Role.DAEMON)
+            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
             self._channels[address] = channel
         return peer_pb2_grpc.PeerServiceStub(channel)

@@ -22,11 +22,11 @@ from google.protobuf import json_format
 
 from ganger_daemon.core import rotation as core
 from ganger_daemon.core import turns
-from ganger_daemon.core.orders import Intent, Level, Phase, Wanted
-from ganger_daemon.core.rotation import NO_ROW, Member, Position, Rows, Switch
-from ganger_daemon.core.turns import Turn
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartPhase
+from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
+from ganger_daemon.core.turns import GangSlice
 from ganger_daemon.files import make_directory, read_json, write_hint
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.workers.desired import in_turn, wanted_of
 from ganger_daemon.workers.others import Peers
 
@@ -46,7 +46,7 @@ _SWITCHES = 5
 
 
 @dataclass
-class Standing:
+class LocalTimesliceGroup:
     """A node set as this node knows it. Times are seconds of one monotonic clock."""
 
     number: int
@@ -63,7 +63,7 @@ class Standing:
     # Epochs that ran here when the present row was ordered.
     ran: frozenset[int] = frozenset()
     switches: list[float] = field(default_factory=list)
-    said: dict[str, Member | None] = field(default_factory=dict)
+    said: dict[str, SliceMember | None] = field(default_factory=dict)
     asked_at: float = 0.0
     asking: asyncio.Task[None] | None = None
 
@@ -92,12 +92,12 @@ class Standing:
 class Rotation:
     """`gangs`: those of this node, by epoch order; `blocked_by`: who is still on the devices of one."""
 
-    def __init__(self, host: Host, peers: Peers, gangs: Any) -> None:
+    def __init__(self, host: NodeContext, peers: Peers, gangs: Any) -> None:
         self._host = host
         self._peers = peers
         self._gangs = gangs
         self._directory = host.paths.state / "rows"
-        self._sets: dict[int, Standing] = {}
+        self._sets: dict[int, LocalTimesliceGroup] = {}
         self._news = asyncio.Event()
 
     # -- what others say and ask --------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Rotation:
             standing.known = max(standing.matrices)
         self.news()
 
-    def rules(self, gang: LocalGang, told: Wanted) -> bool:
+    def rules(self, gang: LocalGang, told: DesiredOrder) -> bool:
         """Whether what the master wants of a gang here waits for a turn, or for the end of one."""
         takes_turns = self._set_of(gang.desired.epoch) is not None or gang.wanted.order.is_by_turn
         return gang.launched and takes_turns and turns.may_wait_its_turn(told)
@@ -158,7 +158,7 @@ class Rotation:
         standing = self._set_of(one.desired.epoch)
         if standing is None or self._set_of(other.desired.epoch) is not standing:
             return False
-        return _level_of(standing) is Level.PAUSE
+        return _level_of(standing) is ParkLevel.PAUSE
 
     def news(self) -> None:
         """A gang came, went, began or came to rest."""
@@ -232,7 +232,7 @@ class Rotation:
 
     # -- leading ------------------------------------------------------------------------------------------------------
 
-    def _lead(self, standing: Standing) -> None:
+    def _lead(self, standing: LocalTimesliceGroup) -> None:
         newest = standing.newest
         if newest.leader != self._host.node:
             return
@@ -263,7 +263,7 @@ class Rotation:
         else:
             self._order(standing, position)
 
-    def _ask(self, standing: Standing, others: Sequence[str], now: float) -> None:
+    def _ask(self, standing: LocalTimesliceGroup, others: Sequence[str], now: float) -> None:
         if standing.asking is not None and not standing.asking.done():
             return
         if now - standing.asked_at < _ASK_SECONDS:
@@ -271,7 +271,7 @@ class Rotation:
         standing.asked_at = now
         standing.asking = asyncio.create_task(self._ask_all(standing, others), name=f"node set {standing.number}")
 
-    async def _ask_all(self, standing: Standing, others: Sequence[str]) -> None:
+    async def _ask_all(self, standing: LocalTimesliceGroup, others: Sequence[str]) -> None:
         """Tells every member the present order, again and again: whoever has obeyed it says so."""
         addresses = {
             member.node.removeprefix("nodes/"): member.peer_address
@@ -286,13 +286,13 @@ class Rotation:
 
     # -- obeying ------------------------------------------------------------------------------------------------------
 
-    def _obey(self, standing: Standing, order: Position) -> None:
+    def _obey(self, standing: LocalTimesliceGroup, order: Position) -> None:
         position = core.obey(standing.position, order, standing.rows, standing.newest.set_epoch)
         if position is not standing.position:
             self._order(standing, position)
             self.news()
 
-    def _order(self, standing: Standing, position: Position) -> None:
+    def _order(self, standing: LocalTimesliceGroup, position: Position) -> None:
         """Noted first, then obeyed."""
         former = standing.position
         standing.position = position
@@ -317,21 +317,21 @@ class Rotation:
         )
         self._host.changed()
 
-    def _follow_gang(self, gang: LocalGang, standing: Standing | None) -> None:
-        if not gang.launched or gang.stop_wanted or gang.phase is Phase.ENDED:
+    def _follow_gang(self, gang: LocalGang, standing: LocalTimesliceGroup | None) -> None:
+        if not gang.launched or gang.stop_wanted or gang.phase is PartPhase.ENDED:
             return
         wanted = turns.next_order(
             wanted_of(gang.told),
             gang.wanted,
             None if standing is None else _turn_of(standing, gang.desired.epoch),
-            gang.phase is Phase.PARKED,
+            gang.phase is PartPhase.PARKED,
             gang.heard_agreement,
             lambda: bool(self._gangs.blocked_by(gang)),
         )
         if wanted is not None and wanted.order > gang.wanted.order:
             gang.obey(in_turn(gang.told, wanted))
 
-    def _look_at_start(self, standing: Standing) -> None:
+    def _look_at_start(self, standing: LocalTimesliceGroup) -> None:
         """Whether the row's gangs step by now."""
         turn = [
             gang
@@ -345,7 +345,7 @@ class Rotation:
                 standing.switches = [*standing.switches, dead][-_SWITCHES:]
             self._host.changed()
 
-    def _dead_seconds(self, standing: Standing, turn: Sequence[LocalGang]) -> float | None:
+    def _dead_seconds(self, standing: LocalTimesliceGroup, turn: Sequence[LocalGang]) -> float | None:
         """For how long devices here did no step at the last switch: from the last step of the gangs that left to the
         begin of the first one of those that came. None if no gang came for another. A gang that was parked before the
         switch did not leave at it, and one that ran did not come."""
@@ -360,10 +360,10 @@ class Rotation:
 
     # -- what is here -------------------------------------------------------------------------------------------------
 
-    def _member(self, standing: Standing) -> Member:
+    def _member(self, standing: LocalTimesliceGroup) -> SliceMember:
         members = self._members(standing)
         alive = [gang for gang in members if _wants_turns(gang)]
-        return Member(
+        return SliceMember(
             standing.position,
             standing.known,
             standing.started_at is not None,
@@ -375,29 +375,29 @@ class Rotation:
             frozenset(gang.desired.epoch for gang in members if _rests_for_good(gang)),
         )
 
-    def _is_blocked(self, standing: Standing, gang: LocalGang) -> bool:
+    def _is_blocked(self, standing: LocalTimesliceGroup, gang: LocalGang) -> bool:
         in_turn = core.runs(standing.position, standing.active, gang.desired.epoch)
         return in_turn and not _has_begun(gang) and bool(self._gangs.blocked_by(gang))
 
-    def _members(self, standing: Standing) -> list[LocalGang]:
+    def _members(self, standing: LocalTimesliceGroup) -> list[LocalGang]:
         epochs = standing.epochs
         return [gang for gang in self._gangs.all() if gang.desired.epoch in epochs]
 
-    def _set_of(self, epoch: int) -> Standing | None:
+    def _set_of(self, epoch: int) -> LocalTimesliceGroup | None:
         return next((standing for standing in self._sets.values() if epoch in standing.epochs), None)
 
-    def _new_standing(self, number: int, now: float) -> Standing:
+    def _new_standing(self, number: int, now: float) -> LocalTimesliceGroup:
         """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
-        standing = Standing(number, ordered_at=now, launches=True)
+        standing = LocalTimesliceGroup(number, ordered_at=now, launches=True)
         switches = [
-            Switch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence)
+            SliceSwitch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence)
             for gang in self._gangs.all()
-            if turns.agreement(number, Switch()) >> 40 == gang.wanted.stop_sequence >> 40
+            if turns.agreement(number, SliceSwitch()) >> 40 == gang.wanted.stop_sequence >> 40
         ]
-        standing.position = Position(max(switches, default=Switch()))
+        standing.position = Position(max(switches, default=SliceSwitch()))
         return standing
 
-    def _note(self, standing: Standing) -> None:
+    def _note(self, standing: LocalTimesliceGroup) -> None:
         make_directory(self._directory)
         position = json_format.MessageToDict(order_to_wire(standing.number, standing.position))
         matrices = [json_format.MessageToDict(message) for _, message in sorted(standing.matrices.items())]
@@ -406,7 +406,7 @@ class Rotation:
         write_hint(self._directory / f"{standing.number}.json", {**fields, "matrices": matrices})
 
 
-def _standing_of(path: Path) -> Standing | None:
+def _standing_of(path: Path) -> LocalTimesliceGroup | None:
     fields = read_json(path)
     try:
         order = json_format.ParseDict(fields["position"], peer_pb2.RowOrder())
@@ -420,24 +420,24 @@ def _standing_of(path: Path) -> Standing | None:
         return None
     if not matrices:
         return None
-    return Standing(order.node_set, position, {matrix.version: matrix for matrix in matrices})
+    return LocalTimesliceGroup(order.node_set, position, {matrix.version: matrix for matrix in matrices})
 
 
 def _wants_turns(gang: LocalGang) -> bool:
     """Not who is told to rest and does: its devices are another's until it goes on."""
-    if gang.phase is Phase.ENDED or gang.told.intent == agent_pb2.INTENT_STOP:
+    if gang.phase is PartPhase.ENDED or gang.told.intent == agent_pb2.INTENT_STOP:
         return False
-    return gang.told.intent == agent_pb2.INTENT_RUN or not gang.launched or gang.phase is not Phase.PARKED
+    return gang.told.intent == agent_pb2.INTENT_RUN or not gang.launched or gang.phase is not PartPhase.PARKED
 
 
 def _rests_for_good(gang: LocalGang) -> bool:
     """Not for another's turn, but because the master wants it."""
     wants_rest = gang.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
-    return gang.launched and gang.phase is Phase.PARKED and wants_rest
+    return gang.launched and gang.phase is PartPhase.PARKED and wants_rest
 
 
 def _runs_here(gang: LocalGang) -> bool:
-    return gang.launched and gang.phase is Phase.RUNNING
+    return gang.launched and gang.phase is PartPhase.RUNNING
 
 
 def _has_begun(gang: LocalGang) -> bool:
@@ -445,20 +445,20 @@ def _has_begun(gang: LocalGang) -> bool:
     if not _wants_turns(gang):
         return True
     if gang.told.intent != agent_pb2.INTENT_RUN:
-        return gang.phase is Phase.PARKED
-    runs = gang.wanted.intent is Intent.RUN and gang.judged_under is gang.wanted
-    return gang.launched and runs and gang.phase is Phase.RUNNING
+        return gang.phase is PartPhase.PARKED
+    runs = gang.wanted.intent is OrderIntent.RUN and gang.judged_under is gang.wanted
+    return gang.launched and runs and gang.phase is PartPhase.RUNNING
 
 
-def _turn_of(standing: Standing, epoch: int) -> Turn:
+def _turn_of(standing: LocalTimesliceGroup, epoch: int) -> GangSlice:
     position, active = standing.position, standing.active
     changes = position.version < max(standing.matrices)
     has_row = active is not None and epoch in active.epochs
-    return Turn(standing.number, position.switch, position.stops.get(epoch), _level_of(standing), changes, has_row)
+    return GangSlice(standing.number, position.switch, position.stops.get(epoch), _level_of(standing), changes, has_row)
 
 
-def _level_of(standing: Standing) -> Level:
-    return Level((standing.active or standing.newest).level)
+def _level_of(standing: LocalTimesliceGroup) -> ParkLevel:
+    return ParkLevel((standing.active or standing.newest).level)
 
 
 def _rows_of(message: agent_pb2.DesiredRows) -> Rows:
@@ -489,12 +489,12 @@ def order_to_wire(number: int, position: Position) -> peer_pb2.RowOrder:
 
 def position_from_wire(message: peer_pb2.RowOrder) -> Position:
     """Of an order nobody ever gave: no row."""
-    stops = {stop.epoch: Switch(stop.set_epoch, stop.sequence) for stop in message.stops}
+    stops = {stop.epoch: SliceSwitch(stop.set_epoch, stop.sequence) for stop in message.stops}
     row = message.row if message.version else NO_ROW
-    return Position(Switch(message.set_epoch, message.sequence), message.version, row, stops, row)
+    return Position(SliceSwitch(message.set_epoch, message.sequence), message.version, row, stops, row)
 
 
-def state_to_wire(number: int, member: Member) -> peer_pb2.RowState:
+def state_to_wire(number: int, member: SliceMember) -> peer_pb2.RowState:
     return peer_pb2.RowState(
         order=order_to_wire(number, member.position),
         known_version=member.known,
@@ -508,8 +508,8 @@ def state_to_wire(number: int, member: Member) -> peer_pb2.RowState:
     )
 
 
-def member_from_wire(message: peer_pb2.RowState) -> Member:
-    return Member(
+def member_from_wire(message: peer_pb2.RowState) -> SliceMember:
+    return SliceMember(
         position_from_wire(message.order),
         message.known_version,
         message.started,

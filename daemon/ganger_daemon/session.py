@@ -27,7 +27,7 @@ from ganger.wire.tls import trouble_with
 from ganger_daemon.core.leases import lease_until, renewed
 from ganger_daemon.database_position import DatabasePosition
 from ganger_daemon.gangs import GangSet
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.progress import report_progress
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Session:
 
     def __init__(
         self,
-        host: Host,
+        host: NodeContext,
         gangs: GangSet,
         find_master: Callable[[], Endpoint],
         describe: Callable[[], agent_pb2.CreateSessionRequest],

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from ganger.wire.endpoints import EndpointError, is_loopback
-from ganger.wire.roles import Role
+from ganger.wire.roles import CallerRole
 from ganger.wire.tls import check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.quotas import as_settings
 from ganger_master.rpc.server import MasterServer
@@ -32,7 +32,7 @@ from ganger_master.runtime.progress import ProgressBoard
 from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
-    Obstacle,
+    MasterObstacle,
     StartError,
     StateDirectory,
     obstacle_of,
@@ -124,7 +124,7 @@ class Master:
         try:
             places = live_policy_named(config.policy).places
         except (KeyError, ValueError) as error:
-            raise StartError(str(error.args[0]), Obstacle.SETTING) from error
+            raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = Beside(config.database_path or config.state_dir / "database")
         writer = await self._open_store(beside)
         if config.metrics:
@@ -221,7 +221,7 @@ class Master:
                     forgotten = await self.writer.compact(oldest, _COMPACT_ROWS)
             except StoreError as error:
                 log.warning("history not compacted", extra={"error": str(error)})
-            self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_final)
+            self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_finished)
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
     async def _keep_storage(self) -> None:
@@ -262,15 +262,15 @@ class Master:
             if restoring is not None and restoring is not last and state.ends is None:
                 log.warning("the database was restored", extra={"why": restoring.why})
                 last = restoring
-                uids = frozenset(job.uid for job in self.writer.committed.jobs.values() if not job.state.is_final)
+                uids = frozenset(job.uid for job in self.writer.committed.jobs.values() if not job.state.is_finished)
                 ends = await asyncio.to_thread(retention.noted_ends, storage, uids)
                 ends |= await asyncio.to_thread(beside.ends, uids)
                 self.writer.tell(NoteEnds(ends))
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _core_settings(config: Config) -> Settings:
-    return Settings(
+def _core_settings(config: Config) -> CoreSettings:
+    return CoreSettings(
         lost_after_seconds=config.lost_after_seconds,
         policy=config.policy,
         plan_every_seconds=config.plan_every_seconds,
@@ -293,34 +293,34 @@ def _core_settings(config: Config) -> Settings:
     )
 
 
-def _check_storage(token: str, settings: Settings) -> None:
+def _check_storage(token: str, settings: CoreSettings) -> None:
     """Raise StartError unless storage is where this cluster's checkpoints are: no daemon would be accepted."""
     if token and token != settings.storage_token:
         raise StartError(
             f"--storage {settings.storage} is not the storage of this cluster, where its checkpoints are"
             f" (another {STORAGE_TOKEN}): give the former one, or move all that it holds, that file too, to this one",
-            Obstacle.SETTING,
+            MasterObstacle.SETTING,
         )
 
 
 def _check_certificate(directory: Path) -> None:
     """Raises StartError unless it is a master's, and does."""
     try:
-        check_directory(directory, (Role.MASTER,))
+        check_directory(directory, (CallerRole.MASTER,))
         tell_end(directory)
     except EndpointError as error:
-        raise StartError(str(error), Obstacle.RIGHTS) from error
+        raise StartError(str(error), MasterObstacle.RIGHTS) from error
 
 
-def _obstacle_of(error: StoreError | EndpointError) -> Obstacle:
+def _obstacle_of(error: StoreError | EndpointError) -> MasterObstacle:
     found = obstacle_of(error)
-    if found is Obstacle.RIGHTS or isinstance(error, EndpointError):
+    if found is MasterObstacle.RIGHTS or isinstance(error, EndpointError):
         return found
     match error.problem:
         case Problem.URL | Problem.DRIVER:
-            return Obstacle.SETTING
+            return MasterObstacle.SETTING
         case Problem.UNREADABLE:
-            return Obstacle.UNREACHABLE
+            return MasterObstacle.UNREACHABLE
         case _:
             return found
 

@@ -43,11 +43,11 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     """
     import asyncio
 
-    from ganger.console.exits import CommandError, Exit
+    from ganger.console.exits import CommandError, ExitCode
 
     from ganger_master import app, config
     from ganger_master.runtime import logs
-    from ganger_master.runtime.state_directory import Obstacle, StartError
+    from ganger_master.runtime.state_directory import MasterObstacle, StartError
 
     text = ""
     if config_file is not None:
@@ -62,16 +62,16 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
         raise click.UsageError(str(error)) from error
     logs.set_up(settings.log_level)
     codes = {
-        Obstacle.SETTING: Exit.USAGE,
-        Obstacle.STATE: Exit.REFUSED,
-        Obstacle.UNREACHABLE: Exit.UNREACHABLE,
-        Obstacle.RIGHTS: Exit.NOT_PERMITTED,
+        MasterObstacle.SETTING: ExitCode.USAGE,
+        MasterObstacle.STATE: ExitCode.REFUSED,
+        MasterObstacle.UNREACHABLE: ExitCode.UNREACHABLE,
+        MasterObstacle.RIGHTS: ExitCode.NOT_PERMITTED,
     }
     try:
         was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
     except StartError as error:
         raise CommandError(str(error), codes[error.obstacle]) from error
     except app.FencedError as error:
-        raise CommandError(str(error), Exit.FENCED) from error
+        raise CommandError(str(error), ExitCode.FENCED) from error
     if not was_asked:
-        raise CommandError("the master could not go on: see its log", Exit.BUG)
+        raise CommandError("the master could not go on: see its log", ExitCode.BUG)

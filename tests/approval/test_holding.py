@@ -6,8 +6,8 @@ from core.drive import GIB, Drive, job_of
 from ganger.resources.values import Claim, NodeRow
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SuspendJob
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import CoreSettings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,7 +18,7 @@ NODES = 2
 class Holding(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["fifo", "backfill"]))
     def join(self, policy: str) -> None:
-        self.drive = Drive(NODES, Settings(policy=policy))
+        self.drive = Drive(NODES, CoreSettings(policy=policy))
         self.empty = self.rows()
         # The oracle: what each job was granted, and how much of it it still has.
         self.granted: dict[int, tuple[Claim, ...]] = {}
@@ -70,7 +70,7 @@ class Holding(RuleBasedStateMachine):
         if gang.phase is not GangPhase.RUNNING:
             return
         self.drive.step(SuspendJob(number, level))
-        if self.drive.state.gangs[gang.epoch].intent is not Intent.PARK:
+        if self.drive.state.gangs[gang.epoch].intent is not GangIntent.PARK:
             return
         self.drive.seen(number, gang.epoch, ObservedPhase.PARKED, 7)
         assert self.drive.job(number).suspended_level is level
@@ -97,7 +97,7 @@ class Holding(RuleBasedStateMachine):
     def daemons_tell_what_is_left(self) -> None:
         """Gangs that are to stop are gone, the others as they were."""
         for node in [f"n{number}" for number in range(1, NODES + 1)]:
-            alive = [gang for gang in self.drive.on(node) if gang.intent is not Intent.STOP]
+            alive = [gang for gang in self.drive.on(node) if gang.intent is not GangIntent.STOP]
             told = [self.drive.reported(gang, node) or self.drive.report(gang, _first(gang.intent)) for gang in alive]
             self.drive.observe(node, *told)
 
@@ -124,8 +124,8 @@ class Holding(RuleBasedStateMachine):
         assert self.rows() == self.empty
 
 
-def _first(intent: Intent) -> ObservedPhase:
-    return ObservedPhase.PREPARED if intent is Intent.PREPARE else ObservedPhase.STARTING
+def _first(intent: GangIntent) -> ObservedPhase:
+    return ObservedPhase.PREPARED if intent is GangIntent.PREPARE else ObservedPhase.STARTING
 
 
 TestHolding = Holding.TestCase

@@ -6,7 +6,7 @@ import pytest
 from ganger.resources.reasons import Reason
 from ganger.resources.values import Claim
 from ganger.resources.view import View
-from ganger_master.approval.protected import Kept, protect, trespass
+from ganger_master.approval.protected import ProtectedPieces, protect, trespass
 from ganger_master.approval.reservations import Reservation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def claims(arena: bool = True) -> st.SearchStrategy[Claim]:
     return st.builds(Claim, st.just("s0"), masks, CORES, MEMORY, arenas, st.just((1,)))
 
 
-def naive_may(view: View, kept: list[Kept], claim: Claim, rank: int, job: str) -> bool:
+def naive_may(view: View, kept: list[ProtectedPieces], claim: Claim, rank: int, job: str) -> bool:
     """What is left of the free pieces, with all that is kept for those ahead left alone."""
     row = view.row("s0")
     ahead = [one for one in kept if one.job != job and (rank == 0 or one.rank < rank)]
@@ -56,7 +56,8 @@ def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
     refusals = trespass(view, protected, [claim], rank=rank, job=job)
     # What is kept counts with its arena.
     naive = [
-        Kept(of, its_rank, p.device_mask, p.millicores, p.memory_bytes + p.arena_bytes) for of, its_rank, p in kept
+        ProtectedPieces(of, its_rank, p.device_mask, p.millicores, p.memory_bytes + p.arena_bytes)
+        for of, its_rank, p in kept
     ]
     assert (not refusals) == naive_may(view, naive, claim, rank, job)
     for refusal in refusals:

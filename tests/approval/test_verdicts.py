@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from ganger.placement.candidates import candidates, places
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.values import Claim, GangShape, LocalityLevel
 from ganger.resources.view import View
 from ganger_master.approval import explain as explain_module
 from ganger_master.approval.explain import Holder, estimate, explain, order
 from ganger_master.approval.protected import Protected, protect
-from ganger_master.approval.reservations import Wanting, begins_at, reserve
-from ganger_master.approval.verdicts import Approved, Rejected, approve
+from ganger_master.approval.reservations import ReservationRequest, begins_at, reserve
+from ganger_master.approval.verdicts import CandidateApproval, CandidateRejection, approve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server
@@ -23,8 +23,8 @@ from kit.histories import CHANGES, History
 from msgspec.structs import replace
 
 
-def take(view: View, shape: GangShape, verdict: Approved | Rejected) -> tuple[Claim, ...]:
-    assert isinstance(verdict, Approved)
+def take(view: View, shape: GangShape, verdict: CandidateApproval | CandidateRejection) -> tuple[Claim, ...]:
+    assert isinstance(verdict, CandidateApproval)
     for claim in verdict.claims:
         view.take(claim, shape.gpus)
     return verdict.claims
@@ -32,8 +32,8 @@ def take(view: View, shape: GangShape, verdict: Approved | Rejected) -> tuple[Cl
 
 def test_a_place_is_kept_on_no_node_that_is_closed_to_the_job() -> None:
     view = cluster(2)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4), closed=("s0",))])[0].nodes == ("s1",)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(8), closed=("s0",))]) == ()
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4), closed=("s0",))])[0].nodes == ("s1",)
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(8), closed=("s0",))]) == ()
 
 
 def test_stale_view_is_fine_if_what_it_claims_is_still_free() -> None:
@@ -42,7 +42,7 @@ def test_stale_view_is_fine_if_what_it_claims_is_still_free() -> None:
     one, two = gang(1), gang(2)
     take(view, one, approve(view, one, candidates(view, one).candidates))
     wanted = candidates(stale, two, avoid=["s0"]).candidates
-    assert isinstance(approve(view, two, wanted), Approved)
+    assert isinstance(approve(view, two, wanted), CandidateApproval)
 
 
 def test_second_candidate_is_taken_when_the_first_is_gone() -> None:
@@ -50,8 +50,8 @@ def test_second_candidate_is_taken_when_the_first_is_gone() -> None:
     wanted = candidates(view, gang(4)).candidates
     take(view, gang(4), approve(view, gang(4), wanted[:1]))
     verdict = approve(view, gang(4), wanted)
-    assert isinstance(verdict, Approved)
-    assert (verdict.candidate, verdict.level) == (1, Level.NODE)
+    assert isinstance(verdict, CandidateApproval)
+    assert (verdict.candidate, verdict.level) == (1, LocalityLevel.NODE)
 
 
 def test_rejection_brings_fresh_rows_of_just_the_conflicting_nodes() -> None:
@@ -59,7 +59,7 @@ def test_rejection_brings_fresh_rows_of_just_the_conflicting_nodes() -> None:
     wanted = candidates(view, gang(8)).candidates
     view.take(candidates(view, gang(1)).candidates[0][0], 1)
     verdict = approve(view, gang(8), wanted)
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, CandidateRejection)
     assert [row.node for row in verdict.rows] == ["s0"]
     assert verdict.rows[0] == view.row("s0")
     assert verdict.refusals[0].reason is Reason.GPUS
@@ -70,21 +70,21 @@ def test_only_the_first_sixteen_candidates_are_looked_at() -> None:
     wanted = [candidates(view, gang(4), only=[f"s{number}"]).candidates[0] for number in range(17)]
     for claims in wanted[:16]:
         view.take(claims[0], 4)
-    assert isinstance(approve(view, gang(4), wanted), Rejected)
-    assert isinstance(approve(view, gang(4), wanted[1:]), Approved)
+    assert isinstance(approve(view, gang(4), wanted), CandidateRejection)
+    assert isinstance(approve(view, gang(4), wanted[1:]), CandidateApproval)
 
 
 def test_own_pieces_count_as_free() -> None:
     view = cluster(1)
     claims = candidates(view, gang(4)).candidates[0]
     view.take(claims[0], 4)
-    assert isinstance(approve(view, gang(4), [claims]), Rejected)
-    assert isinstance(approve(view, gang(4), [claims], holding=claims), Approved)
+    assert isinstance(approve(view, gang(4), [claims]), CandidateRejection)
+    assert isinstance(approve(view, gang(4), [claims], holding=claims), CandidateApproval)
 
 
 def test_request_without_candidates_is_a_mistake() -> None:
     verdict = approve(cluster(1), gang(1), [])
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, CandidateRejection)
     assert verdict.refusals[0].reason is Reason.CLAIM_MISMATCH
 
 
@@ -103,7 +103,7 @@ def test_concurrent_stale_schedulers_never_hold_a_piece_twice_and_gangs_are_whol
         before = list(view.rows())
         verdict = approve(view, shape, placement.candidates)
         assert list(view.rows()) == before
-        if isinstance(verdict, Approved):
+        if isinstance(verdict, CandidateApproval):
             held.append((shape, take(view, shape, verdict)))
         snapshots.append(view.copy())
         if held and choose.random() < 0.2:
@@ -123,17 +123,17 @@ def test_concurrent_stale_schedulers_never_hold_a_piece_twice_and_gangs_are_whol
 
 def test_reserved_pieces_are_kept_from_those_behind_and_free_for_those_ahead() -> None:
     view = cluster(2)
-    kept = reserve(view, [Wanting("jobs/1", 2, gang(4))])
+    kept = reserve(view, [ReservationRequest("jobs/1", 2, gang(4))])
     assert [one.nodes for one in kept] == [("s0",)]
     protected = protect(view, kept)
     wanted = candidates(view, gang(1), only=["s0"]).candidates
     behind = approve(view, gang(1), wanted, rank=3, job="jobs/3", protected=protected)
-    assert isinstance(behind, Rejected)
+    assert isinstance(behind, CandidateRejection)
     assert (behind.refusals[0].reason, behind.refusals[0].job) == (Reason.RESERVED, "jobs/1")
     for rank, job in [(1, "jobs/2"), (2, "jobs/1")]:
-        assert isinstance(approve(view, gang(1), wanted, rank=rank, job=job, protected=protected), Approved)
+        assert isinstance(approve(view, gang(1), wanted, rank=rank, job=job, protected=protected), CandidateApproval)
     elsewhere = candidates(view, gang(1), only=["s1"]).candidates
-    assert isinstance(approve(view, gang(1), elsewhere, protected=protected), Approved)
+    assert isinstance(approve(view, gang(1), elsewhere, protected=protected), CandidateApproval)
 
 
 def test_strict_queue_lets_nobody_pass_its_first() -> None:
@@ -141,14 +141,21 @@ def test_strict_queue_lets_nobody_pass_its_first() -> None:
     strict = Protected(everything=("jobs/1", 1))
     wanted = candidates(view, gang(1)).candidates
     verdict = approve(view, gang(1), wanted, rank=2, job="jobs/2", protected=strict)
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, CandidateRejection)
     assert (verdict.refusals[0].reason, verdict.refusals[0].job) == (Reason.PROTECTED, "jobs/1")
-    assert isinstance(approve(view, gang(1), wanted, rank=1, job="jobs/1", protected=strict), Approved)
+    assert isinstance(approve(view, gang(1), wanted, rank=1, job="jobs/1", protected=strict), CandidateApproval)
 
 
 def test_places_are_kept_in_rank_order_whole_and_apart() -> None:
     view = cluster(2)
-    kept = reserve(view, [Wanting("jobs/1", 3, gang(4)), Wanting("jobs/3", 1, gang(6)), Wanting("jobs/2", 2, gang(2))])
+    kept = reserve(
+        view,
+        [
+            ReservationRequest("jobs/1", 3, gang(4)),
+            ReservationRequest("jobs/3", 1, gang(6)),
+            ReservationRequest("jobs/2", 2, gang(2)),
+        ],
+    )
     assert [one.job for one in kept] == ["jobs/3", "jobs/2"]
     masks: dict[str, int] = {}
     for claim in (claim for one in kept for claim in one.claims):
@@ -160,27 +167,27 @@ def test_place_is_kept_where_the_fewest_devices_are_missing() -> None:
     view = cluster(3)
     for node, gpus in [("s0", 3), ("s1", 1), ("s2", 2)]:
         view.take(candidates(view, gang(gpus), only=[node]).candidates[0][0], gpus)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
 
 
 def test_place_of_a_gang_over_nodes_is_kept_in_the_rack_that_is_freest() -> None:
     view = cluster(4, per_rack=2)
     for node in ("s0", "s1"):
         view.take(candidates(view, gang(4), only=[node]).candidates[0][0], 4)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(8, widest=Level.RACK))])[0].nodes == ("s2", "s3")
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(8, widest=LocalityLevel.RACK))])[0].nodes == ("s2", "s3")
 
 
 def test_place_is_kept_beside_the_most_free_cores() -> None:
     view = cluster(2)
     view.take(candidates(view, gang(0, cores=6), only=["s0"]).candidates[0][0])
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
 
 
 def test_kept_devices_are_the_free_ones_first() -> None:
     view = cluster(1)
     # Devices 0 and 1 are held.
     view.take(candidates(view, gang(2)).candidates[0][0], 2)
-    (claim,) = reserve(view, [Wanting("jobs/1", 1, gang(3))])[0].claims
+    (claim,) = reserve(view, [ReservationRequest("jobs/1", 1, gang(3))])[0].claims
     assert claim.device_mask.bit_count() == 3
     assert claim.device_mask & view.row("s0").free_mask == view.row("s0").free_mask
 
@@ -188,23 +195,25 @@ def test_kept_devices_are_the_free_ones_first() -> None:
 def test_place_is_kept_only_on_nodes_that_take_gangs() -> None:
     view = cluster(2)
     view.set_available("s0", False)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])[0].nodes == ("s1",)
     view.set_available("s1", False)
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4))]) == ()
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]) == ()
 
 
 def test_place_is_kept_without_arenas_and_whatever_the_gang_wishes() -> None:
-    (kept,) = reserve(cluster(2), [Wanting("jobs/1", 1, gang(8, arena_gib=1, wish=Level.NODE, patience=600))])
+    (kept,) = reserve(
+        cluster(2), [ReservationRequest("jobs/1", 1, gang(8, arena_gib=1, wish=LocalityLevel.NODE, patience=600))]
+    )
     assert sorted(kept.nodes) == ["s0", "s1"]
     assert [claim.arena_bytes for claim in kept.claims] == [0, 0]
 
 
 def test_place_is_gone_with_its_node() -> None:
     view = cluster(1)
-    kept = reserve(view, [Wanting("jobs/1", 1, gang(4))])
+    kept = reserve(view, [ReservationRequest("jobs/1", 1, gang(4))])
     view.remove("s0")
     assert protect(view, kept).nodes == {}
-    assert reserve(view, [Wanting("jobs/1", 1, gang(4))]) == ()
+    assert reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]) == ()
 
 
 @pytest.mark.parametrize(("conflicts", "waited", "kept"), [(2, 119, False), (3, 0, True), (0, 120, True)])
@@ -226,14 +235,16 @@ def test_large_gang_is_not_starved_by_a_stream_of_small_ones(seed: int, large: i
                 view.give(claim)
         running = [one for one in running if one[0] > now]
         waits_long = begins_at(conflicts=now, since=0.0) <= 0.0
-        protected = protect(view, reserve(view, [Wanting("jobs/1", 1, shape)])) if waits_long else Protected()
+        protected = (
+            protect(view, reserve(view, [ReservationRequest("jobs/1", 1, shape)])) if waits_long else Protected()
+        )
         verdict = approve(view, shape, candidates(view, shape).candidates, rank=1, job="jobs/1", protected=protected)
-        if isinstance(verdict, Approved):
+        if isinstance(verdict, CandidateApproval):
             return
         for number in range(8):
             found = candidates(view, small, limit=16).candidates
             answer = approve(view, small, found, rank=2, job=f"jobs/{number + 2}", protected=protected)
-            if isinstance(answer, Approved):
+            if isinstance(answer, CandidateApproval):
                 running.append((now + choose.randint(1, 5), take(view, small, answer)))
     pytest.fail("the large gang never started")
 
@@ -245,7 +256,7 @@ def test_blockers_are_ordered_true_ones_first() -> None:
 
 def test_explanation_names_whom_a_job_waits_for_and_nothing_when_it_could_start() -> None:
     view = cluster(1)
-    protected = protect(view, reserve(view, [Wanting("jobs/1", 1, gang(4))]))
+    protected = protect(view, reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]))
     (refusal,) = explain(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")
     assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/1")
     assert explain(view, gang(1), waited=0, rank=2, job="jobs/2") == ()
@@ -299,7 +310,7 @@ def test_start_is_estimated_with_few_looks_at_the_cluster(monkeypatch: pytest.Mo
 
 
 def test_start_of_a_patient_job_is_estimated_by_its_patience() -> None:
-    shape = gang(3, wish=Level.SOCKET, patience=30.0)
+    shape = gang(3, wish=LocalityLevel.SOCKET, patience=30.0)
     assert estimate(cluster(1), shape, [], now=100.0).before == 30.0
     assert estimate(cluster(1), gang(3), [], now=100.0).before == 1.0
 
@@ -322,8 +333,8 @@ def test_arena_may_be_left_out_but_not_made_up() -> None:
     shape = gang(1, arena_gib=1)
     (claim,) = candidates(view, shape).candidates[0]
     assert claim.arena_bytes
-    assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=0)]]), Approved)
-    assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=7)]]), Rejected)
+    assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=0)]]), CandidateApproval)
+    assert isinstance(approve(view, shape, [[replace(claim, arena_bytes=7)]]), CandidateRejection)
 
 
 # A node joins anew while a gang holds devices of it.
@@ -335,7 +346,7 @@ def test_a_vacant_view_of_which_all_was_given_back_is_as_one_made_anew(
 ) -> None:
     history = History(cluster(4, per_rack=2))
     view = history.view
-    wanting = [Wanting(f"jobs/{rank}", rank, shape) for rank, shape in enumerate(shapes, 1)]
+    wanting = [ReservationRequest(f"jobs/{rank}", rank, shape) for rank, shape in enumerate(shapes, 1)]
     for what, at in changes:
         history.change(what, at, shapes[0])
         # A copy begins with nothing.

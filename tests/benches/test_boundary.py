@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Level
+from ganger.injob.page import PageParkLevel
 from ganger_daemon.bench.boundary import GANGS, main
-from ganger_daemon.bench.gang import Gang, StuckError
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.gang import BenchGang, StuckError
+from ganger_daemon.bench.report import BenchReport, quantile
 
 
 @pytest.mark.torch
@@ -37,15 +37,15 @@ def test_gangs_with_stragglers_and_a_slow_relay_stop_at_one_step(
 @pytest.mark.torch
 def test_a_gang_whose_relay_is_cut_is_reported_as_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ganger_daemon.bench.gang.DEADLOCK_SECONDS", 0.5)
-    with Gang(tmp_path, ranks=2, nodes=2, delay_seconds=3600.0, seed=1) as gang:  # noqa: SIM117
+    with BenchGang(tmp_path, ranks=2, nodes=2, delay_seconds=3600.0, seed=1) as gang:  # noqa: SIM117
         with pytest.raises(StuckError, match="rank 1: step"):
-            gang.stop_and_go(Level.PAUSE, 0.0)
+            gang.stop_and_go(PageParkLevel.PAUSE, 0.0)
 
 
 def test_a_figure_past_its_limit_makes_the_report_not_ok(tmp_path: Path) -> None:
-    report = Report("example", tmp_path)
+    report = BenchReport("example", tmp_path)
     report.at_most("wait_milliseconds", 2.0, 3.0)
-    assert Report("example", tmp_path).result()["ok"] is True
+    assert BenchReport("example", tmp_path).result()["ok"] is True
     report.at_least("rate_per_second", 2.0, 3.0)
     result = report.result()
     assert result["ok"] is False

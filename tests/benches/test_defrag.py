@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.defrag import Job, fewest
+from ganger_daemon.bench.defrag import DefragJob, fewest
 from ganger_daemon.bench.notes import NOTE
 
 
@@ -21,10 +21,10 @@ def test_the_fewest_moves_are_found_by_trying_all() -> None:
 
 
 def test_a_step_done_twice_or_left_out_is_seen_and_so_is_the_pause(tmp_path: Path) -> None:
-    def job(*notes: tuple[int, int, int]) -> Job:
+    def job(*notes: tuple[int, int, int]) -> DefragJob:
         path = tmp_path / str(len(list(tmp_path.iterdir())))
         path.write_bytes(b"".join(NOTE.pack(pid, step, end - 1, end, 0) for pid, step, end in notes) + b"half")
-        return Job("jobs/1", path, 0)
+        return DefragJob("jobs/1", path, 0)
 
     moved = job((7, 1, 10**6), (7, 2, 2 * 10**6), (9, 3, 52 * 10**6))
     assert (moved.replayed(), moved.skipped(), moved.pauses_ms()) == (0, 0, [50.0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ganger_daemon.bench.notes import (
     NOTE,
-    Step,
+    NotedStep,
     jain,
     rate,
     share_outside,
@@ -17,20 +17,20 @@ from ganger_daemon.bench.notes import (
     turns_of,
 )
 from ganger_daemon.bench.slice import main
-from ganger_daemon.bench.switches import PageChange, Switch, parts, switch_of
+from ganger_daemon.bench.switches import PageChange, SwitchTiming, parts, switch_of
 
 
-def steps(*times: tuple[int, int]) -> list[Step]:
-    return [Step(1, number, begin, end, end) for number, (begin, end) in enumerate(times)]
+def steps(*times: tuple[int, int]) -> list[NotedStep]:
+    return [NotedStep(1, number, begin, end, end) for number, (begin, end) in enumerate(times)]
 
 
 SECOND = 1_000_000_000
 
 
-def stepping_in(*spans: tuple[int, int], pid: int = 1) -> list[Step]:
+def stepping_in(*spans: tuple[int, int], pid: int = 1) -> list[NotedStep]:
     """A step each tenth of a second, each of which takes as much processor time."""
     moments = [tenth for begin, end in spans for tenth in range(10 * begin, 10 * end)]
-    return [Step(pid, n, at * SECOND // 10, (at + 1) * SECOND // 10, n * 10) for n, at in enumerate(moments)]
+    return [NotedStep(pid, n, at * SECOND // 10, (at + 1) * SECOND // 10, n * 10) for n, at in enumerate(moments)]
 
 
 def test_turns_are_steps_of_one_job_on_end() -> None:
@@ -83,13 +83,13 @@ def test_shares_that_are_equal_have_the_index_one() -> None:
 def test_a_note_that_is_half_written_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_bytes(NOTE.pack(1, 2, 3, 4, 5) + b"half")
-    assert steps_of(path) == [Step(1, 2, 3, 4, 5)]
+    assert steps_of(path) == [NotedStep(1, 2, 3, 4, 5)]
 
 
 def test_what_is_used_between_turns_beyond_a_step_is_no_work() -> None:
     hundredth = SECOND // 100
-    own = [Step(1, n, n * hundredth, n * hundredth + 1, n * 10) for n in range(9)]
-    own += [Step(1, n, (500 + n) * hundredth, (500 + n) * hundredth + 1, 100 + n * 10) for n in range(9)]
+    own = [NotedStep(1, n, n * hundredth, n * hundredth + 1, n * 10) for n in range(9)]
+    own += [NotedStep(1, n, (500 + n) * hundredth, (500 + n) * hundredth + 1, 100 + n * 10) for n in range(9)]
     # sixteen steps of 10 each, and 20 between the turns, of which 10 are a step
     assert share_outside([own]) == pytest.approx(10 / 180)
     assert share_outside([own[:5]]) == 0.0
@@ -120,7 +120,7 @@ def test_a_line_of_a_log_that_tells_no_switch_is_left_out(line: str) -> None:
 
 def test_a_switch_is_when_its_daemon_says_it_was() -> None:
     line = '{"time": "1970-01-01T00:00:02.005Z", "event": "row switched", "row": 1, "switch_seconds": 0.25}'
-    assert switch_of(line) == Switch(2_005_000_000, 0.25)
+    assert switch_of(line) == SwitchTiming(2_005_000_000, 0.25)
 
 
 def test_a_case_there_is_not_is_refused_with_those_there_are() -> None:

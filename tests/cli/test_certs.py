@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.console.exits import Exit
-from ganger.wire.roles import Identity, Role
+from ganger.console.exits import ExitCode
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.tls import check_directory
 from kit.shell import Done, Shell
 
@@ -17,7 +17,7 @@ def certs(*arguments: str) -> Done:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> str:
-    assert certs("init", str(tmp_path / "ca")).code == Exit.OK
+    assert certs("init", str(tmp_path / "ca")).code == ExitCode.OK
     return str(tmp_path / "ca")
 
 
@@ -35,25 +35,25 @@ def test_a_certificate_of_each_role_is_issued(
     words = [word for host in hosts for word in ("--host", host)]
     out = tmp_path / "out"
     done = certs("issue", authority, "--role", role, "--name", name, *words, "--out", str(out), "--days", "3")
-    assert (done.code, done.err) == (Exit.OK, "")
+    assert (done.code, done.err) == (ExitCode.OK, "")
     assert done.out.startswith(f"issued {out} to {role} {name!r}, until ")
-    assert check_directory(out) == Identity(Role(role), name)
+    assert check_directory(out) == CallerIdentity(CallerRole(role), name)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--role", "user", "--name", "a b"), Exit.USAGE, "--name 'a b': letters, digits"),
-        (("--role", "daemon", "--name", "n@1", "--host", "n1"), Exit.USAGE, "--name 'n@1': letters, digits"),
-        (("--role", "root", "--name", "a"), Exit.USAGE, "'root' is not one of"),
-        (("--role", "user", "--name", "a", "--days", "nan"), Exit.USAGE, "not a number"),
-        (("--role", "user", "--name", "a", "--days", "0"), Exit.USAGE, "not in the range"),
-        (("--role", "master", "--name", "m"), Exit.USAGE, "name the host under which it is reached"),
-        (("--role", "user", "--name", "a", "--host", "h"), Exit.USAGE, "leave --host out"),
+        (("--role", "user", "--name", "a b"), ExitCode.USAGE, "--name 'a b': letters, digits"),
+        (("--role", "daemon", "--name", "n@1", "--host", "n1"), ExitCode.USAGE, "--name 'n@1': letters, digits"),
+        (("--role", "root", "--name", "a"), ExitCode.USAGE, "'root' is not one of"),
+        (("--role", "user", "--name", "a", "--days", "nan"), ExitCode.USAGE, "not a number"),
+        (("--role", "user", "--name", "a", "--days", "0"), ExitCode.USAGE, "not in the range"),
+        (("--role", "master", "--name", "m"), ExitCode.USAGE, "name the host under which it is reached"),
+        (("--role", "user", "--name", "a", "--host", "h"), ExitCode.USAGE, "leave --host out"),
     ],
 )
 def test_what_cannot_be_issued_is_said(
-    authority: str, tmp_path: Path, words: tuple[str, ...], code: Exit, said: str
+    authority: str, tmp_path: Path, words: tuple[str, ...], code: ExitCode, said: str
 ) -> None:
     done = certs("issue", authority, *words, "--out", str(tmp_path / "out"))
     assert (done.code, said in done.err) == (code, True), done
@@ -62,7 +62,7 @@ def test_what_cannot_be_issued_is_said(
 
 def test_an_authority_is_not_made_twice_and_none_is_not_used(authority: str, tmp_path: Path) -> None:
     again = certs("init", authority)
-    assert (again.code, "is there already" in again.err) == (Exit.REFUSED, True)
+    assert (again.code, "is there already" in again.err) == (ExitCode.REFUSED, True)
     words = ("--role", "user", "--name", "a", "--out", str(tmp_path / "out"))
     none = certs("issue", str(tmp_path / "nowhere"), *words)
-    assert (none.code, "`ganger certs init" in none.err) == (Exit.REFUSED, True)
+    assert (none.code, "`ganger certs init" in none.err) == (ExitCode.REFUSED, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ganger.cli import cluster
-from ganger.cli.cluster import Settings, Started, programs, start_ticks
+from ganger.cli.cluster import LocalClusterSettings, Started, programs, start_ticks
 from ganger.cli.failures import CommandError
 from ganger.cli.main import run
 from ganger.client import Client
@@ -24,7 +24,7 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 
 def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 2, 4, 8, "16G", "2x2", policy="las", plan_every="1m")
+    settings = LocalClusterSettings(tmp_path, 2, 4, 8, "16G", "2x2", policy="las", plan_every="1m")
     master, first, second = programs(settings)
     assert [program.name for program in (master, first, second)] == ["master", "n1", "n2"]
     assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "las", "--plan-every", "1m")
@@ -36,13 +36,13 @@ def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path:
 
 
 def test_metrics_are_served_by_the_master_alone(tmp_path: Path) -> None:
-    master, daemon = programs(Settings(tmp_path, 1, metrics="127.0.0.1:9464"))
+    master, daemon = programs(LocalClusterSettings(tmp_path, 1, metrics="127.0.0.1:9464"))
     assert master.arguments[-2:] == ("--metrics", "127.0.0.1:9464")
     assert "--metrics" not in daemon.arguments
 
 
 def test_an_empty_value_is_refused_by_the_program_it_is_for_and_not_left_out(tmp_path: Path) -> None:
-    master, daemon = programs(Settings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""))
+    master, daemon = programs(LocalClusterSettings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""))
     assert master.arguments[-4:] == ("--policy", "", "--moves-per-hour", "")
     assert daemon.arguments[-2:] == ("--topology", "")
     for program in (master, daemon):
@@ -60,7 +60,7 @@ def test_a_directory_without_a_name_is_not_where_one_stands(
 
 
 def test_real_devices_get_no_virtual_flags(tmp_path: Path) -> None:
-    _, daemon = programs(Settings(tmp_path, 1))
+    _, daemon = programs(LocalClusterSettings(tmp_path, 1))
     assert not [argument for argument in daemon.arguments if "virtual" in argument]
 
 
@@ -80,7 +80,7 @@ def test_an_unreadable_file_names_no_processes(tmp_path: Path, text: str) -> Non
 
 
 def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> None:
-    settings = Settings(tmp_path, 1, policy="no such policy")
+    settings = LocalClusterSettings(tmp_path, 1, policy="no such policy")
     supervisor = cluster.Supervisor(settings, lambda text: None)
     supervisor.start()
     try:
@@ -105,7 +105,7 @@ def test_a_program_that_dies_again_and_again_is_left_and_the_others_go_on(
     both = (cluster.Program("master", ("sleep", "600"), log), cluster.Program("n1", ("sh", "-c", "echo why"), log))
     monkeypatch.setattr(cluster, "programs", lambda settings: both)
     said: list[str] = []
-    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor = cluster.Supervisor(LocalClusterSettings(tmp_path, 1), said.append)
     supervisor.start()
     try:
 
@@ -130,7 +130,7 @@ def test_a_master_whose_database_another_one_has_taken_over_is_not_started_again
     both = (cluster.Program("master", fenced, log), cluster.Program("n1", ("sleep", "600"), log))
     monkeypatch.setattr(cluster, "programs", lambda settings: both)
     said: list[str] = []
-    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor = cluster.Supervisor(LocalClusterSettings(tmp_path, 1), said.append)
     supervisor.start()
     try:
 
@@ -153,7 +153,7 @@ def test_a_program_that_cannot_be_started_now_is_tried_again(tmp_path: Path, mon
     both = (cluster.Program("master", ("true",), logs / "master"), cluster.Program("n1", ("sleep", "600"), logs / "n1"))
     monkeypatch.setattr(cluster, "programs", lambda settings: both)
     said: list[str] = []
-    supervisor = cluster.Supervisor(Settings(tmp_path, 1), said.append)
+    supervisor = cluster.Supervisor(LocalClusterSettings(tmp_path, 1), said.append)
     supervisor.start()
     try:
         shutil.rmtree(logs)

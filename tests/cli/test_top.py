@@ -12,7 +12,7 @@ import sys
 import termios
 
 import pytest
-from ganger.cli.top import Changes, picture
+from ganger.cli.top import RecentChanges, picture
 from ganger.client import Client
 from ganger.v1 import job_pb2, node_pb2
 from ganger.wire import times
@@ -90,7 +90,7 @@ def test_top_is_one_object_for_a_script(call: Call, master: CannedMaster, capsys
 
 
 def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMaster) -> None:
-    changes = Changes()
+    changes = RecentChanges()
     with Client(str(master.directory)) as client:
         for number in range(1, 10):
             event = job_pb2.Event(
@@ -112,7 +112,7 @@ def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaste
         )
         master.events.append(event)
     with Client(str(master.directory)) as client:
-        ((_, jobs, told),) = Changes().read(client, 3)
+        ((_, jobs, told),) = RecentChanges().read(client, 3)
     assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
 
 

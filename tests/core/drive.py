@@ -11,10 +11,10 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
 from ganger_master.core.desired import desired_of
-from ganger_master.core.effects import History
+from ganger_master.core.effects import HistoryRow
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, ObservedPhase
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 GIB = 1 << 30
@@ -27,14 +27,14 @@ def job_of(gpus: int, memory: int = 4 * GIB) -> JobSpec:
 
 
 class Drive:
-    def __init__(self, nodes: int = 1, settings: Settings | None = None) -> None:
-        self.state = State(settings or Settings(), 0.0)
+    def __init__(self, nodes: int = 1, settings: CoreSettings | None = None) -> None:
+        self.state = State(settings or CoreSettings(), 0.0)
         self.now = 1.0
         # What its processes keep of each device once they have offloaded.
         self.residue_bytes = 0
         self.sessions: dict[str, str] = {}
         self.observations = 0
-        self.told: list[History] = []
+        self.told: list[HistoryRow] = []
         for number in range(1, nodes + 1):
             self.join(f"n{number}")
 
@@ -139,5 +139,5 @@ class Drive:
             capabilities=ALL_LEVELS,
         )
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> JobRecord:
         return self.state.jobs[number]

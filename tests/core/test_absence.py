@@ -6,7 +6,7 @@ from core.drive import SERVER, Drive, job_of
 from ganger_master.core import machine
 from ganger_master.core.commands import MoveJob, OpenSession
 from ganger_master.core.desired import desired_of
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase
+from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase
 
 
 def test_a_daemon_that_has_not_heard_of_a_gang_does_not_end_it() -> None:
@@ -69,7 +69,7 @@ def test_a_late_report_of_an_older_version_aborts_no_move() -> None:
     assert drive.job(number).next_epoch == destination
     drive.observe(other)
     assert drive.job(number).next_epoch == 0
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN
 
 
 def test_a_node_that_has_lost_all_it_had_is_given_no_spec_of_what_was_begun() -> None:

@@ -18,9 +18,9 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.membership import Membership, RuleKind, StopRule
-from ganger_master.core.model import JobSpec, JobState, Metric, ObservedPhase, Outcome, OutcomeKind, Progress
+from ganger_master.core.model import JobMetric, JobProgress, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.substitution import Template, resolved
 from msgspec.structs import replace
 
@@ -192,11 +192,11 @@ def test_what_a_member_said_last_counts_although_it_has_ended() -> None:
     running(drive, numbers)
     come(drive, numbers[0], 0.1, at=10.0)
     gang = drive.state.gangs[drive.job(numbers[1]).epoch]
-    metrics = (Metric("accuracy", 0.9, 25),)
+    metrics = (JobMetric("accuracy", 0.9, 25),)
     done = replace(
         drive.report(gang, ObservedPhase.ENDED),
         outcome=Outcome(OutcomeKind.DONE),
-        progress=Progress(gang.epoch, 25, metrics=metrics),
+        progress=JobProgress(gang.epoch, 25, metrics=metrics),
     )
     drive.observe("n1", done, *drive.others("n1", gang.epoch))
     assert drive.job(numbers[1]).state is JobState.SUCCEEDED
@@ -231,7 +231,7 @@ def test_the_number_of_an_array_is_no_job_and_says_so() -> None:
 
 
 def test_members_that_ended_are_kept_while_others_run_to_be_compared_with() -> None:
-    drive = Drive(settings=Settings(finished_jobs_limit=1))
+    drive = Drive(settings=CoreSettings(finished_jobs_limit=1))
     numbers = submitted(drive, "a", "b", "c")
     for number in numbers[:2]:
         drive.step(CancelJob(number))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ganger.resources.topology import Topology, innermost_groups, parse_topology
 from ganger.resources.values import Claim, Role, TaskShape
-from ganger_master.approval.reservations import Reservation, Wanting, reserve
+from ganger_master.approval.reservations import Reservation, ReservationRequest, reserve
 from ganger_master.core import capacity, commands, desired, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import JobSpec, Node
 from ganger_master.core.rows import row_of
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def story() -> list[commands.Command]:
 
 
 def with_policy() -> State:
-    return State(Settings(policy="backfill"), 0.0)
+    return State(CoreSettings(policy="backfill"), 0.0)
 
 
 @settings(max_examples=25)
@@ -111,4 +111,4 @@ def ask(state: State, number: int, wanted: Claim, now: float) -> object:
 
 def naive(state: State, number: int) -> tuple[Reservation, ...]:
     job = state.jobs[number]
-    return reserve(state.view, [Wanting(job.name, state.queue_rank(number), job.spec.shape())])
+    return reserve(state.view, [ReservationRequest(job.name, state.queue_rank(number), job.spec.shape())])

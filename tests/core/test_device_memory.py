@@ -11,7 +11,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.invariants import violations
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def kept_on(drive: Drive, node: str = "n1") -> tuple[int, ...]:
     return drive.state.view.row(node).parked_bytes
 
 
-def drive_with_residue(size: int, settings: Settings | None = None) -> Drive:
+def drive_with_residue(size: int, settings: CoreSettings | None = None) -> Drive:
     drive = Drive(1, settings)
     drive.residue_bytes = size
     return drive
@@ -141,7 +141,7 @@ def test_a_job_whose_peak_was_measured_needs_as_much_as_that() -> None:
 def test_what_nobody_could_measure_is_presumed_but_never_more_than_the_job_may_use(
     said: tuple[int, ...], declared: int, kept: int
 ) -> None:
-    drive = Drive(1, Settings(residue_bytes=200 * MIB))
+    drive = Drive(1, CoreSettings(residue_bytes=200 * MIB))
     number = drive.submit(replace(job_of(2), gpu_memory_bytes=declared))
     epoch = drive.start(number)
     drive.runs(number)

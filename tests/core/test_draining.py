@@ -12,7 +12,7 @@ from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePla
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 MEMORY_ONLY = Capabilities(pause=True, offload=True, known=True)
@@ -82,7 +82,7 @@ def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_a
 
 
 def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_so() -> None:
-    drive = Drive(1, Settings(policy="gandiva"))
+    drive = Drive(1, CoreSettings(policy="gandiva"))
     number = drive.submit(job_of(4))
     start = Change(number, drive.job(number).revision, "START", drive.places(number)[0])
     drive.step(ProposePlan((start,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.commands import CancelJob, SuspendJob
-from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind, Progress, SuspendLevel
+from ganger_master.core.model import JobProgress, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 
 
@@ -28,7 +28,7 @@ def test_what_was_over_before_it_was_seen_to_step_began_when_it_got_its_gang(
     ended = drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED)
     drive.observe("n1", replace(ended, outcome=Outcome(kind, exit_code)))
     job = drive.job(number)
-    assert job.state.is_final
+    assert job.state.is_finished
     assert job.start_time == (approved if begins else 0.0)
 
 
@@ -45,7 +45,7 @@ def test_how_far_an_attempt_got_is_kept_with_its_job_and_a_repeated_report_chang
     drive.start(number)
     drive.runs(number)
     epoch = drive.job(number).epoch
-    behind, ahead = Progress(epoch, 499, loss=0.5), Progress(epoch, 500, 4_000, 0.25)
+    behind, ahead = JobProgress(epoch, 499, loss=0.5), JobProgress(epoch, 500, 4_000, 0.25)
     ended = replace(drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.DONE))
     drive.observe("n1", replace(ended, progress=ahead))
     known = drive.job(number)
@@ -64,7 +64,7 @@ def test_a_later_attempt_that_got_less_far_counts() -> None:
         epoch = drive.start(number)
         drive.runs(number)
         ended = drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED)
-        drive.observe("n1", replace(ended, outcome=Outcome(OutcomeKind.UNKNOWN), progress=Progress(epoch, step)))
+        drive.observe("n1", replace(ended, outcome=Outcome(OutcomeKind.UNKNOWN), progress=JobProgress(epoch, step)))
         drive.observe("n1")
         kept = drive.job(number).progress
         assert kept is not None
@@ -78,7 +78,7 @@ def test_how_far_a_job_got_is_recorded_where_it_rests_and_never_goes_back() -> N
     drive.runs(number)
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
     rests = drive.report(drive.state.gangs[epoch], ObservedPhase.PARKED, 1_468)
-    drive.observe("n1", replace(rests, progress=Progress(epoch, 1_468)))
-    assert drive.job(number).progress == Progress(epoch, 1_468, time=drive.now)
-    drive.observe("n1", replace(rests, progress=Progress(epoch, 1_222)))
+    drive.observe("n1", replace(rests, progress=JobProgress(epoch, 1_468)))
+    assert drive.job(number).progress == JobProgress(epoch, 1_468, time=drive.now)
+    drive.observe("n1", replace(rests, progress=JobProgress(epoch, 1_222)))
     assert drive.job(number).progress.step == 1_468

@@ -12,7 +12,7 @@ from ganger_master.core.commands import Observe, OpenSession, SubmitJob
 from ganger_master.core.effects import Effects
 from ganger_master.core.model import JobSpec
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 SERVER = parse_topology("2x2", name="v4")
@@ -20,7 +20,7 @@ SPEC = JobSpec(("train",), (Role("worker", 1, TaskShape(1)),))
 
 
 def joined() -> tuple[State, str]:
-    state = State(Settings(), 0.0)
+    state = State(CoreSettings(), 0.0)
     answer = machine.step(state, OpenSession("n1", "m1", SERVER), 1.0).answer
     assert isinstance(answer, SessionAnswer)
     assert machine.step(state, Observe("n1", answer.session, 1, 0), 2.0).answer == Done()
@@ -57,7 +57,7 @@ def test_each_user_has_request_ids_of_its_own() -> None:
     other = JobSpec(("other",), SPEC.roles)
     assert machine.step(state, SubmitJob(SPEC, "u1", "ann", "nightly"), 3.0).answer == JobAnswer(1)
     assert machine.step(state, SubmitJob(other, "u2", "bob", "nightly"), 4.0).answer == JobAnswer(2)
-    state = restored(Settings(), state.take_changes().puts.values(), 5.0)
+    state = restored(CoreSettings(), state.take_changes().puts.values(), 5.0)
     assert machine.step(state, SubmitJob(SPEC, "u3", "ann", "nightly"), 5.0).answer == JobAnswer(1)
     assert machine.step(state, SubmitJob(other, "u4", "bob", "nightly"), 5.0).answer == JobAnswer(2)
 
@@ -94,7 +94,7 @@ def test_a_restart_keeps_every_element_and_takes_no_verdicts_before_the_first_re
         msgspec.json.decode(msgspec.json.encode(element), type=ELEMENT_TYPES[kind])
         for (kind, _), element in puts.items()
     ]
-    again = restored(Settings(), elements, 10.0)
+    again = restored(CoreSettings(), elements, 10.0)
     assert again.jobs == state.jobs
     assert again.counters.next_job == 2
     assert not again.rows["n1"].available

@@ -124,7 +124,7 @@ def test_memory_is_never_given_twice_whatever_rests_resumes_and_ends(deeds: list
     drive = Drive()
     kept: dict[int, int] = {}
     for deed, which, gibibytes in deeds:
-        alive = [number for number, job in drive.state.jobs.items() if not job.state.is_final]
+        alive = [number for number, job in drive.state.jobs.items() if not job.state.is_finished]
         number = alive[which % len(alive)] if alive else 0
         if deed == "begin":
             number = drive.submit(job_of(1, gibibytes * GIB))

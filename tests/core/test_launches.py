@@ -10,7 +10,7 @@ from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, U
 from ganger_master.core.explain import explain
 from ganger_master.core.launches import visible_to
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 
@@ -58,7 +58,7 @@ def test_while_the_others_are_busy_it_waits_for_them_and_is_told_so() -> None:
 
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_a_node_that_it_cannot_do_without_stays_open_and_its_attempts_are_counted(gpus: int) -> None:
-    drive = Launching(nodes=gpus // 4, settings=Settings(launch_failures_allowed=2))
+    drive = Launching(nodes=gpus // 4, settings=CoreSettings(launch_failures_allowed=2))
     number = drive.submit(job_of(gpus))
     for _ in range(3):
         drive.start(number)
@@ -72,7 +72,7 @@ def test_a_node_that_it_cannot_do_without_stays_open_and_its_attempts_are_counte
 
 @pytest.mark.parametrize("kind", [OutcomeKind.UNKNOWN, OutcomeKind.YIELDED, OutcomeKind.FENCED])
 def test_so_are_those_that_end_before_a_step_and_nobody_says_why(kind: OutcomeKind) -> None:
-    drive = Launching(settings=Settings(launch_failures_allowed=2))
+    drive = Launching(settings=CoreSettings(launch_failures_allowed=2))
     number = drive.submit(job_of(4))
 
     def begins_and_ends(*, steps: bool = False) -> None:
@@ -95,7 +95,7 @@ def test_so_are_those_that_end_before_a_step_and_nobody_says_why(kind: OutcomeKi
 
 
 def test_starts_on_nodes_that_are_lost_are_no_failures() -> None:
-    drive = Launching(settings=Settings(launch_failures_allowed=2))
+    drive = Launching(settings=CoreSettings(launch_failures_allowed=2))
     number = drive.submit(job_of(4))
     for _ in range(4):
         drive.start(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from core.drive import SERVER, Drive, job_of
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
 from ganger_master.core.model import ObservedPhase
@@ -28,8 +28,8 @@ def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> Non
         drive.seen_without(node, number)
         modes.append(drive.state.view.mode)
     flips = [after for before, after in pairwise(modes) if before is not after]
-    assert flips == [Mode.PACK, Mode.SPREAD]
-    assert modes[0] is Mode.SPREAD
+    assert flips == [LoadMode.PACK, LoadMode.SPREAD]
+    assert modes[0] is LoadMode.SPREAD
     told = [event for event in drive.told if event.kind == "mode_changed"]
     assert [(event.subject, event.cause, event.figures) for event in told] == [
         ("cluster", "load", {"mode": "PACK", "held": "14", "of": "20"}),
@@ -46,19 +46,19 @@ def test_a_master_that_restarts_keeps_the_mode_until_all_nodes_have_said_what_th
     drive.step(CancelJob(number))
     drive.seen_without(node, number)
     # 5 of 8: neither heavy nor light.
-    assert drive.state.view.mode is Mode.PACK
+    assert drive.state.view.mode is LoadMode.PACK
     drive.state = restarted(drive)
-    assert drive.state.view.mode is Mode.PACK
+    assert drive.state.view.mode is LoadMode.PACK
     drive.told.clear()
     for node in ("n1", "n2"):
         answer = drive.step(OpenSession(node, f"machine-{node}", SERVER))
         assert isinstance(answer, SessionAnswer)
         drive.sessions[node] = answer.session
-        assert drive.state.view.mode is Mode.PACK
+        assert drive.state.view.mode is LoadMode.PACK
     for node in ("n1", "n2"):
         running = [drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on(node)]
         drive.observe(node, *running, version=0)
-        assert drive.state.view.mode is Mode.PACK
+        assert drive.state.view.mode is LoadMode.PACK
     assert not [event for event in drive.told if event.kind == "mode_changed"]
 
 
@@ -73,10 +73,10 @@ def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:
     for number in list(drive.state.live):
         drive.step(CancelJob(number))
     drive.observe("n1")
-    assert drive.state.view.mode is Mode.PACK
+    assert drive.state.view.mode is LoadMode.PACK
     drive.now += 60.0
     drive.step(DeclareLost("n2"))
-    assert drive.state.view.mode is Mode.SPREAD
+    assert drive.state.view.mode is LoadMode.SPREAD
 
 
 def test_a_node_that_takes_no_gangs_is_the_last_to_be_heard_after_a_restart() -> None:
@@ -92,11 +92,11 @@ def test_a_node_that_takes_no_gangs_is_the_last_to_be_heard_after_a_restart() ->
     drive.sessions["n1"] = drive.state.nodes["n1"].session
     drive.observe("n1", version=0)
     drive.observe("n1")
-    assert (drive.state.free_devices, drive.state.view.mode) == (drive.state.devices, Mode.PACK)
+    assert (drive.state.free_devices, drive.state.view.mode) == (drive.state.devices, LoadMode.PACK)
     drive.step(OpenSession("n2", "machine-n2", SERVER))
     drive.sessions["n2"] = drive.state.nodes["n2"].session
     drive.observe("n2", version=0)
-    assert drive.state.view.mode is Mode.SPREAD
+    assert drive.state.view.mode is LoadMode.SPREAD
 
 
 def restarted(drive: Drive) -> State:
@@ -112,7 +112,7 @@ def restarted(drive: Drive) -> State:
 def test_load_is_counted_over_nodes_that_take_gangs() -> None:
     drive = Drive(2)
     drive.start(drive.submit(job_of(3)))
-    assert drive.state.view.mode is Mode.SPREAD
+    assert drive.state.view.mode is LoadMode.SPREAD
     held = drive.state.gangs[drive.job(1).epoch].nodes[0]
     drive.step(CordonNode("n1" if held == "n2" else "n2", "repair"))
-    assert drive.state.view.mode is Mode.PACK
+    assert drive.state.view.mode is LoadMode.PACK

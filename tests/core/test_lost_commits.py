@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from core.test_taking_turns import Turns
-from ganger_master.core.changes import Changes
+from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import ObservedRows, Tick
 from ganger_master.core.model import Element, JobState
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.store.codec import Codec
 from ganger_master.store.memory import MemoryStore
 
@@ -22,7 +22,7 @@ class Store:
         self.keep()
 
     def keep(self) -> None:
-        changes: Changes = self._drive.state.take_changes()
+        changes: StoredChanges = self._drive.state.take_changes()
         self._memory.commit(self._codec.batch(changes.puts, changes.removes, ()))
 
     @property
@@ -49,7 +49,7 @@ def test_sessions_go_on_and_what_is_free_is_known() -> None:
 
 
 def test_a_node_is_lost_as_early_as_if_nothing_had_failed() -> None:
-    drive = Drive(nodes=2, settings=Settings(lost_after_seconds=600.0, lost_margin_seconds=30.0))
+    drive = Drive(nodes=2, settings=CoreSettings(lost_after_seconds=600.0, lost_margin_seconds=30.0))
     store = Store(drive)
     for _ in range(64):
         drive.now += 10.0

@@ -7,8 +7,8 @@ from core.drive import GIB, Drive, job_of
 from ganger_master.core.answers import Approved, JobAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
 from ganger_master.core.model import (
+    GangIntent,
     GangPhase,
-    Intent,
     JobSpec,
     ObservedPhase,
     Outcome,
@@ -27,7 +27,7 @@ def handed_over(step: int, spec: JobSpec | None = None) -> tuple[Drive, int, int
     assert drive.step(MoveJob(number)) == JobAnswer(number)
     destination = drive.job(number).next_epoch
     drive.seen(number, destination, ObservedPhase.PREPARED)
-    assert drive.state.gangs[source].intent is Intent.HAND_OVER
+    assert drive.state.gangs[source].intent is GangIntent.HAND_OVER
     drive.seen(number, source, ObservedPhase.PARKED, step)
     return drive, number, destination
 
@@ -36,7 +36,7 @@ def test_a_move_is_committed_where_the_source_stopped() -> None:
     drive, number, destination = handed_over(40)
     drive.seen(number, destination, ObservedPhase.READY, 40)
     assert drive.job(number).epoch == destination
-    assert drive.state.gangs[destination].intent is Intent.RUN
+    assert drive.state.gangs[destination].intent is GangIntent.RUN
 
 
 @pytest.mark.parametrize("step", [39, 41])
@@ -46,8 +46,8 @@ def test_a_destination_with_the_state_of_another_step_is_given_up_and_the_source
     drive.seen(number, destination, ObservedPhase.READY, step)
     assert drive.job(number).epoch == source
     assert drive.job(number).next_epoch == 0
-    assert drive.state.gangs[source].intent is Intent.RUN
-    assert drive.state.gangs[destination].intent is Intent.STOP
+    assert drive.state.gangs[source].intent is GangIntent.RUN
+    assert drive.state.gangs[destination].intent is GangIntent.STOP
 
 
 def test_a_destination_that_cannot_say_its_step_yet_is_waited_for() -> None:
@@ -99,7 +99,7 @@ def test_a_job_goes_on_to_a_free_place_while_what_it_came_from_is_still_leaving(
     drive.seen(number, source, ObservedPhase.PARKED, 40)
     drive.seen(number, destination, ObservedPhase.READY, 40)
     drive.seen(number, destination, ObservedPhase.RUNNING)
-    assert drive.state.gangs[source].intent is Intent.STOP
+    assert drive.state.gangs[source].intent is GangIntent.STOP
     assert drive.step(MoveJob(number)) == JobAnswer(number)
     third = drive.state.gangs[drive.job(number).next_epoch]
     assert not set(third.nodes) & {*drive.state.gangs[source].nodes, *drive.state.gangs[destination].nodes}

@@ -10,7 +10,7 @@ from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.desired import desired_of
-from ganger_master.core.model import GangPhase, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import GangIntent, GangPhase, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.node_sets import filled
 from ganger_master.core.purpose import Goal, Purpose
 from msgspec.structs import replace
@@ -82,10 +82,10 @@ def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_unt
     assert [source in row for row in newest.rows] == [True, False]
     assert [destination in row for row in newest.rows] == [False, True]
     wanted = {gang.epoch: gang.intent for gang in desired_of(six.state, "n1").gangs}
-    assert (wanted[source], wanted[destination]) == (Intent.RUN, Intent.PREPARE)
+    assert (wanted[source], wanted[destination]) == (GangIntent.RUN, GangIntent.PREPARE)
     six.seen(five, destination, ObservedPhase.PREPARED)
     gang = six.state.gangs[source]
-    assert (gang.intent, gang.park_level) == (Intent.PARK, SuspendLevel.OFFLOAD)
+    assert (gang.intent, gang.park_level) == (GangIntent.PARK, SuspendLevel.OFFLOAD)
     assert gang.node_set == six.set, "it is on its devices until it rests"
 
 
@@ -195,7 +195,7 @@ def test_a_move_that_fails_leaves_it_in_its_turns(six: Six) -> None:
     six.propose(*six.beside(five, three))
     six.seen(five, six.job(five).next_epoch, ObservedPhase.ENDED)
     assert six.job(five).next_epoch == 0
-    assert six.state.gangs[source].intent is Intent.RUN
+    assert six.state.gangs[source].intent is GangIntent.RUN
     assert six.state.gangs[source].node_set == six.set
     assert any(five in row for row in active(six))
 
@@ -216,7 +216,7 @@ def test_one_that_had_given_its_devices_up_when_its_move_failed_comes_back_by_th
     rows |= dict.fromkeys((six.jobs[0], six.jobs[1]), (0,)) | dict.fromkeys((five, six.jobs[5]), (1,))
     assert six.propose(*(six.row(n, *own, node_set=six.set) for n, own in rows.items())) == [None] * 6
     assert six.epoch(five) == source
-    assert six.state.gangs[source].intent is Intent.RUN
+    assert six.state.gangs[source].intent is GangIntent.RUN
     assert six.state.gangs[source].node_set == six.set
 
 

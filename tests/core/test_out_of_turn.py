@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.approval.reservations import SECONDS_BEFORE
 from ganger_master.core.answers import Approved, Rejected
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 
 def blocked_large(policy: str) -> tuple[Drive, int]:
     """Two nodes; a job of 6 devices waits because one of 3 runs, long enough to be kept a place. A job behind it."""
-    drive = Drive(2, Settings(policy=policy))
+    drive = Drive(2, CoreSettings(policy=policy))
     drive.start(drive.submit(job_of(3)))
     large = drive.submit(replace(job_of(6), priority=5))
     drive.request(large, blockers=True)
@@ -29,11 +29,11 @@ def test_in_a_strict_queue_nothing_is_left_for_requests_out_of_turn_while_somebo
 
 
 def test_what_no_reservation_covers_may_be_had_out_of_turn_and_what_one_covers_may_not() -> None:
-    drive = Drive(2, Settings(policy="backfill"))
+    drive = Drive(2, CoreSettings(policy="backfill"))
     # Gangs of different sizes live on different nodes: no node is free as a whole.
     drive.start(drive.submit(job_of(1)))
     drive.start(drive.submit(job_of(2)))
-    large = drive.submit(replace(job_of(4), locality=Locality(widest=Level.NODE), priority=5))
+    large = drive.submit(replace(job_of(4), locality=Locality(widest=LocalityLevel.NODE), priority=5))
     drive.request(large, blockers=True)
     drive.now += SECONDS_BEFORE + 1
     approved = 0
@@ -46,7 +46,7 @@ def test_what_no_reservation_covers_may_be_had_out_of_turn_and_what_one_covers_m
 
 
 def test_the_first_in_the_queue_may_not_take_out_of_turn_what_is_kept_for_one_behind_it() -> None:
-    drive = Drive(1, Settings(policy="fifo"))
+    drive = Drive(1, CoreSettings(policy="fifo"))
     drive.start(drive.submit(job_of(3)))
     large = drive.submit(job_of(2))
     drive.request(large, blockers=True)

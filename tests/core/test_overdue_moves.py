@@ -8,8 +8,8 @@ import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import MoveJob, ObservedGang, Tick
-from ganger_master.core.model import Gang, GangPhase, Intent, JobState, ObservedPhase
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobState, ObservedPhase
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ DEADLINE = 120.0
 
 def moving(**settings: float | None) -> tuple[Drive, int, int, int]:
     """A move that has just begun: the job, its source and its destination."""
-    drive = Drive(2, Settings(move_deadline_seconds=DEADLINE, **settings))  # type: ignore[arg-type]
+    drive = Drive(2, CoreSettings(move_deadline_seconds=DEADLINE, **settings))  # type: ignore[arg-type]
     number = drive.submit(job_of(2))
     source = drive.start(number)
     drive.runs(number)
@@ -84,9 +84,9 @@ def test_a_move_that_stands_still_is_undone_at_its_deadline_and_names_the_late_n
     drive.step(Tick())
     job = drive.job(number)
     assert (job.state, job.epoch, job.next_epoch) == (JobState.HOLDING, source, 0)
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN
     assert drive.state.gangs[source].phase in (GangPhase.RUNNING, GangPhase.STARTING)
-    assert drive.state.gangs[destination].intent is Intent.STOP
+    assert drive.state.gangs[destination].intent is GangIntent.STOP
     said = [one for one in drive.told if one.kind == "move_aborted"]
     assert [one.message for one in said] == [POINTS[point]]
     assert job.trouble == f"its move was given up: {POINTS[point]}"
@@ -111,9 +111,9 @@ def test_a_daemon_that_dies_during_a_move_delays_the_job_no_longer_than_the_dead
         drive.observe(alive, *(_as_before(drive, gang, alive) for gang in drive.on(alive)))
     job = drive.job(number)
     assert (job.epoch, job.next_epoch) == (source, 0)
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN
     if destination in drive.state.gangs:
-        assert drive.state.gangs[destination].intent is Intent.STOP
+        assert drive.state.gangs[destination].intent is GangIntent.STOP
 
 
 def _as_before(drive: Drive, gang: Gang, node: str) -> ObservedGang:
@@ -130,4 +130,4 @@ def test_a_source_that_cannot_stop_gives_the_move_up_before_the_deadline() -> No
     report = replace(drive.report(gang, ObservedPhase.STOPPING), trouble="it did not stop for a move within 60 s")
     drive.observe("n1", report)
     assert drive.job(number).next_epoch == 0
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN

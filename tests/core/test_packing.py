@@ -11,9 +11,9 @@ from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan, ResumeJob
 from ganger_master.core.desired import desired_of
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Claim, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import Claim, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 HALF = GIB * 4 // 10
@@ -87,7 +87,7 @@ def test_the_daemon_of_who_is_joined_is_told_and_whoever_asks_who_is_beside_whom
     mask = before.claims[0].device_mask
     assert wanted[host].claim.shared_mask == wanted[guest].claim.shared_mask == mask
     assert wanted[host].master_sequence > before.master_sequence
-    assert wanted[host].intent is Intent.RUN
+    assert wanted[host].intent is GangIntent.RUN
     assert sharing.beside(drive.state, drive.state.gangs[drive.job(host).epoch]) == (guest,)
     assert sharing.beside(drive.state, drive.state.gangs[drive.job(guest).epoch]) == (host,)
 
@@ -267,7 +267,7 @@ def test_a_pack_outlives_the_master(drive: Packing) -> None:
     assert drive.pack(guest, host) is None
     state = drive.state
     elements = [*state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values()]
-    again = restored(Settings(), [*elements, state.counters], drive.now)
+    again = restored(CoreSettings(), [*elements, state.counters], drive.now)
     assert violations(again) == []
     assert again.rows["n1"].device_rows == state.rows["n1"].device_rows
 

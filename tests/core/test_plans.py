@@ -8,7 +8,7 @@ from ganger.resources.reasons import Reason
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan
 from ganger_master.core.model import Claim, JobState
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 
 
 def two_places(drive: Drive, *numbers: int) -> list[tuple[Claim, ...]]:
@@ -88,7 +88,7 @@ def test_what_a_refused_pair_would_have_taken_is_free_for_the_next_change() -> N
 
 
 def test_a_plan_cannot_exceed_a_users_share_by_several_changes() -> None:
-    drive = Drive(settings=Settings(quota_devices={"ann": 3}))
+    drive = Drive(settings=CoreSettings(quota_devices={"ann": 3}))
     numbers = [drive.submit(job_of(2), "ann"), drive.submit(job_of(2), "ann")]
     one, other = two_places(drive, *numbers)
     changes = (start(drive, numbers[0], one), start(drive, numbers[1], other))

@@ -8,7 +8,7 @@ from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.commands import Change, MoveJob, Promise, ProposePlan, Tick
 from ganger_master.core.making_room import OnTheWay, kept_for, making_room_for
 from ganger_master.core.model import Claim, GangPhase, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from msgspec.structs import replace
 
 HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)
@@ -95,7 +95,7 @@ def test_a_place_that_nobody_speaks_of_any_more_is_free_again() -> None:
 
 def test_what_was_found_after_a_change_is_in_the_history_of_its_job() -> None:
     drive = fragmented()
-    findings = (Finding(1, Goal.LOCALITY, True, 1.25, 0.01), Finding(99, Goal.LOCALITY, False, 0.5))
+    findings = (TrialFinding(1, Goal.LOCALITY, True, 1.25, 0.01), TrialFinding(99, Goal.LOCALITY, False, 0.5))
     drive.step(ProposePlan((), findings=findings))
     (told,) = [one for one in drive.told if one.kind.startswith("change_")]
     assert (told.subject, told.kind, told.figures["gain"]) == ("jobs/1", "change_kept", "1.250")

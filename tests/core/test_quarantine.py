@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from ganger.wire.errors import RoleNotPermitted
-from ganger.wire.roles import Identity, Role, check_call
+from ganger.wire.roles import CallerIdentity, CallerRole, check_call
 from ganger_master.core.quarantine import is_skipped, note_ids
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 def test_an_epoch_that_a_node_reports_is_never_given_and_one_that_was_given_is_never_taken_for_anothers(
     steps: list[int | None],
 ) -> None:
-    state, given_here, met = State(Settings()), [], set()
+    state, given_here, met = State(CoreSettings()), [], set()
     for reported in steps:
         if reported is None:
             given_here.append(state.take_epoch())
@@ -31,13 +31,13 @@ def test_an_epoch_that_a_node_reports_is_never_given_and_one_that_was_given_is_n
     assert all(is_skipped(state, epoch) for epoch in met)
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", list(CallerRole))
 @pytest.mark.parametrize(
     "method", ["ListQuarantinedGangs", "EndQuarantinedGang", "AdoptQuarantinedGang", "SettleRestore"]
 )
-def test_only_operators_decide_about_quarantined_gangs(role: Role, method: str) -> None:
-    path, caller = f"/ganger.v1.NodeService/{method}", Identity(role, "x")
-    if role is Role.OPERATOR:
+def test_only_operators_decide_about_quarantined_gangs(role: CallerRole, method: str) -> None:
+    path, caller = f"/ganger.v1.NodeService/{method}", CallerIdentity(role, "x")
+    if role is CallerRole.OPERATOR:
         check_call(path, caller)
         return
     with pytest.raises(RoleNotPermitted):

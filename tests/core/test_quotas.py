@@ -12,17 +12,17 @@ from ganger_master.core.capacity import rules
 from ganger_master.core.commands import Change, ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.shares import Shares
 from ganger_master.core.state import State
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.cluster import FaultCluster
 from ganger_master.sim.engine import Engine
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace
 
-QUOTAS = Settings(quota_devices={"ann": 4, "": 6}, lost_after_seconds=60.0)
+QUOTAS = CoreSettings(quota_devices={"ann": 4, "": 6}, lost_after_seconds=60.0)
 
 
 def counted_anew(state: State) -> dict[str, int]:
@@ -37,7 +37,7 @@ def counted_anew(state: State) -> dict[str, int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_in_any_storm_the_count_is_that_of_all_live_jobs(seed: int) -> None:
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
-    cluster = Cluster(seed, nodes, QUOTAS, faults.storm(Engine(seed)))
+    cluster = FaultCluster(seed, nodes, QUOTAS, faults.storm(Engine(seed)))
     dice = cluster.engine.random
     cluster.run_for(5.0)
     cluster.unleash()
@@ -82,7 +82,7 @@ def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, i
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
 def test_a_job_larger_than_its_user_s_quota_is_refused_at_submission_with_the_numbers(policy: str) -> None:
-    drive = Drive(settings=Settings(policy=policy, quota_devices={"ann": 2, "bob": 0, "": 3}))
+    drive = Drive(settings=CoreSettings(policy=policy, quota_devices={"ann": 2, "bob": 0, "": 3}))
     for command in (SubmitJob(job_of(3), "uid", "ann"), SubmitArray(job_of(3), ((0, {}),), ("uid",), user="ann")):
         answer = drive.step(command)
         assert isinstance(answer, Refused)
@@ -99,7 +99,7 @@ def test_a_job_larger_than_its_user_s_quota_is_refused_at_submission_with_the_nu
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
 def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
-    drive = Drive(2, Settings(policy=policy, quota_devices={"ann": 4}))
+    drive = Drive(2, CoreSettings(policy=policy, quota_devices={"ann": 4}))
     sizes = {drive.submit(job_of(gpus), "ann"): gpus for gpus in (1, 2, 1)}
     for number in sizes:
         job = drive.job(number)
@@ -122,7 +122,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "las"])
 def test_why_reports_that_a_job_never_starts_once_the_quota_was_set_below_what_it_needs(policy: str) -> None:
-    drive = Drive(settings=Settings(policy=policy, quota_devices={"ann": 4}))
+    drive = Drive(settings=CoreSettings(policy=policy, quota_devices={"ann": 4}))
     number = drive.submit(job_of(3), "ann")
     drive.set_quotas(ann=2)
     found = explain(drive.state, number, drive.now)

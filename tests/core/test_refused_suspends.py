@@ -7,7 +7,7 @@ from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import CordonNode, DrainNode, ResumeJob, SuspendJob
 from ganger_master.core.explain import explain
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, SuspendLevel
 from msgspec.structs import replace
 
 FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"
@@ -37,7 +37,7 @@ def test_a_running_job_runs_on_and_says_why_it_was_not_suspended() -> None:
     assert drive.job(number).state is JobState.SUSPENDED
     refuse(drive, epoch)
     job, gang = drive.job(number), drive.state.gangs[epoch]
-    assert (job.state, gang.intent, gang.phase) == (JobState.HOLDING, Intent.RUN, GangPhase.STARTING)
+    assert (job.state, gang.intent, gang.phase) == (JobState.HOLDING, GangIntent.RUN, GangPhase.STARTING)
     assert job.trouble == FULL
     assert FULL in explain(drive.state, number, drive.now).assumption
     assert "suspend_refused" in history(drive)
@@ -83,8 +83,8 @@ def test_a_drain_does_not_stop_a_job_again_and_again_whose_checkpoint_finds_no_r
     assert drive.state.gangs[epoch].park_level is SuspendLevel.CHECKPOINT
     refuse(drive, epoch)
     drive.runs(number)
-    assert drive.state.gangs[epoch].intent is Intent.RUN
+    assert drive.state.gangs[epoch].intent is GangIntent.RUN
     drive.now += 61.0
     drive.runs(number)
-    assert drive.state.gangs[epoch].intent is Intent.PARK
+    assert drive.state.gangs[epoch].intent is GangIntent.PARK
     assert not isinstance(drive.step(CordonNode("n1", "repair")), Refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.approval.reservations import SECONDS_BEFORE
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
 from ganger_master.core.capacity import reservations_of
@@ -20,7 +20,7 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 
@@ -80,7 +80,7 @@ def test_a_turn_counts_for_its_own_job_while_it_lasts() -> None:
     places = drive.places(first)
     assert reason(drive.request(first, *places, turn=turns[second])) is Reason.OUT_OF_TURN
     assert reason(drive.request(first, *places, turn=turns[second] + 9)) is Reason.OUT_OF_TURN
-    drive.now += Settings().turn_lease_seconds + 0.1
+    drive.now += CoreSettings().turn_lease_seconds + 0.1
     assert reason(drive.request(first, *places, turn=turns[first])) is Reason.OUT_OF_TURN
 
 
@@ -139,7 +139,7 @@ def test_what_a_job_is_parked_on_is_its_own_only_for_just_that_place() -> None:
 
 
 def test_what_a_parked_job_holds_counts_once_against_its_quota() -> None:
-    drive = Drive(1, Settings(quota_devices={"": 2}))
+    drive = Drive(1, CoreSettings(quota_devices={"": 2}))
     number = parked(drive, 2)
     answer = drive.request(number, drive.state.gangs[drive.job(number).epoch].claims)
     assert isinstance(answer, Approved)
@@ -171,7 +171,7 @@ def test_nobody_passes_the_first_of_a_strict_queue_while_its_node_is_out_of_serv
     drive.start(running)
     (other,) = {"n1", "n2"} - set(drive.state.gangs[drive.job(running).epoch].nodes)
     drive.step(CordonNode(other, "repair"))
-    first = drive.submit(replace(job_of(3), locality=Locality(widest=Level.NODE)))
+    first = drive.submit(replace(job_of(3), locality=Locality(widest=LocalityLevel.NODE)))
     drive.request(first, blockers=True)
     assert [one.reason for one in drive.state.blockers_of(first)] == [Reason.GPUS, Reason.NODE_UNAVAILABLE]
     behind = drive.submit(job_of(1))
@@ -179,11 +179,11 @@ def test_nobody_passes_the_first_of_a_strict_queue_while_its_node_is_out_of_serv
 
 
 def test_places_are_kept_for_the_first_few_and_follow_what_becomes_free() -> None:
-    drive = Drive(2, Settings(policy="backfill", protected_jobs=1))
+    drive = Drive(2, CoreSettings(policy="backfill", protected_jobs=1))
     holders = [drive.submit(job_of(3)), drive.submit(job_of(3))]
     for number in holders:
         drive.start(number)
-    whole = replace(job_of(4), locality=Locality(widest=Level.NODE))
+    whole = replace(job_of(4), locality=Locality(widest=LocalityLevel.NODE))
     large = [drive.submit(whole) for _ in range(2)]
     for number in large:
         drive.request(number, blockers=True)

@@ -15,15 +15,15 @@ from ganger_master.core.commands import Change, ProposePlan, ResizeJob
 from ganger_master.core.desired import desired_of
 from ganger_master.core.model import (
     Gang,
+    GangIntent,
     GangPhase,
     GangRole,
-    Intent,
     JobState,
     ObservedPhase,
     SuspendLevel,
 )
 from ganger_master.core.resizing import judge_resize
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace
@@ -40,16 +40,16 @@ def test_a_job_grows_while_it_runs_and_holds_no_device_twice() -> None:
     memory = drive.state.view.memory[0]
     assert drive.step(ResizeJob(number, 4)) == JobAnswer(number)
     destination = drive.job(number).next_epoch
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN
     assert drive.state.gangs[source].phase is GangPhase.RESIZING
     assert drive.held(number) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert (free(drive), drive.job(number).gpus) == (0, 1)
     # Of memory as much as three more tasks need, and their arenas.
     assert memory - drive.state.view.memory[0] == 3 * (GIB + SMALL + SMALL // 10)
     (wanted,) = [one.desired for one in desired_of(drive.state, "n1").wanted if one.desired.epoch == destination]
-    assert (wanted.intent, wanted.claim.device_mask, wanted.restore.alone) == (Intent.PREPARE, 0b1111, False)
+    assert (wanted.intent, wanted.claim.device_mask, wanted.restore.alone) == (GangIntent.PREPARE, 0b1111, False)
     drive.seen(number, destination, ObservedPhase.PREPARED)
-    assert drive.state.gangs[source].intent is Intent.HAND_OVER
+    assert drive.state.gangs[source].intent is GangIntent.HAND_OVER
     drive.seen(number, source, ObservedPhase.PARKED, 40)
     drive.seen(number, destination, ObservedPhase.READY, 40)
     assert (drive.job(number).epoch, drive.job(number).gpus) == (destination, 4)
@@ -70,7 +70,7 @@ def test_a_job_that_shrinks_rests_at_once_and_what_it_gives_back_is_free_as_soon
     drive.step(ResizeJob(number, 1))
     destination = drive.job(number).next_epoch
     gang = drive.state.gangs[source]
-    assert (gang.intent, gang.park_level) == (Intent.PARK, SuspendLevel.OFFLOAD)
+    assert (gang.intent, gang.park_level) == (GangIntent.PARK, SuspendLevel.OFFLOAD)
     assert (drive.held(number), free(drive)) == ({0: 1, 1: 1, 2: 1, 3: 1}, 0)
     drive.seen(number, source, ObservedPhase.PARKED, 40)
     assert free(drive) == 3
@@ -102,7 +102,7 @@ def test_a_new_world_that_fails_before_the_commit_leaves_the_old_one_running(gpu
     drive.fails(number, destination)
     job, gang = drive.job(number), drive.state.gangs[source]
     assert (job.epoch, job.next_epoch, job.state, job.gpus) == (source, 0, JobState.HOLDING, 2)
-    assert (gang.intent, gang.stop_sequence) == (Intent.RUN, 0)
+    assert (gang.intent, gang.stop_sequence) == (GangIntent.RUN, 0)
     drive.runs(number)
     assert (free(drive), job.failures) == (2, 0)
 
@@ -227,7 +227,7 @@ def test_tasks_of_a_new_world_cannot_have_the_memory_that_arenas_of_the_old_one_
 
 
 def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
-    drive = World(settings=Settings(quota_devices={"": 2}))
+    drive = World(settings=CoreSettings(quota_devices={"": 2}))
     number = drive.running(elastic(1, 1, 4))
     answer = drive.step(ResizeJob(number, 3))
     assert isinstance(answer, Refused)
@@ -236,7 +236,7 @@ def test_a_user_s_share_bounds_how_far_a_job_grows() -> None:
 
 
 def test_what_a_job_is_about_to_have_counts_towards_its_user_s_share() -> None:
-    drive = World(2, settings=Settings(quota_devices={"": 4}))
+    drive = World(2, settings=CoreSettings(quota_devices={"": 4}))
     number, other = drive.running(elastic(1, 1, 4)), drive.submit(job_of(2))
     assert rules(drive.state, drive.job(other)) == ()
     assert drive.step(ResizeJob(number, 3)) == JobAnswer(number)
@@ -248,7 +248,7 @@ def test_what_a_job_is_about_to_have_counts_towards_its_user_s_share() -> None:
 
 
 def test_a_plan_cannot_exceed_a_user_s_share_by_growth_and_a_start() -> None:
-    drive = World(2, settings=Settings(quota_devices={"": 4}))
+    drive = World(2, settings=CoreSettings(quota_devices={"": 4}))
     grows, waits = drive.running(elastic(1, 1, 4)), drive.submit(job_of(2))
     job = drive.job(grows)
     claims = resized(drive.state.view, job.spec.shape(job.arena_bytes_per_device, 0, 3), drive.state.gangs[1].claims)
@@ -306,7 +306,7 @@ def _report(drive: World, number: int, gang: Gang, act: str) -> None:
         return
     if act == "fails":
         drive.fails(number, gang.epoch)
-    elif act == "gone" and gang.intent is Intent.STOP:
+    elif act == "gone" and gang.intent is GangIntent.STOP:
         drive.gone(number, gang.epoch)
     elif act == "part fails":
         drive.part_fails(gang.epoch, next(piece.claim.node for piece in gang.pieces if not piece.gone))
@@ -314,11 +314,11 @@ def _report(drive: World, number: int, gang: Gang, act: str) -> None:
         drive.restarts(gang.nodes[0])
     elif act == "prepared" and is_new:
         drive.seen(number, gang.epoch, ObservedPhase.PREPARED)
-    elif act == "parked" and gang.intent in (Intent.PARK, Intent.HAND_OVER):
+    elif act == "parked" and gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER):
         drive.seen(number, gang.epoch, ObservedPhase.PARKED, 40)
     elif act == "ready" and is_new:
         source = drive.state.gangs[gang.restore.parked_epoch]
         if source.pieces[0].stop_step:
             drive.seen(number, gang.epoch, ObservedPhase.READY, source.pieces[0].stop_step)
-    elif act == "runs" and gang.intent is Intent.RUN:
+    elif act == "runs" and gang.intent is GangIntent.RUN:
         drive.seen(number, gang.epoch, ObservedPhase.RUNNING)

@@ -12,7 +12,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.image import image_of, state_of
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.restarts import delay_after
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ EXIT = Outcome(OutcomeKind.FAILED, exit_code=1, message="rank 0 ended with exit 
 
 def failing(failures: int = 0, allowed: int = 9, ran: float = 0.0) -> tuple[Drive, int]:
     """A job on a node of its own, which has failed so often, each time soon; `ran`: but for the last."""
-    drive = Drive(settings=Settings(lost_after_seconds=None))
+    drive = Drive(settings=CoreSettings(lost_after_seconds=None))
     number = drive.submit(replace(job_of(1), max_failures=allowed))
     for _ in range(failures - 1):
         fail(drive, number)
@@ -167,10 +167,10 @@ def test_a_lost_node_is_no_failure_of_the_job() -> None:
 
 @given(st.integers(0, 1_000), st.floats(0.1, 100.0), st.floats(0.0, 1e4))
 def test_delays_never_fall_and_have_an_end(failed: int, delay: float, most: float) -> None:
-    settings = Settings(restart_delay_seconds=delay, restart_delay_most_seconds=most)
+    settings = CoreSettings(restart_delay_seconds=delay, restart_delay_most_seconds=most)
     now, later = delay_after(settings, failed), delay_after(settings, failed + 1)
     assert 0.0 <= now <= later <= most
 
 
 def test_without_a_delay_nobody_waits() -> None:
-    assert delay_after(Settings(restart_delay_seconds=0.0), 7) == 0.0
+    assert delay_after(CoreSettings(restart_delay_seconds=0.0), 7) == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from core.test_moves import handed_over
 from ganger_master.core.commands import ResumeJob, SuspendJob
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 
 
@@ -22,7 +22,7 @@ def test_a_job_that_was_done_before_it_could_stop_succeeds_though_it_is_resumed_
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
     ended(drive, epoch, "n1", OutcomeKind.DONE)
     drive.step(ResumeJob(number))
-    assert (drive.job(number).state, drive.state.gangs[epoch].intent) == (JobState.HOLDING, Intent.RUN)
+    assert (drive.job(number).state, drive.state.gangs[epoch].intent) == (JobState.HOLDING, GangIntent.RUN)
     ended(drive, epoch, "n2", OutcomeKind.DONE)
     assert drive.job(number).state is JobState.SUCCEEDED
 

@@ -10,8 +10,17 @@ from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import AdoptQuarantined, NoteEnds, ObservedGang, OpenStore
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Gang, Intent, JobState, ObservedPhase, Restore, StoredOrder, Stray, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import (
+    Gang,
+    GangIntent,
+    JobState,
+    ObservedPhase,
+    Restore,
+    StoredOrder,
+    Stray,
+    SuspendLevel,
+)
+from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -27,7 +36,7 @@ class Found:
     uid: str
     epoch: int
     masks: dict[str, int]
-    intent: Intent = Intent.RUN
+    intent: GangIntent = GangIntent.RUN
     phase: ObservedPhase = ObservedPhase.RUNNING
     sequence: int = 1
     is_sliced: bool = False
@@ -40,7 +49,7 @@ class Found:
         claim = Claim(node, mask, (2_000 * tasks, 0), 4 * GIB * tasks, tasks=(tasks,))
         told = StoredOrder(
             self.sequence, self.intent, claim, tuple(self.masks), spec=job_of(gpus), restore=Restore(),
-            level=SuspendLevel.OFFLOAD if self.intent is Intent.PARK else SuspendLevel.NONE,
+            level=SuspendLevel.OFFLOAD if self.intent is GangIntent.PARK else SuspendLevel.NONE,
             is_sliced=self.is_sliced,
         )  # fmt: skip
         return ObservedGang(
@@ -80,8 +89,8 @@ def known(drive: Drive, gang: Found) -> Gang | None:
     return one if one is not None and drive.job(one.job).uid == gang.uid else None
 
 
-def settings() -> Settings:
-    return Settings(restored_wait_seconds=5.0)
+def settings() -> CoreSettings:
+    return CoreSettings(restored_wait_seconds=5.0)
 
 
 @st.composite
@@ -97,7 +106,9 @@ def reports(draw: st.DrawFn) -> list[Found]:
                 Found(
                     job, uid, epoch,
                     {node: draw(st.integers(1, 15)) for node in nodes},
-                    draw(st.sampled_from([Intent.RUN, Intent.RUN, Intent.PARK, Intent.STOP, Intent.HAND_OVER])),
+                    draw(st.sampled_from(
+                        [GangIntent.RUN, GangIntent.RUN, GangIntent.PARK, GangIntent.STOP, GangIntent.HAND_OVER]
+                    )),
                     draw(st.sampled_from([ObservedPhase.RUNNING, ObservedPhase.STARTING, ObservedPhase.PARKED])),
                     draw(st.integers(1, 3)), draw(st.integers(0, 4)) == 0,
                     tuple(nodes[1:]) if draw(st.integers(0, 4)) == 0 else (),
@@ -137,10 +148,10 @@ def _require_no_contradiction(drive: Drive, gangs: list[Found], epoch: int) -> N
     if not found or ("gang_adopted", str(epoch)) not in adopted:
         return
     (gang,) = found
-    assert gang.intent is not Intent.STOP
+    assert gang.intent is not GangIntent.STOP
     assert not gang.missing
     assert not gang.is_sliced
-    assert all(one.epoch <= epoch for one in gangs if one.intent is not Intent.STOP)
+    assert all(one.epoch <= epoch for one in gangs if one.intent is not GangIntent.STOP)
     for piece in drive.state.gangs[epoch].pieces:
         claim, node = piece.held, piece.claim.node
         assert claim is not None
@@ -180,7 +191,7 @@ def test_a_gang_over_two_nodes_is_adopted_with_both_parts() -> None:
     [
         ({"missing": ("n2",)}, "its part on n2 is not there"),
         ({"is_sliced": True}, "it takes turns with others on its devices"),
-        ({"intent": Intent.STOP}, "it was ordered to stop"),
+        ({"intent": GangIntent.STOP}, "it was ordered to stop"),
     ],
 )
 def test_a_gang_that_cannot_be_adopted_whole_is_not_adopted_in_part(more: dict[str, object], why: str) -> None:
@@ -251,7 +262,7 @@ def test_why_of_a_job_that_the_restore_suspended_names_the_restore() -> None:
     epoch = drive.start(number)
     drive.runs(number)
     (node,) = drive.state.gangs[epoch].nodes
-    gang = Found(number, drive.job(number).uid, 9, {node: 3}, Intent.PARK, ObservedPhase.PARKED)
+    gang = Found(number, drive.job(number).uid, 9, {node: 3}, GangIntent.PARK, ObservedPhase.PARKED)
     restored(drive, [gang])
     assert drive.job(number).state is JobState.SUSPENDED
     told = explain(drive.state, number, drive.now).assumption

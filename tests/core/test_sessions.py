@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core.drive import SERVER, Drive
-from ganger.resources.values import DeviceGroup, Level, Socket
+from ganger.resources.values import DeviceGroup, LocalityLevel, Socket
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import OpenSession
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from msgspec.structs import replace
         {"devices": 65},
         {"sockets": ()},
         {"sockets": (Socket(1_000, 0b10000),)},
-        {"groups": (DeviceGroup(Level.NVLINK, 1 << 63),)},
+        {"groups": (DeviceGroup(LocalityLevel.NVLINK, 1 << 63),)},
         {"memory_bytes": (1 << 64) - 1},
         {"device_memory_bytes": (1 << 64) - 1},
     ],

@@ -11,7 +11,7 @@ from ganger_master.core.commands import Answer, DeclareLost, Tick
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobState, NodeState
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 
 # Longer than that of a daemon with nothing to tell, far from lost.
 SILENCE = 100.0
@@ -86,7 +86,7 @@ def test_gangs_on_a_silent_node_stay_until_it_is_lost() -> None:
 
 @pytest.mark.parametrize("lost_after", [None, 60.0, 600.0])
 def test_a_daemon_that_calls_as_rarely_as_it_may_is_never_silent(lost_after: float | None) -> None:
-    settings = Settings(lost_after_seconds=lost_after)
+    settings = CoreSettings(lost_after_seconds=lost_after)
     drive = Drive(settings=settings)
     poll = min(settings.poll_seconds, (lost_after or 1e9) / 4)
     for _ in range(20):

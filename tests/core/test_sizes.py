@@ -21,7 +21,7 @@ from ganger_master.core.model import (
     OutcomeKind,
     SuspendLevel,
 )
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace
@@ -190,7 +190,7 @@ def test_who_rests_in_arenas_goes_on_there_with_what_it_had() -> None:
 
 
 def test_a_quota_counts_the_devices_that_it_has() -> None:
-    drive = Drive(2, Settings(quota_devices={"": 5}))
+    drive = Drive(2, CoreSettings(quota_devices={"": 5}))
     first, second = (drive.submit(elastic(2, 1, 4), "ann") for _ in range(2))
     assert start(drive, first, 4) is None
     refused = start(drive, second, 2)
@@ -202,7 +202,7 @@ def test_a_quota_counts_the_devices_that_it_has() -> None:
 
 
 def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:
-    drive = Drive(2, Settings(quota_devices={"": 5}))
+    drive = Drive(2, CoreSettings(quota_devices={"": 5}))
     first, second = (drive.submit(elastic(2, 1, 4), "ann") for _ in range(2))
     at = [place(drive, first, 4), tuple(replace(claim, node="n2") for claim in place(drive, second, 2))]
     changes = [Change(n, drive.job(n).revision, "START", claims) for n, claims in zip((first, second), at, strict=True)]

@@ -6,8 +6,8 @@ import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.commands import Tick
 from ganger_master.core.model import JobState
-from ganger_master.core.settings import Settings
-from ganger_master.core.standstill import Look, noticed
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.standstill import ClockReading, noticed
 from msgspec.structs import replace
 
 HOUR = 3_600.0
@@ -26,12 +26,12 @@ HOUR = 3_600.0
     ],
 )
 def test_a_clock_that_was_set_and_a_standstill_are_told_apart(wall: float, steady: float, tick: Tick | None) -> None:
-    assert noticed(Look(100.0, 0.0), Look(wall, steady)) == tick
+    assert noticed(ClockReading(100.0, 0.0), ClockReading(wall, steady)) == tick
 
 
 @pytest.mark.parametrize("set_by", [HOUR, -HOUR])
 def test_a_job_is_given_the_time_it_may_run_whatever_the_clock_says(set_by: float) -> None:
-    drive = Drive(settings=Settings(lost_after_seconds=None))
+    drive = Drive(settings=CoreSettings(lost_after_seconds=None))
     number = drive.submit(replace(job_of(1), time_limit_seconds=1_000.0))
     drive.start(number)
     drive.runs(number)
@@ -56,7 +56,7 @@ def test_how_long_a_job_waits_is_counted_on(set_by: float) -> None:
 
 
 def test_a_scheduler_that_could_not_ask_while_the_master_stood_still_has_lost_no_turn() -> None:
-    drive = Drive(settings=Settings(lost_turns_allowed=1))
+    drive = Drive(settings=CoreSettings(lost_turns_allowed=1))
     number = drive.submit(job_of(4))
     (before,) = drive.state.turns
     drive.now += HOUR

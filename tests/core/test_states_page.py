@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 from ganger_master.core.lifecycle import TABLE, Seen
-from ganger_master.core.model import GangPhase, Intent, JobState
+from ganger_master.core.model import GangIntent, GangPhase, JobState
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 
 
 def rendered() -> str:
-    lines = ["| seen | " + " | ".join(intent.value for intent in Intent) + " |", "|---" * (len(Intent) + 1) + "|"]
-    lines += [f"| {seen.value} | " + " | ".join(TABLE[intent, seen].value for intent in Intent) + " |" for seen in Seen]
+    lines = [
+        "| seen | " + " | ".join(intent.value for intent in GangIntent) + " |",
+        "|---" * (len(GangIntent) + 1) + "|",
+    ]
+    lines += [
+        f"| {seen.value} | " + " | ".join(TABLE[intent, seen].value for intent in GangIntent) + " |" for seen in Seen
+    ]
     return "\n".join(lines)
 
 
@@ -22,7 +27,7 @@ def test_the_page_shows_the_table_of_the_code() -> None:
 
 
 def test_every_pair_of_intent_and_sight_has_an_entry() -> None:
-    assert set(TABLE) == {(intent, seen) for intent in Intent for seen in Seen}
+    assert set(TABLE) == {(intent, seen) for intent in GangIntent for seen in Seen}
 
 
 @pytest.mark.parametrize("word", [*JobState, *GangPhase])

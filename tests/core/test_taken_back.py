@@ -7,7 +7,7 @@ from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason
 from ganger_master.core.answers import ChangeAnswer, JobAnswer, PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import GangPhase, Intent, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 
 FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"
@@ -66,7 +66,7 @@ def test_a_part_that_ended_while_its_gang_was_to_stop_takes_no_devices_back_when
     assert planned(drive, number, "RESUME").approved
     assert masks(drive, epoch) == [0, 0b1111]
     assert masks(drive, took_over) == [0b1111]
-    assert drive.state.gangs[epoch].intent is Intent.RUN
+    assert drive.state.gangs[epoch].intent is GangIntent.RUN
 
 
 def test_who_comes_back_from_a_checkpoint_that_had_no_room_runs_by_plan_only_where_its_devices_are_free() -> None:
@@ -102,4 +102,4 @@ def test_who_was_never_at_rest_runs_on_with_all_it_holds(by_plan: bool) -> None:
         drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
         drive.step(ResumeJob(number))
     assert masks(drive, epoch) == [0b1111, 0b1111]
-    assert drive.state.gangs[epoch].intent is Intent.RUN
+    assert drive.state.gangs[epoch].intent is GangIntent.RUN

@@ -7,7 +7,7 @@ from core.drive import GIB, SERVER, Drive, job_of
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
-from ganger_master.core.changes import Changes
+from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import (
     CancelJob,
     Change,
@@ -25,7 +25,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired import desired_of
 from ganger_master.core.image import image_of, state_of
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Intent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from ganger_master.core.node_sets import charges
 from ganger_master.core.restoring import restored
 from ganger_master.core.rows_now import has_turn
@@ -118,7 +118,7 @@ def test_a_waiting_job_starts_on_devices_of_one_who_runs_and_both_take_turns(dri
     row = drive.state.rows["n1"]
     assert (row.free_mask, row.device_rows) == (0, (2, 2, 2, 2))
     desired = desired_of(drive.state, "n1")
-    assert [gang.intent for gang in desired.gangs] == [Intent.RUN, Intent.RUN]
+    assert [gang.intent for gang in desired.gangs] == [GangIntent.RUN, GangIntent.RUN]
     matrix = desired.rows[0].matrix
     assert matrix.rows == ((drive.job(host).epoch,), (drive.job(guest).epoch,))
     assert (matrix.version, matrix.quantum_seconds, matrix.level) == (1, 60.0, SuspendLevel.OFFLOAD)
@@ -172,7 +172,7 @@ def test_a_suspend_that_is_refused_leaves_the_turns_as_they_were(drive: Turns) -
     report = drive.report(gang, ObservedPhase.PARKED, 7)
     refused = replace(report, level=SuspendLevel.PAUSE, trouble="STORAGE_FULL: no")
     drive.observe("n1", refused, *drive.others("n1", gang.epoch))
-    assert drive.state.gangs[gang.epoch].intent is Intent.RUN
+    assert drive.state.gangs[gang.epoch].intent is GangIntent.RUN
     assert drive.state.set_of[gang.epoch] == drive.state.set_of[drive.job(guest).epoch]
 
 
@@ -188,9 +188,9 @@ def test_who_is_to_stop_and_goes_on_after_all_does_so_by_the_next_matrix_if_it_h
     rows = drive.state.sets[number].active.rows
     for _ in range(2):
         drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
-        assert drive.state.gangs[epoch].intent is Intent.PARK
+        assert drive.state.gangs[epoch].intent is GangIntent.PARK
         drive.step(ResumeJob(host))
-        assert drive.state.gangs[epoch].intent is Intent.RUN
+        assert drive.state.gangs[epoch].intent is GangIntent.RUN
     node_set = drive.state.sets[number]
     assert (node_set.active.version, node_set.newest.version) == (1, newest)
     assert node_set.newest.rows == rows
@@ -361,7 +361,7 @@ def test_which_row_runs_is_known_and_never_stored(drive: Turns) -> None:
         drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=row))
         turns = [has_turn(node_set, drive.state.rows_seen, drive.job(job).epoch) for job in (host, guest)]
         assert turns == [row == 0, row == 1]
-    assert drive.state.take_changes() == Changes({}, ())
+    assert drive.state.take_changes() == StoredChanges({}, ())
 
 
 def test_node_sets_have_no_node_in_common() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger_master.core.commands import ObservedGang, ResumeJob, SuspendJob, Tick
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ LIMIT = 1_000.0
 
 class Limited(Drive):
     def __init__(self, gpus: int = 4, nodes: int = 1) -> None:
-        super().__init__(nodes, Settings(lost_after_seconds=None, silent_margin_seconds=None, policy="backfill"))
+        super().__init__(nodes, CoreSettings(lost_after_seconds=None, silent_margin_seconds=None, policy="backfill"))
         self.number = self.submit(replace(job_of(gpus), time_limit_seconds=LIMIT))
         self.start(self.number)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, Level, Locality
+from ganger.resources.values import Claim, Locality, LocalityLevel
 from ganger_master.core import queue
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
 from ganger_master.core.model import JobState, ObservedPhase
 from ganger_master.core.queue import ASIDE, WINDOW
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
@@ -22,7 +22,7 @@ def test_a_scheduler_whose_claims_never_add_up_loses_its_turns_to_the_default_on
     drive = Drive()
     number = drive.submit(replace(job_of(2), scheduler="mine:Scheduler"))
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
-    for lost in range(1, Settings().lost_turns_allowed + 1):
+    for lost in range(1, CoreSettings().lost_turns_allowed + 1):
         turn = drive.state.turn_of[number]
         assert drive.state.turns[turn].scheduler == "mine:Scheduler"
         assert isinstance(drive.request(number, NONSENSE), Rejected)
@@ -71,11 +71,11 @@ def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     unheard = drive.state.turns[drive.state.turn_of[number]]
-    drive.now += 0.9 * Settings().turn_lease_seconds
+    drive.now += 0.9 * CoreSettings().turn_lease_seconds
     drive.step(ClaimTurns("default-1", alone=True))
     given = drive.state.turns[drive.state.turn_of[number]]
     assert given.turn != unheard.turn
-    assert given.expires - drive.now == Settings().turn_lease_seconds
+    assert given.expires - drive.now == CoreSettings().turn_lease_seconds
     assert drive.state.lost_turns == {}
     drive.step(ClaimTurns("default-2"))
     assert drive.state.turns[drive.state.turn_of[number]] == given
@@ -98,7 +98,7 @@ def test_in_a_strict_queue_nobody_is_asked_before_who_was_refused_has_asked_agai
     small = drive.submit(job_of(1))
     drive.start(small)
     (gang,) = drive.state.gangs_of_job(small)
-    head = drive.submit(replace(job_of(4), locality=Locality(Level.NODE)))
+    head = drive.submit(replace(job_of(4), locality=Locality(LocalityLevel.NODE)))
     behind = drive.submit(job_of(1))
     assert sorted(turn.number for turn in drive.state.turns.values()) == [head, behind]
     passes(drive, head)
@@ -124,11 +124,11 @@ def test_a_scheduler_that_answers_now_and_then_keeps_its_turns() -> None:
     drive.start(drive.submit(job_of(1)))
     number = with_own_scheduler(drive, 4)
     for _ in range(4):
-        drive.now += Settings().turn_lease_seconds + 0.1
+        drive.now += CoreSettings().turn_lease_seconds + 0.1
         drive.step(Tick())
         assert drive.state.lost_turns[number] == 1
         passes(drive, number)
-        drive.now += Settings().turn_again_seconds
+        drive.now += CoreSettings().turn_again_seconds
         drive.step(Tick())
     assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
 
@@ -163,7 +163,7 @@ def test_a_scheduler_that_passes_though_there_is_a_place_holds_up_nobody() -> No
     drive.start(drive.submit(job_of(1)))
     # Nor later, when there is none: it had its choice.
     drive.start(drive.submit(job_of(2)))
-    drive.now += Settings().turn_again_seconds
+    drive.now += CoreSettings().turn_again_seconds
     drive.step(Tick())
     passes(drive, first)
     drive.start(drive.submit(job_of(1)))
@@ -195,7 +195,7 @@ def test_a_scheduler_of_ones_own_that_truly_finds_no_place_is_kept_one() -> None
 def test_who_waits_for_its_wish_holds_up_nobody_until_its_patience_ends() -> None:
     drive = Drive(1)
     # Three devices never lie at one socket.
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
     drive.request(picky, blockers=True)
     assert "patience_left_seconds" in drive.state.blockers_of(picky)[0].figures
     drive.start(drive.submit(job_of(2)))
@@ -209,7 +209,7 @@ def test_who_waits_for_its_wish_holds_up_nobody_until_its_patience_ends() -> Non
 
 def test_a_scheduler_of_ones_own_that_waited_for_the_wish_is_kept_a_place_afterwards() -> None:
     drive = Drive(1)
-    locality = Locality(wish=Level.SOCKET, patience_seconds=60.0)
+    locality = Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)
     picky = drive.submit(replace(job_of(3), scheduler="mine:Scheduler", locality=locality))
     drive.step(ClaimTurns("mine:Scheduler", (picky,)))
     passes(drive, picky)
@@ -227,7 +227,7 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
     drive = Drive(1)
     number = with_own_scheduler(drive, 1)
     for _ in range(6):
-        drive.now += Settings().turn_lease_seconds + 0.1
+        drive.now += CoreSettings().turn_lease_seconds + 0.1
         drive.step(Tick())
         drive.step(ClaimTurns("mine:Scheduler", (number,), connected=False))
         drive.step(ClaimTurns("mine:Scheduler", (number,)))
@@ -262,7 +262,7 @@ def test_a_lease_begins_when_its_holder_is_told_however_long_the_commit_took() -
     drive.step(Tick(told=turn.turn - 1))
     assert drive.state.lost_turns == {}
     begun = drive.state.turns[turn.turn]
-    assert begun.expires == drive.now + Settings().turn_lease_seconds
+    assert begun.expires == drive.now + CoreSettings().turn_lease_seconds
     drive.step(Tick(told=turn.turn))
     assert drive.state.turns == {turn.turn: begun}, "told once, it is told for good"
     drive.now = begun.expires - 0.1
@@ -280,7 +280,7 @@ def test_a_lease_that_its_holder_knew_of_and_did_not_use_is_taken_back() -> None
 
 
 def test_who_goes_first_is_asked_once_its_devices_are_free_though_some_behind_ask_for_them() -> None:
-    drive = Drive(2, Settings(policy="backfill"))
+    drive = Drive(2, CoreSettings(policy="backfill"))
     running = [drive.submit(job_of(4)), drive.submit(job_of(4))]
     for number in running:
         drive.start(number)
@@ -316,7 +316,7 @@ def answer_turns(drive: Drive, seconds: float) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "backfill"])
 def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(policy: str) -> None:
-    drive = Drive(1, Settings(policy=policy))
+    drive = Drive(1, CoreSettings(policy=policy))
     drive.step(CordonNode("n1", "not yet"))
     alice = [drive.submit(job_of(1), "alice") for _ in range(WINDOW + 1)]
     drive.set_quotas(alice=0)
@@ -328,7 +328,7 @@ def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(p
 
 
 def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_second_others() -> None:
-    drive = Drive(1, Settings(policy="backfill", turns_at_once=4))
+    drive = Drive(1, CoreSettings(policy="backfill", turns_at_once=4))
     alice = [drive.submit(job_of(1), "alice") for _ in range(4 * ASIDE)]
     drive.set_quotas(alice=0)
     over_quota = (Refusal(Reason.QUOTA),)
@@ -355,7 +355,7 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
 def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_least(
     quota: int, is_asked: bool
 ) -> None:
-    drive = Drive(1, Settings(policy="backfill", quota_devices={"alice": 3}))
+    drive = Drive(1, CoreSettings(policy="backfill", quota_devices={"alice": 3}))
     for user in ("alice", "bob"):
         other = drive.submit(job_of(1), user)
         answer_turns(drive, 0.2)
@@ -372,7 +372,7 @@ def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_l
 
 
 def test_a_job_that_waits_for_no_other_job_is_asked_again_a_second_after_the_view_has_changed() -> None:
-    drive = Drive(1, Settings(quota_devices={"alice": 1}))
+    drive = Drive(1, CoreSettings(quota_devices={"alice": 1}))
     first, second = drive.submit(job_of(1), "alice"), drive.submit(job_of(1), "alice")
     answer_turns(drive, 0.2)
     assert drive.state.blockers_of(second)[0].reason is Reason.QUOTA

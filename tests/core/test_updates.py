@@ -8,7 +8,7 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from core.test_taking_turns import Turns
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import JobAnswer, Refused, Rejected, UpdateAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -24,9 +24,9 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired import desired_of
 from ganger_master.core.image import image_of, state_of
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Job, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from ganger_master.core.update import Update
 from ganger_master.store.codec import Codec
@@ -105,7 +105,7 @@ ENDED = (cancelled, ending)
 ALWAYS: tuple[dict[str, Any], ...] = ({"display_name": "b"}, {"priority": 5}, {"time_limit_seconds": 60.0})
 WISHES: tuple[dict[str, Any], ...] = (
     {"device_type": "virtual"},
-    {"locality": Locality(Level.NODE)},
+    {"locality": Locality(LocalityLevel.NODE)},
     {"memory_bytes": GIB},
     {"millicores_per_gpu": 1_000},
 )
@@ -132,8 +132,11 @@ def test_priority_time_and_name_can_be_changed_until_the_end_all_else_until_the_
         ({"priority": 5}, "priority 0 -> 5"),
         ({"time_limit_seconds": 7_200.0}, "time limit none -> 2h"),
         ({"device_type": "virtual"}, "GPU type any -> virtual"),
-        ({"locality": Locality(Level.NODE)}, "locality any -> node"),
-        ({"locality": Locality(Level.NODE, Level.SOCKET, 60.0)}, "locality any -> socket for 1m, then node"),
+        ({"locality": Locality(LocalityLevel.NODE)}, "locality any -> node"),
+        (
+            {"locality": Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 60.0)},
+            "locality any -> socket for 1m, then node",
+        ),
         ({"memory_bytes": 8 * GIB}, "memory of a task 4G -> 8G"),
         ({"millicores_per_gpu": 0}, "cores of a task 2 -> a share"),
         ({"priority": -3, "display_name": "c"}, "name none -> c, priority 0 -> -3"),
@@ -164,7 +167,7 @@ def test_everything_that_is_wrong_is_said_at_once_where_it_stands_in_the_request
         priority=1_001,
         time_limit_seconds=-1.0,
         device_type="a\n",
-        locality=Locality(Level.NODE, Level.RACK),
+        locality=Locality(LocalityLevel.NODE, LocalityLevel.RACK),
         memory_bytes=1 << 51,
         millicores_per_gpu=1 << 30,
     )
@@ -262,7 +265,7 @@ def test_whoever_is_changed_in_whatever_order_the_queue_holds_together(
 # time
 
 # However long its daemons do not call.
-UNWATCHED = Settings(lost_after_seconds=None, silent_margin_seconds=None)
+UNWATCHED = CoreSettings(lost_after_seconds=None, silent_margin_seconds=None)
 
 
 def limited(drive: Drive, seconds: float = 1_000.0) -> int:
@@ -360,7 +363,7 @@ def test_a_master_that_starts_again_knows_what_was_updated_and_by_which_request(
     number, other = running(drive), drive.submit(job_of(1))
     store, codec = MemoryStore(), Codec()
     batches = [codec.batch(drive.state.take_changes().puts, (), ())]
-    update(drive, other, "r", priority=5, locality=Locality(Level.NODE, Level.SOCKET, 1.0))
+    update(drive, other, "r", priority=5, locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 1.0))
     update(drive, number, time_limit_seconds=100.0)
     batches.append(codec.batch(drive.state.take_changes().puts, (), ()))
     for batch in batches:
@@ -369,7 +372,7 @@ def test_a_master_that_starts_again_knows_what_was_updated_and_by_which_request(
     assert [fresh.jobs[one] for one in (number, other)] == [drive.job(one) for one in (number, other)]
     assert list(fresh.running_limited) == [number]
     drive.state = fresh
-    assert update(drive, other, "r", priority=5, locality=Locality(Level.NODE, Level.SOCKET, 1.0)) == ""
+    assert update(drive, other, "r", priority=5, locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 1.0)) == ""
     assert drive.job(other).revision == 2
 
 
@@ -390,7 +393,7 @@ def test_a_recording_that_begins_after_an_update_goes_on_as_the_master_does() ->
 # arrays
 
 
-def array(drive: Drive, size: int = 3, at_once: int = 0) -> list[Job]:
+def array(drive: Drive, size: int = 3, at_once: int = 0) -> list[JobRecord]:
     members = tuple((index, {"lr": str(index)}) for index in range(size))
     uids = tuple(f"m{index}" for index in range(size))
     drive.step(SubmitArray(job_of(1), members, uids, at_once, None, "ann", "nightly"))

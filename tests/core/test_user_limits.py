@@ -8,10 +8,10 @@ from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
 from ganger_master.core.holdings import spec_bytes
 from ganger_master.core.model import JobSpec
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
-FEW = Settings(pending_jobs_per_user=3, spec_bytes_per_user=100_000)
+FEW = CoreSettings(pending_jobs_per_user=3, spec_bytes_per_user=100_000)
 
 
 def submit(drive: Drive, user: str, spec: JobSpec | None = None, *, limited: bool = True) -> Answer:
@@ -83,7 +83,7 @@ def test_what_users_have_is_the_same_after_a_restart() -> None:
 
 
 def test_finished_jobs_are_forgotten_early_where_their_specs_take_too_much() -> None:
-    drive = Drive(settings=Settings(finished_bytes_limit=100_000))
+    drive = Drive(settings=CoreSettings(finished_bytes_limit=100_000))
     large = replace(job_of(1), environment={"A": "x" * 40_000})
     numbers = [
         answer.number for answer in (submit(drive, "ann", large) for _ in range(4)) if isinstance(answer, JobAnswer)

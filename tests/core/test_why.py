@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import SERVER, Drive, job_of
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -20,7 +20,7 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 
@@ -53,7 +53,7 @@ def test_nodes_closed_to_a_job_are_what_it_lacks_only_if_there_is_room_on_them()
 def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(2)))
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
     assert why(drive, picky)[0] is Reason.LOCALITY
     drive.now += 61.0
     assert why(drive, picky) == [Reason.GPUS]
@@ -120,7 +120,7 @@ def test_what_becomes_of_a_job_on_a_silent_node_is_said_as_it_was_ordered(order:
 
 
 def test_under_a_planner_the_first_blocker_states_how_many_devices_are_wanted_and_free() -> None:
-    drive = Drive(2, Settings(policy="las"))
+    drive = Drive(2, CoreSettings(policy="las"))
     number = drive.submit(job_of(6))
     drive.state.ranks[number] = 1
     assert [one.reason for one in told_blockers(drive.state, drive.job(number))] == [Reason.RANKED]

@@ -10,8 +10,8 @@ from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import MoveJob, SuspendJob
 from ganger_master.core.model import (
     Capabilities,
-    Intent,
-    Job,
+    GangIntent,
+    JobRecord,
     JobState,
     ObservedPhase,
     Outcome,
@@ -77,7 +77,7 @@ def test_after_a_move_that_failed_at_its_state_neither_move_nor_checkpoint_is_of
     drive, number, source, destination = moving()
     FAILURES[failure](drive, destination)
     assert (drive.job(number).epoch, drive.job(number).next_epoch) == (source, 0)
-    assert drive.state.gangs[source].intent is Intent.RUN
+    assert drive.state.gangs[source].intent is GangIntent.RUN
     drive.runs(number)
     offered = drive.job(number).capabilities
     assert (offered.pause, offered.offload, offered.checkpoint, offered.resize) == (True, True, False, False)
@@ -101,7 +101,7 @@ def test_what_was_withdrawn_stays_so_over_attempts_and_over_a_master_s_restart()
     drive, number, _, destination = moving()
     FAILURES["the replay lost its way"](drive, destination)
     drive.runs(number)
-    assert json.decode(json.encode(drive.job(number)), type=Job) == drive.job(number)
+    assert json.decode(json.encode(drive.job(number)), type=JobRecord) == drive.job(number)
     gang = drive.state.gangs[drive.job(number).epoch]
     drive.observe("n1", replace(drive.report(gang, ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.UNKNOWN)))
     drive.observe("n1")

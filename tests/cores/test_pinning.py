@@ -9,14 +9,18 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger_daemon.control.pinning import Pinning
 from ganger_daemon.cores import CoreTable, Grant, adopt, declared_cores
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 
 class Node:
     """What of a daemon's host has to do with cores: eight declared ones that stand for two CPUs."""
 
-    change_cores, repin_cores, release_cores = Host.change_cores, Host.repin_cores, Host.release_cores
-    shares_of, cpus_of = Host.shares_of, Host.cpus_of
+    change_cores, repin_cores, release_cores = (
+        NodeContext.change_cores,
+        NodeContext.repin_cores,
+        NodeContext.release_cores,
+    )
+    shares_of, cpus_of = NodeContext.shares_of, NodeContext.cpus_of
 
     def __init__(self) -> None:
         self.core_table = CoreTable.empty(declared_cores(8, 1, (0, 1), housekeeping=0))

@@ -23,7 +23,7 @@ from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger.wire.errors import SessionSuperseded
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import server_credentials
-from ganger_daemon.app import Daemon, Settings
+from ganger_daemon.app import Daemon, DaemonSettings
 from ganger_daemon.devices.virtual import VirtualSpec
 from kit.certified import Authority
 
@@ -220,7 +220,7 @@ class Cluster:
         if self.authority is not None:
             values |= {"master": self.address, "tls": self.authority.issue("daemon", node)}
         values.update(changes)
-        daemon = Daemon(Settings(**values))
+        daemon = Daemon(DaemonSettings(**values))
         await daemon.start()
         self.daemons[node] = daemon
         await asyncio.wait_for(daemon.session.connected.wait(), PATIENCE)

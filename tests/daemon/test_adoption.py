@@ -18,7 +18,7 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import MAGIC, VERSION, Page, Word, page_path
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError
-from ganger_daemon.workers.belonging import Child, Found, holds_files_of_rank, recognise
+from ganger_daemon.workers.belonging import FoundProcesses, RankProcess, holds_files_of_rank, recognise
 from ganger_daemon.workers.processes import NOBODY, ProcessId, start_ticks
 from kit.waiting import eventually
 
@@ -80,11 +80,11 @@ def test_a_launchers_own_child_is_believed_and_nobody_else_without_proof(bystand
     def nobody(process: ProcessId) -> bool:
         return False
 
-    assert recognise(Child(own, is_own=True), [bystander], nobody) == Found(own, bystander)
-    assert recognise(Child(bystander, is_own=False), [NOBODY], nobody) == Found(NOBODY, bystander)
-    assert recognise(None, [bystander, own], lambda process: process == own) == Found(own, bystander)
-    assert recognise(None, [dead], nobody) == Found(dead), "who is dead hears no signal"
-    assert recognise(None, [NOBODY], nobody) == Found(NOBODY)
+    assert recognise(RankProcess(own, is_own=True), [bystander], nobody) == FoundProcesses(own, bystander)
+    assert recognise(RankProcess(bystander, is_own=False), [NOBODY], nobody) == FoundProcesses(NOBODY, bystander)
+    assert recognise(None, [bystander, own], lambda process: process == own) == FoundProcesses(own, bystander)
+    assert recognise(None, [dead], nobody) == FoundProcesses(dead), "who is dead hears no signal"
+    assert recognise(None, [NOBODY], nobody) == FoundProcesses(NOBODY)
     assert recognise(None, [bystander], nobody).is_lost
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
-from ganger_daemon.app import Daemon, DaemonError, Obstacle, Settings
+from ganger_daemon.app import Daemon, DaemonError, DaemonObstacle, DaemonSettings
 from ganger_daemon.devices.virtual import VirtualSpec
 from kit.certified import Authority
 
@@ -20,7 +20,7 @@ def refusal(tmp_path: Path, **settings: Any) -> str:
         return refused_in(tmp_path, Path(short), **settings)
 
 
-def refused_in(tmp_path: Path, short: Path, obstacle: Obstacle = Obstacle.SETTING, **settings: Any) -> str:
+def refused_in(tmp_path: Path, short: Path, obstacle: DaemonObstacle = DaemonObstacle.SETTING, **settings: Any) -> str:
     values: dict[str, Any] = {
         "state_directory": tmp_path / "d",
         "run_directory": short,
@@ -32,7 +32,7 @@ def refused_in(tmp_path: Path, short: Path, obstacle: Obstacle = Obstacle.SETTIN
     }
 
     async def start() -> str:
-        daemon = Daemon(Settings(**{**values, **settings}))
+        daemon = Daemon(DaemonSettings(**{**values, **settings}))
         with pytest.raises(DaemonError) as refused:
             await daemon.start()
         await daemon.stop()
@@ -44,9 +44,9 @@ def refused_in(tmp_path: Path, short: Path, obstacle: Obstacle = Obstacle.SETTIN
 
 def test_a_daemon_needs_the_certificate_of_its_own_node(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    said = refusal(tmp_path, obstacle=Obstacle.RIGHTS, tls=authority.issue("daemon", "n2"))
+    said = refusal(tmp_path, obstacle=DaemonObstacle.RIGHTS, tls=authority.issue("daemon", "n2"))
     assert "is of nodes/n2, this daemon is nodes/n1: give it --node n2, or the certificate of n1" in said
-    said = refusal(tmp_path, obstacle=Obstacle.RIGHTS, tls=authority.issue("master", "n1"))
+    said = refusal(tmp_path, obstacle=DaemonObstacle.RIGHTS, tls=authority.issue("master", "n1"))
     assert "one of role daemon is needed" in said
 
 

@@ -18,7 +18,7 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from ganger_daemon.control.jobsocket import JobSocket
+from ganger_daemon.control.jobsocket import JobSocketServer
 from ganger_daemon.files import make_directory, open_plain, read_json, remove_tree, write_json
 from ganger_daemon.workers import gang
 from ganger_daemon.workers.directories import DaemonPaths
@@ -84,7 +84,7 @@ def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a
 def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
     async def story(path: Path) -> list[object]:
         heard: list[object] = []
-        server, loop = JobSocket(path, heard.append), asyncio.get_running_loop()
+        server, loop = JobSocketServer(path, heard.append), asyncio.get_running_loop()
         server.start()
         os.chmod(path, 0o666)
         with (
@@ -123,7 +123,7 @@ def test_nonsense_in_place_of_an_exit_record_is_no_record(tmp_path: Path, text: 
 def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it(tmp_path: Path) -> None:
     async def story() -> tuple[int, int]:
         heard: list[object] = []
-        server = JobSocket(tmp_path / "job.sock", heard.append)
+        server = JobSocketServer(tmp_path / "job.sock", heard.append)
         server.start()
         reader, sent = asyncio.get_running_loop(), 0
 
@@ -149,7 +149,7 @@ def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it
 
 def test_who_never_reads_what_the_job_socket_says_keeps_nobody_from_hearing_it(tmp_path: Path) -> None:
     async def story() -> bytes:
-        server = JobSocket(tmp_path / "job.sock", lambda _: None)
+        server = JobSocketServer(tmp_path / "job.sock", lambda _: None)
         server.start()
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf,

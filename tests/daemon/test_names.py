@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger_daemon import app
-from ganger_daemon.app import Daemon, DaemonError, Settings
+from ganger_daemon.app import Daemon, DaemonError, DaemonSettings
 from ganger_daemon.cgroups.none import NoCgroups
 from ganger_daemon.devices.virtual import VirtualSpec
 
@@ -43,7 +43,7 @@ def daemon_of(cluster: Path, **settings: Any) -> Daemon:
     _, token_file = ensure_token(cluster / "master")
     write_endpoint(cluster / "master", "127.0.0.1:1", token_file)
     values: dict[str, Any] = {"state_directory": cluster / "n1", "master": str(cluster / "master"), "node": "n1"}
-    return Daemon(Settings(**{**values, "virtual": VirtualSpec(1), "preload": False, **settings}))
+    return Daemon(DaemonSettings(**{**values, "virtual": VirtualSpec(1), "preload": False, **settings}))
 
 
 def run_directory_of(daemon: Daemon) -> Path:

@@ -10,7 +10,7 @@ from ganger.v1 import resources_pb2
 from ganger_daemon.control import using
 from ganger_daemon.control.using import Using
 from ganger_daemon.gangs import collide
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pyte
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(using.time, "monotonic", lambda: clock.now)
     node = Node(cores=0.5)
-    gang = Using(cast(Host, node), "group", 0b11)
+    gang = Using(cast(NodeContext, node), "group", 0b11)
     assert gang.measure(0.9) is None
     clock.now, node.used = 12.0, 1.0
     assert gang.measure(0.9) == 0.5
@@ -59,8 +59,8 @@ def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pyte
 
 @pytest.mark.parametrize(("use", "found"), [(0.25, 0.25), (0.0, 0.0), (None, 0.6)])
 def test_of_others_the_driver_says_and_else_who_waits_for_data_is_idle(use: float | None, found: float) -> None:
-    assert Using(cast(Host, Node(0.0, use)), "group", 0b1).measure(0.4) == found
+    assert Using(cast(NodeContext, Node(0.0, use)), "group", 0b1).measure(0.4) == found
 
 
 def test_a_gang_without_devices_uses_none() -> None:
-    assert Using(cast(Host, Node(0.5)), "group", 0).measure(0.0) is None
+    assert Using(cast(NodeContext, Node(0.5)), "group", 0).measure(0.0) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.injob.page import Progress
+from ganger.injob.page import PageProgress
 from ganger.injob.words import Capability
 from ganger_daemon.workers.observation import is_still_looking
 
@@ -23,6 +23,6 @@ EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
 def test_the_agent_of_an_unmodified_script_looks_on_until_a_step_is_done(
     capabilities: int, first_step_ns: int, looks: bool
 ) -> None:
-    silent = Progress(*[0] * len(Progress._fields))
+    silent = PageProgress(*[0] * len(PageProgress._fields))
     progress = silent._replace(capabilities=capabilities, first_step_time_ns=first_step_ns)
     assert is_still_looking(progress) is looks

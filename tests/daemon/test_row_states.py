@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
-from ganger_daemon.core.orders import Phase
-from ganger_daemon.core.rotation import Member, Position, Switch
+from ganger_daemon.core.orders import PartPhase
+from ganger_daemon.core.rotation import Position, SliceMember, SliceSwitch
 from ganger_daemon.rotation import Rotation, member_from_wire, state_to_wire
 
-SAID = Member(
-    Position(Switch(2, 5), 3, 1, {7: Switch(2, 4)}, in_turn=1),
+SAID = SliceMember(
+    Position(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, in_turn=1),
     known=4,
     started=True,
     alive=frozenset({7, 8}),
@@ -35,17 +35,17 @@ def test_all_that_a_member_says_arrives() -> None:
 @pytest.mark.parametrize(
     ("intent", "phase", "rests"),
     [
-        (agent_pb2.INTENT_PARK, Phase.PARKED, True),
-        (agent_pb2.INTENT_HAND_OVER, Phase.PARKED, True),
+        (agent_pb2.INTENT_PARK, PartPhase.PARKED, True),
+        (agent_pb2.INTENT_HAND_OVER, PartPhase.PARKED, True),
         # On its way: it may wait for the others of its gang.
-        (agent_pb2.INTENT_PARK, Phase.RUNNING, False),
+        (agent_pb2.INTENT_PARK, PartPhase.RUNNING, False),
         # For another's turn.
-        (agent_pb2.INTENT_RUN, Phase.PARKED, False),
-        (agent_pb2.INTENT_STOP, Phase.ENDED, False),
+        (agent_pb2.INTENT_RUN, PartPhase.PARKED, False),
+        (agent_pb2.INTENT_STOP, PartPhase.ENDED, False),
     ],
 )
 def test_who_rests_because_the_master_wants_it_is_said(
-    intent: agent_pb2.Intent, phase: Phase, rests: bool, tmp_path: Path
+    intent: agent_pb2.Intent, phase: PartPhase, rests: bool, tmp_path: Path
 ) -> None:
     gang = SimpleNamespace(
         desired=SimpleNamespace(epoch=7),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ganger_daemon.transfer.arrival import Arrival, Leg
+from ganger_daemon.transfer.arrival import Arrival, RankTransfer
 from ganger_daemon.transfer.fetching import fetch
 from ganger_daemon.transfer.landing import Landing
 from ganger_daemon.transfer.request import StreamError, StreamRequest
@@ -198,7 +198,7 @@ def test_there_is_room_for_a_state_once_the_job_has_its_memory_and_before_the_so
 
     def story(server: StreamServer, arena: Arena, target: Target) -> None:
         changes = threading.Semaphore(0)
-        leg = Leg(
+        leg = RankTransfer(
             0,
             server.address,
             StreamRequest("t", UID, 1, 0, 0),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.core.orders import Phase
-from ganger_daemon.core.rotation import Position, Switch
-from ganger_daemon.rotation import Rotation, Standing, order_to_wire
+from ganger_daemon.core.orders import PartPhase
+from ganger_daemon.core.rotation import Position, SliceSwitch
+from ganger_daemon.rotation import LocalTimesliceGroup, Rotation, order_to_wire
 from ganger_daemon.workers.desired import wanted_of
 
 SECOND = 10**9
@@ -19,16 +19,16 @@ SECOND = 10**9
 
 @pytest.mark.parametrize("switches", [[4.0, 0.1], [0.1, 4.0], [0.1, 4.0, 0.1], [4.0, 0.1, 0.1, 4.0]])
 def test_a_switch_that_was_late_makes_no_quantum_long_once_others_were_not(switches: list[float]) -> None:
-    assert Standing(1, switches=switches).switch_seconds == 0.1
+    assert LocalTimesliceGroup(1, switches=switches).switch_seconds == 0.1
 
 
 def test_switches_that_take_long_are_believed() -> None:
-    assert Standing(1).switch_seconds == 0.0
-    assert Standing(1, switches=[4.0]).switch_seconds == 4.0
-    assert Standing(1, switches=[4.0, 4.1, 0.1, 4.2, 3.9]).switch_seconds == 4.0
+    assert LocalTimesliceGroup(1).switch_seconds == 0.0
+    assert LocalTimesliceGroup(1, switches=[4.0]).switch_seconds == 4.0
+    assert LocalTimesliceGroup(1, switches=[4.0, 4.1, 0.1, 4.2, 3.9]).switch_seconds == 4.0
 
 
-def gang(epoch: int, phase: Phase, first_step: float, last_step: float) -> Any:
+def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> Any:
     told = agent_pb2.DesiredGang(epoch=epoch, intent=agent_pb2.INTENT_RUN)
     told.order.epoch = epoch
     wanted = wanted_of(told)
@@ -59,7 +59,7 @@ def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -
     rows = [agent_pb2.Row(epochs=[7]), agent_pb2.Row(epochs=[8])]
     rotation.hear([agent_pb2.DesiredRows(node_set=9, version=1, rows=rows, set_epoch=1)])
     rotation.know()
-    order = order_to_wire(9, Position(Switch(1, 1), 1, 0, {8: Switch(1, 1)}))
+    order = order_to_wire(9, Position(SliceSwitch(1, 1), 1, 0, {8: SliceSwitch(1, 1)}))
     asyncio.run(rotation.heard(order))
     switched()
     rotation.follow()
@@ -69,25 +69,25 @@ def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -
 
 def test_a_gang_that_rested_long_before_a_switch_does_not_make_it_long(tmp_path: Path) -> None:
     # Both came back from a suspend: epoch 8 rests since second 10, and epoch 7 goes on in second 70.
-    goes_on, rests = gang(7, Phase.PARKED, 1, 9), gang(8, Phase.PARKED, 1, 10)
+    goes_on, rests = gang(7, PartPhase.PARKED, 1, 9), gang(8, PartPhase.PARKED, 1, 10)
 
     def switched() -> None:
-        goes_on.phase, goes_on.first_step_ns = Phase.RUNNING, 70 * SECOND
+        goes_on.phase, goes_on.first_step_ns = PartPhase.RUNNING, 70 * SECOND
 
     assert switch_seconds_after_an_order([goes_on, rests], switched, tmp_path) == 0.0
 
 
 def test_a_gang_that_ran_before_a_switch_did_not_come_at_it(tmp_path: Path) -> None:
     # Epoch 8 was suspended in second 10, epoch 7 took a second to go on alone, and now both take turns.
-    runs, rests = gang(7, Phase.RUNNING, 11, 30), gang(8, Phase.PARKED, 1, 10)
+    runs, rests = gang(7, PartPhase.RUNNING, 11, 30), gang(8, PartPhase.PARKED, 1, 10)
     assert switch_seconds_after_an_order([runs, rests], lambda: None, tmp_path) == 0.0
 
 
 def test_a_switch_takes_from_the_last_step_of_the_gang_that_left_to_the_first_of_the_other(tmp_path: Path) -> None:
-    comes, leaves = gang(7, Phase.PARKED, 1, 9), gang(8, Phase.RUNNING, 10, 20)
+    comes, leaves = gang(7, PartPhase.PARKED, 1, 9), gang(8, PartPhase.RUNNING, 10, 20)
 
     def switched() -> None:
-        leaves.phase = Phase.PARKED
-        comes.phase, comes.first_step_ns = Phase.RUNNING, int(20.5 * SECOND)
+        leaves.phase = PartPhase.PARKED
+        comes.phase, comes.first_step_ns = PartPhase.RUNNING, int(20.5 * SECOND)
 
     assert switch_seconds_after_an_order([comes, leaves], switched, tmp_path) == 0.5

@@ -19,7 +19,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import reason_of
-from ganger.wire.roles import Role
+from ganger.wire.roles import CallerRole
 
 pytestmark = pytest.mark.system
 
@@ -89,7 +89,7 @@ def test_a_daemon_is_heard_by_who_shares_a_gang_with_it_and_by_nobody_else() -> 
         ):
             own = str(made.authority.issue(role, name))
             address = made.daemons["n1"].peer_address
-            async with open_aio_channel(Endpoint(address, tls=own), role=Role.DAEMON) as channel:
+            async with open_aio_channel(Endpoint(address, tls=own), role=CallerRole.DAEMON) as channel:
                 stub: Any = peer_pb2_grpc.PeerServiceStub(channel)
                 assert await refusal(stub.GetRendezvous(asked)) == reason
                 if reason:

@@ -15,7 +15,7 @@ import time
 import xxhash
 from ganger.injob import image
 from ganger.injob.control import Control, Handlers
-from ganger.injob.page import Capability, Phase, State, Word
+from ganger.injob.page import Capability, PagePhase, PageState, Word
 from ganger.training import agent
 
 
@@ -96,7 +96,7 @@ def main():
         with open(os.path.join(control.restore.path, f"rank-{control.rank}.shard"), "rb") as file:
             first, state["data"] = read_image(file.read())
     elif control.restore is not None:
-        page.set(Word.STATE, State.RESTORING)
+        page.set(Word.STATE, PageState.RESTORING)
         while page.get(Word.ARENA_AVAILABLE) < 64:
             control.safe_point()
             time.sleep(0.001)
@@ -106,7 +106,7 @@ def main():
             time.sleep(0.001)
         first, state["data"] = read_image(os.pread(control.arena_fd, total, 0))
     control.start(first)
-    page.set(Word.PHASE, Phase.TRAINING)
+    page.set(Word.PHASE, PagePhase.TRAINING)
     if mode == "deaf":
         control.boundary()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

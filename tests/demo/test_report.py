@@ -10,7 +10,7 @@ import pytest
 from ganger.cli.demonstration.losses import Comparison
 from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
 from ganger.cli.demonstration.stage import THREE_SUSPENDS_TWO_MOVES, find_examples, programme
-from ganger.cli.demonstration.trial import Action, Example, Outcome
+from ganger.cli.demonstration.trial import Action, DisturbedRun, Example
 
 EXAMPLE = Example("digits_cnn", "attached", Path("x.py"), 1, 100, (*THREE_SUSPENDS_TWO_MOVES, "repin"))
 ACTIONS = [
@@ -24,11 +24,13 @@ ACTIONS = [
 SAME = Comparison(steps=100, differing=0, first_difference=None, same_weights=True, repeated=0)
 
 
-def good() -> Outcome:
-    return Outcome(EXAMPLE, list(ACTIONS), SAME, steps_per_second=100.0, rate_before_repin=100.0, rate_after_repin=99.0)
+def good() -> DisturbedRun:
+    return DisturbedRun(
+        EXAMPLE, list(ACTIONS), SAME, steps_per_second=100.0, rate_before_repin=100.0, rate_after_repin=99.0
+    )
 
 
-def failed(outcome: Outcome) -> list[str]:
+def failed(outcome: DisturbedRun) -> list[str]:
     return [check.name for check in checks_of([outcome], 5, 0, 60.0) if not check.ok]
 
 
@@ -71,7 +73,7 @@ def test_a_move_that_changed_no_node_or_no_process_is_none(after: str) -> None:
 
 
 def test_an_example_in_trouble_fails_the_demo() -> None:
-    assert not is_ok(checks_of([good(), Outcome(EXAMPLE, trouble="it broke")], 5, 0, 60.0))
+    assert not is_ok(checks_of([good(), DisturbedRun(EXAMPLE, trouble="it broke")], 5, 0, 60.0))
 
 
 def test_the_report_holds_every_check_and_the_seed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ganger_daemon.devices.recorded import Recording, read_recording
+from ganger_daemon.devices.recorded import RecordedServer, read_recording
 
 
 class NVMLError(Exception):
@@ -34,7 +34,7 @@ class FakeNvml:
     nvmlEventTypeDoubleBitEccError = 2
 
     def __init__(self, name: str) -> None:
-        self.recording: Recording = read_recording(Path(name))
+        self.recording: RecordedServer = read_recording(Path(name))
         self.server = self.recording.server
         self.used = list(self.recording.used_memory)
         self.ecc = [0] * len(self.server.devices)

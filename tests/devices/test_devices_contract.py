@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from devices.fake_pynvml import FakeNvml
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_daemon.cores import declared_cores
 from ganger_daemon.devices.choose import choose_devices
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
@@ -71,7 +71,7 @@ def test_groups_are_of_several_known_devices_with_the_innermost_level_first(devi
     levels = [group.level for group in described.groups]
     assert levels == sorted(levels)
     for group in described.groups:
-        assert group.level < Level.NODE
+        assert group.level < LocalityLevel.NODE
         assert group.device_mask.bit_count() > 1
         assert group.device_mask >> described.devices == 0
     assert len({group.device_mask for group in described.groups}) == len(described.groups)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from devices.fake_pynvml import FakeNvml, NVMLError
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_daemon.devices.contract import UNREADABLE, HealthKind
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from kit.waiting import eventually
@@ -49,7 +49,7 @@ def test_devices_are_shown_by_uuid_in_bus_order(devices: NvmlDevices, fake: Fake
 
 def test_an_nvswitch_server_is_one_nvlink_group(devices: NvmlDevices) -> None:
     groups = devices.discover().configuration_set.groups
-    assert [(group.level, group.device_mask) for group in groups] == [(Level.NVLINK, 0xFF)]
+    assert [(group.level, group.device_mask) for group in groups] == [(LocalityLevel.NVLINK, 0xFF)]
 
 
 def test_a_fatal_xid_takes_the_device_out_of_service(devices: NvmlDevices, fake: FakeNvml) -> None:
@@ -124,7 +124,7 @@ def test_a_constant_that_is_a_tuple_is_taken_apart(fake: FakeNvml, monkeypatch: 
     monkeypatch.setattr(FakeNvml, "NVML_P2P_CAPS_INDEX_NVLINK", (2,))
     devices = opened(fake)
     devices.close()
-    assert devices.discover().configuration_set.groups[0].level is Level.NVLINK
+    assert devices.discover().configuration_set.groups[0].level is LocalityLevel.NVLINK
 
 
 def test_a_driver_that_does_not_answer_is_no_driver(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

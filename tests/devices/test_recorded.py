@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_daemon.devices.contract import UNREADABLE, HealthKind
 from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
 
@@ -37,13 +37,16 @@ def test_faults_come_at_their_time_and_stay() -> None:
 
 def test_a_cube_mesh_has_every_nvlink_clique() -> None:
     described = RecordedDevices(read_recording(Path("dgx-1-v100"))).discover().configuration_set
-    nvlink = {group.device_mask for group in described.groups if group.level is Level.NVLINK}
+    nvlink = {group.device_mask for group in described.groups if group.level is LocalityLevel.NVLINK}
     assert nvlink == {0x0F, 0xF0, 0x11, 0x22, 0x44, 0x88}
 
 
 def test_cards_without_nvlink_meet_at_the_socket() -> None:
     described = RecordedDevices(read_recording(Path("l40s-x4"))).discover().configuration_set
-    assert [(group.level, group.device_mask) for group in described.groups] == [(Level.SOCKET, 3), (Level.SOCKET, 12)]
+    assert [(group.level, group.device_mask) for group in described.groups] == [
+        (LocalityLevel.SOCKET, 3),
+        (LocalityLevel.SOCKET, 12),
+    ]
     assert described.device_type == "l40s"
 
 

@@ -13,7 +13,7 @@ from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.devices.contract import Devices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.workers.desired import LocalPart
 from ganger_daemon.workers.processes import ProcessId
 
@@ -35,9 +35,9 @@ def nvml(fake: FakeNvml) -> Iterator[NvmlDevices]:
     made.close()
 
 
-def host_of(devices: Devices) -> Host:
+def host_of(devices: Devices) -> NodeContext:
     cgroups = SimpleNamespace(unreclaimable_bytes=lambda group: 0)
-    return cast(Host, SimpleNamespace(devices=devices, inventory=devices.discover(), cgroups=cgroups))
+    return cast(NodeContext, SimpleNamespace(devices=devices, inventory=devices.discover(), cgroups=cgroups))
 
 
 def watch(devices: Devices) -> MemoryWatch:

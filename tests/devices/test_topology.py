@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.values import ConfigurationSet, Level
+from ganger.resources.values import ConfigurationSet, LocalityLevel
 from ganger_daemon.devices.topology import device_type_of, groups_of, named
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-LEVELS = st.sampled_from([Level.NVLINK, Level.SWITCH, Level.SOCKET, Level.NODE])
+LEVELS = st.sampled_from([LocalityLevel.NVLINK, LocalityLevel.SWITCH, LocalityLevel.SOCKET, LocalityLevel.NODE])
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,14 @@ def test_sets_that_differ_have_names_that_differ() -> None:
 
 @given(st.integers(0, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(LEVELS, min_size=n * n, max_size=n * n))))
 def test_two_devices_share_a_group_of_a_level_exactly_when_their_path_is_that_good(
-    drawn: tuple[int, list[Level]],
+    drawn: tuple[int, list[LocalityLevel]],
 ) -> None:
     count, flat = drawn
     levels = {(a, b): flat[a * count + b] for a in range(count) for b in range(a + 1, count)}
     groups = groups_of(levels, count)
     for (a, b), path in levels.items():
         best = min(
-            (group.level for group in groups if group.device_mask >> a & group.device_mask >> b & 1), default=Level.NODE
+            (group.level for group in groups if group.device_mask >> a & group.device_mask >> b & 1),
+            default=LocalityLevel.NODE,
         )
         assert best == path

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec, anonymous_bytes_of, parse_topology
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,14 +18,17 @@ def test_two_by_two_is_two_sockets_of_two() -> None:
     found = VirtualDevices(VirtualSpec(4, "2x2", 8, 2**34)).discover()
     described = found.configuration_set
     assert [socket.device_mask for socket in described.sockets] == [0b0011, 0b1100]
-    assert [(group.level, group.device_mask) for group in described.groups] == [(Level.SOCKET, 3), (Level.SOCKET, 12)]
+    assert [(group.level, group.device_mask) for group in described.groups] == [
+        (LocalityLevel.SOCKET, 3),
+        (LocalityLevel.SOCKET, 12),
+    ]
     assert described.memory_bytes == 2**34
 
 
 def test_a_third_figure_declares_switches() -> None:
     described = VirtualDevices(VirtualSpec(8, "2x2x2", 8, 2**34)).discover().configuration_set
-    assert [group.device_mask for group in described.groups if group.level is Level.SWITCH] == [3, 12, 48, 192]
-    assert [group.device_mask for group in described.groups if group.level is Level.SOCKET] == [15, 240]
+    assert [group.device_mask for group in described.groups if group.level is LocalityLevel.SWITCH] == [3, 12, 48, 192]
+    assert [group.device_mask for group in described.groups if group.level is LocalityLevel.SOCKET] == [15, 240]
 
 
 def test_cores_that_outnumber_the_cpus_are_reported_as_shared() -> None:

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ganger.injob.boundary import Decision, Point, stop_step
+from ganger.injob.boundary import BoundaryDecision, RankPoint, stop_step
 
-Rule = Callable[[Sequence[Point], int], Decision]
+Rule = Callable[[Sequence[RankPoint], int], BoundaryDecision]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rank:
     ack_step: int = 0
     done: bool = False
     order: int = 0  # orders received
-    agreed: dict[int, Decision] = field(default_factory=dict)
+    agreed: dict[int, BoundaryDecision] = field(default_factory=dict)
     holds: int = 0  # number of the stop it stands at
 
 
@@ -168,12 +168,12 @@ class Gang:
     def _stop_of(self, rank: Rank) -> int:
         return rank.order if rank.order and self.setting.orders[rank.order - 1] else 0
 
-    def _points(self, number: int, stop: int) -> list[Point]:
+    def _points(self, number: int, stop: int) -> list[RankPoint]:
         mirrors = self.mirrors[self.setting.nodes[number]]
         points = []
         for other in range(len(self.ranks)):
             step, ack_seq, ack_step, done = mirrors.get(other) or self._snapshot(other)
-            points.append(Point(step, ack_step if ack_seq == stop else None, done))
+            points.append(RankPoint(step, ack_step if ack_seq == stop else None, done))
         return points
 
     def _snapshot(self, number: int) -> Snapshot:
@@ -208,13 +208,13 @@ class Gang:
         raise DeadlockError(f"nobody can move: {self.ranks}")
 
 
-def fixed_allowance(points: Sequence[Point], rank: int) -> Decision:
+def fixed_allowance(points: Sequence[RankPoint], rank: int) -> BoundaryDecision:
     """The rule that does not work: an acknowledged rank may always make one further step, never more."""
     own = points[rank].ack
     step = stop_step(points)
     finished = any(point.done for point in points)
     assert own is not None
-    return Decision(own + 1 if step is None else step, step, finished)
+    return BoundaryDecision(own + 1 if step is None else step, step, finished)
 
 
 class LeaderGang(Gang):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.injob.boundary import Decision, Point, decide, has_ended, stop_step
+from ganger.injob.boundary import BoundaryDecision, RankPoint, decide, has_ended, stop_step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injob.gang_model import DeadlockError, Gang, LeaderGang, OverrunError, Setting, fixed_allowance
@@ -12,34 +12,52 @@ from injob.gang_model import DeadlockError, Gang, LeaderGang, OverrunError, Sett
 @pytest.mark.parametrize(
     ("points", "expected"),
     [
-        pytest.param([Point(5, 5)], Decision(5, 5, False), id="alone, a rank stops where it is"),
-        pytest.param([Point(5, 5), Point(6, 6)], Decision(7, 7, False), id="all acknowledged: one past the furthest"),
-        pytest.param([Point(5, 5), Point(5, None)], Decision(6, None, False), id="undecided: one step of allowance"),
-        pytest.param([Point(6, 5), Point(9, None)], Decision(10, None, False), id="the limit follows the open rank"),
-        pytest.param([Point(9, 9), Point(4, None)], Decision(10, None, False), id="never below the own ack + 1"),
-        pytest.param([Point(9, 9), Point(10, None, True)], Decision(11, 11, True), id="the other has ended"),
-        pytest.param([Point(9, 9), Point(10, 9, True)], Decision(10, 10, False), id="ended at the stop itself"),
+        pytest.param([RankPoint(5, 5)], BoundaryDecision(5, 5, False), id="alone, a rank stops where it is"),
         pytest.param(
-            [Point(9, 9), Point(9, None), Point(10, None, True)],
-            Decision(10, None, True),
+            [RankPoint(5, 5), RankPoint(6, 6)],
+            BoundaryDecision(7, 7, False),
+            id="all acknowledged: one past the furthest",
+        ),
+        pytest.param(
+            [RankPoint(5, 5), RankPoint(5, None)],
+            BoundaryDecision(6, None, False),
+            id="undecided: one step of allowance",
+        ),
+        pytest.param(
+            [RankPoint(6, 5), RankPoint(9, None)],
+            BoundaryDecision(10, None, False),
+            id="the limit follows the open rank",
+        ),
+        pytest.param(
+            [RankPoint(9, 9), RankPoint(4, None)], BoundaryDecision(10, None, False), id="never below the own ack + 1"
+        ),
+        pytest.param(
+            [RankPoint(9, 9), RankPoint(10, None, True)], BoundaryDecision(11, 11, True), id="the other has ended"
+        ),
+        pytest.param(
+            [RankPoint(9, 9), RankPoint(10, 9, True)], BoundaryDecision(10, 10, False), id="ended at the stop itself"
+        ),
+        pytest.param(
+            [RankPoint(9, 9), RankPoint(9, None), RankPoint(10, None, True)],
+            BoundaryDecision(10, None, True),
             id="one has ended, so nobody will stop, acknowledged or not",
         ),
-        pytest.param([Point(20, None, True)], Decision(20, 20, True), id="alone and ended"),
+        pytest.param([RankPoint(20, None, True)], BoundaryDecision(20, 20, True), id="alone and ended"),
     ],
 )
-def test_decision(points: list[Point], expected: Decision) -> None:
+def test_decision(points: list[RankPoint], expected: BoundaryDecision) -> None:
     assert decide(points, 0) == expected
 
 
 def test_rank_that_has_not_acknowledged_may_not_ask() -> None:
     with pytest.raises(ValueError, match="acknowledge before"):
-        decide([Point(5, None), Point(5, 5)], 0)
+        decide([RankPoint(5, None), RankPoint(5, 5)], 0)
 
 
 def test_gang_has_ended_only_when_all_points_are_in() -> None:
-    assert not has_ended([Point(10, None, True), Point(9, None)])
-    assert has_ended([Point(10, None, True), Point(9, 9)])
-    assert stop_step([Point(9, 9), Point(9, None)]) is None
+    assert not has_ended([RankPoint(10, None, True), RankPoint(9, None)])
+    assert has_ended([RankPoint(10, None, True), RankPoint(9, 9)])
+    assert stop_step([RankPoint(9, 9), RankPoint(9, None)]) is None
 
 
 @st.composite

@@ -24,13 +24,13 @@ from ganger.injob.page import (
     EXIT_NO_STATE,
     EXIT_YIELDED,
     Error,
-    Level,
-    Order,
     Page,
     PageError,
-    Phase,
+    PageOrderKind,
+    PageParkLevel,
+    PagePhase,
+    PageState,
     RawPoint,
-    State,
     Word,
     now_ns,
 )
@@ -45,7 +45,7 @@ CLIENT = str(Path(__file__).parents[2] / "client")
 @pytest.fixture
 def page(tmp_path: Path) -> Page:
     page = Page.create(page_path(str(tmp_path), 0), epoch=1, rank=0, world=1)
-    page.write_order(1, Order.RUN)
+    page.write_order(1, PageOrderKind.RUN)
     return page
 
 
@@ -68,12 +68,12 @@ def _within(condition: Callable[[], object], what: str) -> None:
 
 def test_boundary_counts_and_tells_the_time(page: Page, control: Control) -> None:
     control.start(40)
-    assert (page.progress().step, page.progress().restored_step, page.progress().phase) == (40, 40, Phase.START)
+    assert (page.progress().step, page.progress().restored_step, page.progress().phase) == (40, 40, PagePhase.START)
     before = now_ns()
     control.boundary()
     control.boundary()
     progress = page.progress()
-    assert (progress.step, progress.phase, progress.state) == (42, Phase.TRAINING, State.RUNNING)
+    assert (progress.step, progress.phase, progress.state) == (42, PagePhase.TRAINING, PageState.RUNNING)
     assert before <= progress.first_step_time_ns <= progress.step_time_ns <= now_ns()
     assert progress.reached_seq == 1
     assert control.step == 42
@@ -98,17 +98,17 @@ def test_boundary_costs_less_than_half_a_microsecond_over_an_empty_call(page: Pa
 def test_alone_a_rank_pauses_at_its_own_boundary_and_goes_on(page: Page, control: Control) -> None:
     control.start(0)
     control.boundary()
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
 
     def daemon() -> None:
         _within(lambda: page.progress().reached_seq == 2, "the pause")
-        assert (page.progress().state, page.progress().reached_step) == (State.PAUSED, 2)
-        page.write_order(3, Order.RUN)
+        assert (page.progress().state, page.progress().reached_step) == (PageState.PAUSED, 2)
+        page.write_order(3, PageOrderKind.RUN)
 
     thread = _meanwhile(daemon)
     control.boundary()
     thread.join()
-    assert (control.step, page.progress().reached_seq, page.progress().state) == (2, 3, State.RUNNING)
+    assert (control.step, page.progress().reached_seq, page.progress().state) == (2, 3, PageState.RUNNING)
     assert page.progress().first_step_time_ns == 0
     control.boundary()
     assert page.progress().first_step_time_ns > 0
@@ -136,17 +136,17 @@ def test_levels_deepen_during_one_stop_and_run_restores(page: Page, control: Con
 
     def daemon() -> None:
         for seq, level, state in (
-            (2, Level.PAUSE, State.PAUSED),
-            (3, Level.OFFLOAD, State.OFFLOADED),
-            (4, Level.HAND_OVER, State.HANDED_OVER),
+            (2, PageParkLevel.PAUSE, PageState.PAUSED),
+            (3, PageParkLevel.OFFLOAD, PageState.OFFLOADED),
+            (4, PageParkLevel.HAND_OVER, PageState.HANDED_OVER),
         ):
-            page.write_order(seq, Order.STOP, stop_seq=2, level=level)
+            page.write_order(seq, PageOrderKind.STOP, stop_seq=2, level=level)
             _within(lambda seq=seq: page.progress().reached_seq == seq, f"order {seq}")
             assert page.progress().state == state
         assert page.progress().offloaded_bytes == 4096
-        page.write_order(5, Order.RUN)
+        page.write_order(5, PageOrderKind.RUN)
 
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
     thread = _meanwhile(daemon)
     control.boundary()
     thread.join()
@@ -155,13 +155,13 @@ def test_levels_deepen_during_one_stop_and_run_restores(page: Page, control: Con
 
 def test_level_nobody_can_offer_is_reported_and_the_rank_stays(page: Page, control: Control, tmp_path: Path) -> None:
     control.start(0)
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.OFFLOAD)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.OFFLOAD)
 
     def daemon() -> None:
         _within(lambda: page.progress().error == Error.STATE_UNSAVEABLE, "the error")
-        _within(lambda: page.progress().state == State.PAUSED, "the pause")
+        _within(lambda: page.progress().state == PageState.PAUSED, "the pause")
         assert page.progress().reached_seq == 1
-        page.write_order(3, Order.RUN)
+        page.write_order(3, PageOrderKind.RUN)
 
     thread = _meanwhile(daemon)
     control.boundary()
@@ -178,9 +178,9 @@ def test_full_storage_is_named_as_such_and_training_goes_on(page: Page, control:
     control.handlers = Handlers(on_checkpoint=fail)
     control.start(0)
     page.request_checkpoint(1)
-    page.write_order(2, Order.RUN)
+    page.write_order(2, PageOrderKind.RUN)
     control.boundary()
-    assert (page.progress().error, page.progress().state) == (Error.STORAGE_FULL, State.RUNNING)
+    assert (page.progress().error, page.progress().state) == (Error.STORAGE_FULL, PageState.RUNNING)
     control.boundary()
     assert control.step == 2
 
@@ -192,21 +192,21 @@ def test_a_rank_that_saved_for_good_stays_until_its_checkpoint_is_published_and_
     control.handlers = Handlers(on_checkpoint=lambda request: saved.append(request.step))
     control.start(0)
     control.boundary()
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT)
 
     def daemon() -> None:
         _within(lambda: page.progress().reached_seq == 2, "the shard")
-        assert (page.progress().state, page.progress().checkpoint_step) == (State.PAUSED, 2)
+        assert (page.progress().state, page.progress().checkpoint_step) == (PageState.PAUSED, 2)
         # another rank's storage was full: asked again it need not write again, and running is always possible
-        page.write_order(3, Order.STOP, stop_seq=2, level=Level.CHECKPOINT)
+        page.write_order(3, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT)
         _within(lambda: page.progress().reached_seq == 3, "the same shard")
         page.let_leave(2)
-        page.write_order(4, Order.RUN)
+        page.write_order(4, PageOrderKind.RUN)
 
     thread = _meanwhile(daemon)
     control.boundary()
     thread.join()
-    assert (control.step, page.progress().state, saved) == (2, State.RUNNING, [2])
+    assert (control.step, page.progress().state, saved) == (2, PageState.RUNNING, [2])
 
 
 def test_checkpoint_request_is_served_once_and_training_goes_on(page: Page, control: Control) -> None:
@@ -220,7 +220,7 @@ def test_checkpoint_request_is_served_once_and_training_goes_on(page: Page, cont
     control.start(0)
     seq = page.request_checkpoint(1)
     for _ in range(3):
-        page.write_order(page.read_order().seq + 1, Order.RUN)
+        page.write_order(page.read_order().seq + 1, PageOrderKind.RUN)
         control.boundary()
     assert [(request.seq, request.step, request.exiting) for request in saved] == [(seq, 1, False)]
     assert (page.progress().checkpoint_done, page.progress().checkpoint_step) == (seq, 1)
@@ -237,27 +237,27 @@ def test_a_checkpoint_request_that_fails_is_reported_by_its_number(page: Page, c
     first = page.request_checkpoint(1)
     control.boundary()
     assert (page.progress().checkpoint_failed, page.progress().checkpoint_done) == (first, 0)
-    assert (page.progress().error, page.progress().state) == (Error.STORAGE_FULL, State.RUNNING)
+    assert (page.progress().error, page.progress().state) == (Error.STORAGE_FULL, PageState.RUNNING)
     second = page.request_checkpoint(2)
-    page.write_order(page.read_order().seq + 1, Order.RUN)
+    page.write_order(page.read_order().seq + 1, PageOrderKind.RUN)
     control.boundary()
     assert (page.progress().checkpoint_failed, page.progress().checkpoint_done) == (first, second)
 
 
 def test_destination_of_a_move_is_ready_and_waits_for_run(tmp_path: Path) -> None:
     page = Page.create(page_path(str(tmp_path), 0), epoch=2, rank=0, world=1)
-    page.write_order(1, Order.WAIT)
+    page.write_order(1, PageOrderKind.WAIT)
     control = Control(Page.open(page.path))
 
     def daemon() -> None:
-        _within(lambda: page.progress().state == State.READY, "readiness")
+        _within(lambda: page.progress().state == PageState.READY, "readiness")
         assert (page.progress().reached_seq, page.progress().reached_step) == (1, 17)
-        page.write_order(2, Order.RUN)
+        page.write_order(2, PageOrderKind.RUN)
 
     thread = _meanwhile(daemon)
     control.start(17)
     thread.join()
-    assert (control.step, page.progress().state) == (17, State.RUNNING)
+    assert (control.step, page.progress().state) == (17, PageState.RUNNING)
     control.close()
 
 
@@ -265,13 +265,13 @@ def test_rank_without_a_lease_waits_at_its_boundary_until_it_has_one(page: Page,
     page.extend_lease(now_ns() - 1)
 
     def daemon() -> None:
-        _within(lambda: page.progress().state == State.WAITING or page.progress().reached_seq == 1, "the wait")
+        _within(lambda: page.progress().state == PageState.WAITING or page.progress().reached_seq == 1, "the wait")
         page.extend_lease(now_ns() + 60_000_000_000)
 
     thread = _meanwhile(daemon)
     control.start(3)
     thread.join()
-    page.write_order(2, Order.RUN)
+    page.write_order(2, PageOrderKind.RUN)
     control.boundary()
     assert control.step == 4
 
@@ -290,7 +290,7 @@ def test_the_number_of_threads_that_a_rank_was_launched_with_is_not_applied_over
     tmp_path: Path,
 ) -> None:
     page = Page.create(page_path(str(tmp_path), 0), epoch=1, rank=0, world=1, threads=4)
-    page.write_order(1, Order.RUN)
+    page.write_order(1, PageOrderKind.RUN)
     control, asked = Control(page), []
     control.handlers = Handlers(on_retune=lambda threads, workers: asked.append(threads))
     control.start(0)
@@ -306,17 +306,17 @@ def test_newer_stop_further_on_restores_before_it_steps(tmp_path: Path) -> None:
     control = Control(Page.open(pages[0].path))
     told = []
     control.handlers = Handlers(on_offload=lambda _: 1, on_restore=lambda _: told.append(control.step))
-    pages[0].write_order(1, Order.STOP, stop_seq=1, level=Level.OFFLOAD)
+    pages[0].write_order(1, PageOrderKind.STOP, stop_seq=1, level=PageParkLevel.OFFLOAD)
     pages[1].mirror(RawPoint(4, 1, 4, False))
 
     def daemon() -> None:
-        _within(lambda: pages[0].progress().state == State.OFFLOADED, "the offload")
+        _within(lambda: pages[0].progress().state == PageState.OFFLOADED, "the offload")
         # The RUN in between never reached this rank; the other one has gone on to step 7 meanwhile.
         pages[1].mirror(RawPoint(7, 3, 7, False))
-        pages[0].write_order(3, Order.STOP, stop_seq=3, level=Level.PAUSE)
+        pages[0].write_order(3, PageOrderKind.STOP, stop_seq=3, level=PageParkLevel.PAUSE)
         _within(lambda: pages[0].progress().reached_seq == 3, "the newer stop")
         assert pages[0].progress().reached_step == 8
-        pages[0].write_order(4, Order.RUN)
+        pages[0].write_order(4, PageOrderKind.RUN)
 
     control.start(4)
     thread = _meanwhile(daemon)
@@ -339,13 +339,13 @@ def _parked_with_a_state_that_fails(page: Page, control: Control, failures: int)
 
     control.handlers = Handlers(on_offload=lambda _: 1, on_restore=restore)
     control.start(0)
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.OFFLOAD)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.OFFLOAD)
     return attempts
 
 
 def _run_when_offloaded(page: Page) -> None:
-    _within(lambda: page.progress().state == State.OFFLOADED, "the offload")
-    page.write_order(3, Order.RUN)
+    _within(lambda: page.progress().state == PageState.OFFLOADED, "the offload")
+    page.write_order(3, PageOrderKind.RUN)
 
 
 def test_a_state_that_does_not_come_back_is_tried_again(
@@ -358,7 +358,7 @@ def test_a_state_that_does_not_come_back_is_tried_again(
     control.boundary()
     thread.join()
     assert attempts == [1, 1, 1]
-    assert (control.step, page.progress().state) == (2, State.RUNNING)
+    assert (control.step, page.progress().state) == (2, PageState.RUNNING)
 
 
 def test_a_rank_whose_state_never_comes_back_ends(
@@ -393,13 +393,13 @@ def test_forked_process_touches_nothing(page: Page, control: Control) -> None:
     boundary = control.boundary
     pid = os.fork()
     if pid == 0:
-        page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+        page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
         boundary()
         boundary()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert page.progress().step == 1
-    page.write_order(3, Order.RUN)
+    page.write_order(3, PageOrderKind.RUN)
 
 
 def test_outside_ganger_there_is_no_control(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,12 +548,12 @@ def test_who_rests_looks_at_nothing_until_its_daemon_says_that_there_is_somethin
         control.hello(1)
         connection, _ = listener.accept()
     control.start(0)
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
     over: list[int] = []
 
     def daemon() -> None:
         _within(lambda: page.progress().reached_seq == 2, "the pause")
-        page.write_order(3, Order.RUN)
+        page.write_order(3, PageOrderKind.RUN)
         over.append(page.progress().reached_seq)
         connection.send(b"{}")
 
@@ -562,12 +562,12 @@ def test_who_rests_looks_at_nothing_until_its_daemon_says_that_there_is_somethin
     thread.join()
     assert over == [2]
     assert page.progress().reached_seq == 3
-    page.write_order(4, Order.STOP, stop_seq=4, level=Level.PAUSE)
+    page.write_order(4, PageOrderKind.STOP, stop_seq=4, level=PageParkLevel.PAUSE)
 
     def dying_daemon() -> None:
         _within(lambda: page.progress().reached_seq == 4, "the pause")
         connection.close()
-        page.write_order(5, Order.RUN)
+        page.write_order(5, PageOrderKind.RUN)
 
     # who has no daemon left to tell it looks by itself
     thread = _meanwhile(dying_daemon)
@@ -596,7 +596,7 @@ class _Gang:
                 if self.homes[rank] != home:
                     mirror = Page.create(page_path(str(home), rank), epoch=1, rank=rank, world=world)
                     self.mirrors.append((self.own[rank], mirror))
-        self.order(1, Order.RUN)
+        self.order(1, PageOrderKind.RUN)
         self.stopping = threading.Event()
         self.relay = threading.Thread(target=self._relay)
         self.relay.start()
@@ -669,19 +669,19 @@ def test_gang_stops_at_the_same_step_every_time(
             gang.all(lambda page, target=target: page.progress().step >= target, "steps")
             seq += 1
             stop = seq
-            level = draw.choice([Level.PAUSE, Level.OFFLOAD])
-            gang.order(stop, Order.STOP, stop_seq=stop, level=level)
+            level = draw.choice([PageParkLevel.PAUSE, PageParkLevel.OFFLOAD])
+            gang.order(stop, PageOrderKind.STOP, stop_seq=stop, level=level)
             if draw.random() < 0.3:
                 # RUN cancels a stop at any time, agreed or not.
                 seq += 1
-                gang.order(seq, Order.RUN)
+                gang.order(seq, PageOrderKind.RUN)
                 continue
             gang.all(lambda page, stop=stop: page.progress().reached_seq == stop, f"stop {stop}")
             assert len({(page.progress().reached_step, page.progress().step) for page in gang.own}) == 1
             seq += 1
-            gang.order(seq, Order.RUN)
+            gang.order(seq, PageOrderKind.RUN)
         stop = seq + 1
-        gang.order(stop, Order.STOP, stop_seq=stop, level=Level.CHECKPOINT)
+        gang.order(stop, PageOrderKind.STOP, stop_seq=stop, level=PageParkLevel.CHECKPOINT)
         gang.publish(stop)
         assert gang.end() == [EXIT_YIELDED] * world
         assert len({page.progress().checkpoint_step for page in gang.own}) == 1
@@ -705,12 +705,12 @@ def test_checkpoints_and_stops_that_cross_leave_no_rank_behind(tmp_path: Path) -
                 assert len({page.progress().checkpoint_step for page in gang.own}) == 1
             seq += 1
             stop = seq
-            gang.order(stop, Order.STOP, stop_seq=stop, level=Level.PAUSE)
+            gang.order(stop, PageOrderKind.STOP, stop_seq=stop, level=PageParkLevel.PAUSE)
             gang.all(lambda page, stop=stop: page.progress().reached_seq == stop, f"stop {stop}")
             assert len({page.progress().reached_step for page in gang.own}) == 1
             seq += 1
-            gang.order(seq, Order.RUN)
-        gang.order(seq + 1, Order.STOP, stop_seq=seq + 1, level=Level.CHECKPOINT)
+            gang.order(seq, PageOrderKind.RUN)
+        gang.order(seq + 1, PageOrderKind.STOP, stop_seq=seq + 1, level=PageParkLevel.CHECKPOINT)
         gang.publish(seq + 1)
         assert gang.end() == [EXIT_YIELDED] * 4
     finally:
@@ -720,8 +720,8 @@ def test_checkpoints_and_stops_that_cross_leave_no_rank_behind(tmp_path: Path) -
 def test_stop_that_comes_at_the_end_of_training_ends_as_finished(tmp_path: Path) -> None:
     gang = _Gang(tmp_path, 2, False, 4, 0, 30)
     try:
-        gang.all(lambda page: page.progress().step >= 30 or page.progress().phase == Phase.DONE, "the last steps")
-        gang.order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+        gang.all(lambda page: page.progress().step >= 30 or page.progress().phase == PagePhase.DONE, "the last steps")
+        gang.order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
         assert gang.end() == [0, 0]
         points = GangPages(str(gang.homes[0]), 2).points(2)
         assert points is not None
@@ -734,8 +734,8 @@ def test_fenced_rank_leaves_with_its_own_code_even_while_it_waits(tmp_path: Path
     gang = _Gang(tmp_path, 2, False, 4, 0, 100_000)
     try:
         gang.all(lambda page: page.progress().step > 3, "steps")
-        gang.order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
-        gang.all(lambda page: page.progress().state == State.PAUSED, "the pause")
+        gang.order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
+        gang.all(lambda page: page.progress().state == PageState.PAUSED, "the pause")
         for page in gang.own:
             page.fence()
         assert gang.end() == [EXIT_FENCED] * 2
@@ -751,8 +751,8 @@ def test_rank_killed_in_mid_agreement_leaves_the_others_waiting_not_past_the_lim
         gang.processes[1].kill()
         gang.processes[1].wait()
         ended = gang.own[1].progress().step
-        gang.order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
-        _within(lambda: survivor.progress().state == State.WAITING, "the survivor's wait")
+        gang.order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
+        _within(lambda: survivor.progress().state == PageState.WAITING, "the survivor's wait")
         assert survivor.progress().step <= max(survivor.progress().ack_step, ended) + 1
         assert survivor.progress().reached_seq == 1
     finally:

@@ -25,7 +25,7 @@ from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.launcher.starter import begin, make_starter
-from ganger.injob.page import Opaque, Order, Page, Word, now_ns, page_path
+from ganger.injob.page import Opaque, Page, PageOrderKind, Word, now_ns, page_path
 from ganger.injob.processes import start_ticks
 from kit.waiting import eventually
 
@@ -62,7 +62,7 @@ class Place:
         directory = self.directory / f"job-{number}"
         (directory / "orders").mkdir(parents=True)
         page = Page.create(page_path(str(directory), 0), epoch=1, rank=0, world=1)
-        page.write_order(1, Order.RUN)
+        page.write_order(1, PageOrderKind.RUN)
         environment = rank_environment(
             base={**_environment(), **(base or {})},
             page=page.path,

@@ -9,7 +9,7 @@ from pathlib import Path
 import ganger
 import pytest
 from ganger.injob import metrics
-from ganger.injob.metrics import Metric, checked
+from ganger.injob.metrics import ReportedMetric, checked
 from ganger.injob.page import Page, Word, page_path
 from ganger.injob.words import METRICS_FIRST
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_the_newest_value_of_each_name_is_read_with_its_step(page: Page) -> None
     metrics.write(page, {"accuracy": 0.5, "epoch": 1.0})
     page.set(Word.STEP, 9)
     metrics.write(page, {"accuracy": 0.75})
-    assert metrics.read(page) == (Metric("accuracy", 0.75, 9), Metric("epoch", 1.0, 0))
+    assert metrics.read(page) == (ReportedMetric("accuracy", 0.75, 9), ReportedMetric("epoch", 1.0, 0))
 
 
 def test_a_ninth_name_is_a_mistake_of_the_script_and_the_others_stand(page: Page) -> None:
@@ -73,7 +73,7 @@ def test_a_report_goes_to_the_page_of_this_process_and_to_nobody_elses(
     assert metrics.read(page) == ()
     page.set(Word.PID, os.getpid())
     metrics.report(accuracy=0.3)
-    assert metrics.read(page) == (Metric("accuracy", 0.3, 0),)
+    assert metrics.read(page) == (ReportedMetric("accuracy", 0.3, 0),)
     monkeypatch.setenv("GANGER_PAGE", "/no/such/page")
     metrics.report(accuracy=0.4)
 

@@ -19,21 +19,21 @@ for module in pkgutil.walk_packages(ganger.injob.__path__, "ganger.injob."):
     if not module.name.endswith("__main__"):
         __import__(module.name)
 from ganger.injob.control import Control
-from ganger.injob.page import Level, Order, Page, Word
+from ganger.injob.page import PageParkLevel, PageOrderKind, Page, Word
 with tempfile.TemporaryDirectory() as directory:
     page = Page.create(os.path.join(directory, "rank-0.page"), epoch=1, rank=0, world=1)
-    page.write_order(1, Order.RUN)
+    page.write_order(1, PageOrderKind.RUN)
     control = Control(Page.open(page.path), job_dir=directory)
     control.start()
     control.boundary()
-    page.write_order(2, Order.STOP, stop_seq=2, level=Level.PAUSE)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
     import threading, time
     trains = threading.Thread(target=control.boundary)
     trains.start()
     while page.get(Word.REACHED_SEQ) != 2:
         assert trains.is_alive()
         time.sleep(0.001)
-    page.write_order(3, Order.RUN)
+    page.write_order(3, PageOrderKind.RUN)
     trains.join()
     assert page.progress().step == page.get(Word.REACHED_STEP) == 2
     control.close()

@@ -9,21 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ganger.injob.boundary import Point
+from ganger.injob.boundary import RankPoint
 from ganger.injob.page import (
     CHECKPOINT_BIT,
     MAGIC,
     PAGE_BYTES,
     VERSION,
-    Level,
-    Order,
     Page,
     PageError,
     PageMismatchError,
     PageOrder,
-    Phase,
+    PageOrderKind,
+    PageParkLevel,
+    PagePhase,
+    PageState,
     RawPoint,
-    State,
     Word,
 )
 from ganger.injob.pages import GangPages, page_path
@@ -135,22 +135,22 @@ def test_file_that_is_no_page_is_refused(tmp_path: Path) -> None:
 
 
 def test_order_is_read_as_written_and_numbers_only_rise(page: Page) -> None:
-    page.write_order(3, Order.STOP, stop_seq=3, level=Level.OFFLOAD, deadline_ns=99)
-    assert page.read_order() == PageOrder(3, Order.STOP, 3, Level.OFFLOAD, 99)
-    page.write_order(3, Order.STOP, stop_seq=3, level=Level.OFFLOAD, deadline_ns=99)
+    page.write_order(3, PageOrderKind.STOP, stop_seq=3, level=PageParkLevel.OFFLOAD, deadline_ns=99)
+    assert page.read_order() == PageOrder(3, PageOrderKind.STOP, 3, PageParkLevel.OFFLOAD, 99)
+    page.write_order(3, PageOrderKind.STOP, stop_seq=3, level=PageParkLevel.OFFLOAD, deadline_ns=99)
     with pytest.raises(ValueError, match="numbers only rise"):
-        page.write_order(2, Order.RUN)
+        page.write_order(2, PageOrderKind.RUN)
     with pytest.raises(ValueError, match="stop sequence"):
-        page.write_order(4, Order.RUN, stop_seq=3)
+        page.write_order(4, PageOrderKind.RUN, stop_seq=3)
     with pytest.raises(ValueError, match="stop sequence"):
-        page.write_order(4, Order.STOP)
+        page.write_order(4, PageOrderKind.STOP)
 
 
 def test_order_cut_off_in_the_middle_reads_as_none_and_is_written_again(page: Page) -> None:
-    page.write_order(3, Order.RUN)
+    page.write_order(3, PageOrderKind.RUN)
     page.set(Word.ORDER_SEQ, 0)
     assert page.read_order().seq == 0
-    page.write_order(3, Order.RUN)
+    page.write_order(3, PageOrderKind.RUN)
     assert page.read_order().seq == 3
 
 
@@ -165,8 +165,8 @@ def test_fence_ends_the_lease_for_good(page: Page) -> None:
 def test_checkpoint_request_never_looks_like_a_stop(page: Page) -> None:
     seq = page.request_checkpoint(3)
     page.publish_ack(3, 40)
-    assert page.point(seq) == Point(0, None)
-    assert page.point(3) == Point(0, 40)
+    assert page.point(seq) == RankPoint(0, None)
+    assert page.point(3) == RankPoint(0, 40)
     assert seq == 3 | CHECKPOINT_BIT
 
 
@@ -175,7 +175,7 @@ def test_mirror_follows_and_never_goes_back(page: Page) -> None:
     page.mirror(RawPoint(4, 0, 0, False))
     assert page.raw_point() == RawPoint(5, 2, 5, False)
     page.mirror(RawPoint(6, 2, 5, True))
-    assert page.point(2) == Point(6, 5, True)
+    assert page.point(2) == RankPoint(6, 5, True)
 
 
 def test_word_that_does_not_fit_is_refused(page: Page) -> None:
@@ -194,8 +194,8 @@ def test_whatever_a_job_scribbles_reads_as_harmless_numbers(
         file.write(content)
     progress = page.progress()
     assert 0 <= progress.step < 1 << 62
-    assert Phase.START <= progress.phase <= Phase.DONE
-    assert State.INIT <= progress.state <= State.EXITING
+    assert PagePhase.START <= progress.phase <= PagePhase.DONE
+    assert PageState.INIT <= progress.state <= PageState.EXITING
     assert progress.exit_code is None or 0 <= progress.exit_code <= 255
     assert math.isnan(progress.loss) or isinstance(progress.loss, float)
     assert 0 <= page.raw_point().step < 1 << 62
@@ -209,7 +209,7 @@ def test_gang_waits_for_pages_that_are_not_there_yet(page: Page) -> None:
     other = Page.create(page_path(directory, 1), epoch=7, rank=1, world=2)
     other.publish_ack(1, 9)
     other.set(Word.STEP, 9)
-    assert pages.points(1) == (Point(0, None), Point(9, 9))
+    assert pages.points(1) == (RankPoint(0, None), RankPoint(9, 9))
     pages.close()
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ganger.placement.candidates import places
-from ganger.resources.values import ConfigurationSet, DeviceGroup, GangShape, Level, Locality, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import ConfigurationSet, DeviceGroup, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.resources.view import LoadMode, View
 from hypothesis import strategies as st
 from kit.clusters import GIB, idle_row, server
 from msgspec.structs import replace
 
 _LINKED = replace(
     server("2x2x2", cores=16, device_type="linked"),
-    groups=(DeviceGroup(Level.NVLINK, 0x0F), DeviceGroup(Level.NVLINK, 0xF0)),
+    groups=(DeviceGroup(LocalityLevel.NVLINK, 0x0F), DeviceGroup(LocalityLevel.NVLINK, 0xF0)),
 )
 _PLAIN = ConfigurationSet("plain", memory_bytes=32 * GIB, sockets=server("2x2").sockets)
 _PLAIN = replace(_PLAIN, sockets=tuple(replace(socket, device_mask=0) for socket in _PLAIN.sockets))
@@ -35,7 +35,9 @@ shapes = st.builds(
         max_size=2,
     ).map(tuple),
     device_type=st.sampled_from(["", "", "virtual", "other"]),
-    locality=st.builds(Locality, widest=st.sampled_from([*Level, Level.CLUSTER, Level.CLUSTER])),
+    locality=st.builds(
+        Locality, widest=st.sampled_from([*LocalityLevel, LocalityLevel.CLUSTER, LocalityLevel.CLUSTER])
+    ),
     nodes=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
     arena_bytes_per_device=st.sampled_from([0, GIB]),
     device_memory_bytes=st.sampled_from([0, 0, 3 * GIB, 6 * GIB]),
@@ -46,7 +48,7 @@ shapes = st.builds(
 def views(draw: st.DrawFn) -> View:
     """A few nodes of several kinds, racks and fabrics named or not, some out of service, some with parked gangs, with
     gangs on them."""
-    view = View(SETS, mode=draw(st.sampled_from(Mode)))
+    view = View(SETS, mode=draw(st.sampled_from(LoadMode)))
     for index in range(draw(st.integers(1, 10))):
         of = draw(st.sampled_from(SETS))
         fabric = draw(st.sampled_from(["", "f", "f", "g"]))

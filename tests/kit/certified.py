@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from ganger.certificates import AUTHORITY_KEY, issue, make_authority
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.tls import AUTHORITY, CERTIFICATE
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -23,13 +23,13 @@ class Authority:
         make_authority(self._own)
 
     def issue(
-        self, role: Role | str, name: str, hosts: Sequence[str] | None = None, days: float = 1.0, to: str = ""
+        self, role: CallerRole | str, name: str, hosts: Sequence[str] | None = None, days: float = 1.0, to: str = ""
     ) -> Path:
         """The directory with the new certificate; the one there is if it was issued before."""
         out = self._directory / (to or f"{self.name}-{role}-{name}")
         if not out.exists():
-            identity = Identity(Role(role), name)
-            serves = identity.role in (Role.MASTER, Role.DAEMON)
+            identity = CallerIdentity(CallerRole(role), name)
+            serves = identity.role in (CallerRole.MASTER, CallerRole.DAEMON)
             issue(self._own, identity, (HOSTS if hosts is None else hosts) if serves else (), days, out)
         return out
 
@@ -44,7 +44,7 @@ class Authority:
             extensions.append((value, extension.critical))
         self._replace(directory, before, extensions)
 
-    def issue_with(self, uris: Sequence[str], identity: Identity) -> Path:
+    def issue_with(self, uris: Sequence[str], identity: CallerIdentity) -> Path:
         """That of the identity, but with these URIs in the place of its own."""
         out = self.issue(identity.role, identity.name)
         names = [x509.UniformResourceIdentifier(uri) for uri in uris]

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import (
+    Claim,
+    ConfigurationSet,
+    GangShape,
+    Locality,
+    LocalityLevel,
+    NodeRow,
+    Role,
+    TaskShape,
+)
+from ganger.resources.view import LoadMode, View
 from hypothesis import strategies as st
 
 GIB = 1 << 30
@@ -34,7 +43,9 @@ def idle_row(name: str, of: ConfigurationSet, rack: str = "", fabric: str = "", 
     )
 
 
-def cluster(nodes: int = 4, of: ConfigurationSet | None = None, per_rack: int = 0, mode: Mode = Mode.SPREAD) -> View:
+def cluster(
+    nodes: int = 4, of: ConfigurationSet | None = None, per_rack: int = 0, mode: LoadMode = LoadMode.SPREAD
+) -> View:
     of = of or server()
     view = View([of], mode=mode)
     for index in range(nodes):
@@ -48,8 +59,8 @@ def gang(
     *,
     cores: int = 0,
     gib: int = 0,
-    widest: Level = Level.CLUSTER,
-    wish: Level | None = None,
+    widest: LocalityLevel = LocalityLevel.CLUSTER,
+    wish: LocalityLevel | None = None,
     patience: float = 0.0,
     nodes: int = 0,
     device_type: str = "",
@@ -75,7 +86,10 @@ def gangs() -> st.SearchStrategy[GangShape]:
         memory_bytes=st.sampled_from([0, 0, GIB, 20 * GIB]),
     )
     roles = st.lists(st.builds(Role, st.just("role"), st.integers(1, 6), shapes), min_size=1, max_size=2)
-    localities = st.builds(Locality, widest=st.sampled_from([Level.SOCKET, Level.NODE, Level.RACK, Level.CLUSTER]))
+    localities = st.builds(
+        Locality,
+        widest=st.sampled_from([LocalityLevel.SOCKET, LocalityLevel.NODE, LocalityLevel.RACK, LocalityLevel.CLUSTER]),
+    )
     return st.builds(
         GangShape,
         roles=roles.map(tuple),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ganger.placement.candidates import candidates
 from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 from hypothesis import strategies as st
 from kit.clusters import idle_row, parked, server
 from msgspec.structs import replace
@@ -45,7 +45,7 @@ class History:
             case "park" if name and view.row(name).configuration_set == server().name:
                 view.put(replace(view.row(name), parked_bytes=parked(name, 3, at % 4, 3, 3).parked_bytes, version=0))
             case "mode":
-                view.mode = Mode.PACK if view.mode is Mode.SPREAD else Mode.SPREAD
+                view.mode = LoadMode.PACK if view.mode is LoadMode.SPREAD else LoadMode.SPREAD
 
 
 CHANGES = st.tuples(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.order import JobOrder, next_change_s, ranked
 from ganger_master.policies.selection import selected
 from kit.facts import capacity_of, facts_of
 
@@ -51,7 +51,7 @@ class Life:
         return self.asked.duration_s - self.attained_s
 
 
-def serve(jobs: Sequence[Asked], gpus: int, order: Order, until_s: float = math.inf) -> dict[int, Life]:
+def serve(jobs: Sequence[Asked], gpus: int, order: JobOrder, until_s: float = math.inf) -> dict[int, Life]:
     """By number. Every gang must fit; without `until_s` all jobs end."""
     coming = sorted(jobs, key=lambda job: (job.arrival_s, job.number), reverse=True)
     lives = {job.number: Life(job, since_s=job.arrival_s) for job in jobs}

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from ganger.console.exits import Exit
+from ganger.console.exits import ExitCode
 from ganger.v1 import node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.tls import client_context
 from ganger_master.app import Master
 from ganger_master.config import Config
-from ganger_master.runtime.state_directory import Obstacle, StartError
+from ganger_master.runtime.state_directory import MasterObstacle, StartError
 from ganger_master.store.contract import Problem, StoreError
 from ganger_master.store.memory import MemoryStore
 from kit.certified import Authority
@@ -222,7 +222,7 @@ def test_a_port_in_use_keeps_the_master_from_starting_and_is_named(tmp_path: Pat
             ) as failed:
                 async with serving(tmp_path, metrics=address):
                     pass
-            assert failed.value.obstacle is Obstacle.STATE
+            assert failed.value.obstacle is MasterObstacle.STATE
         async with serving(tmp_path, metrics=address) as served:
             assert served.master.metrics_url == f"http://{address}/metrics"
 
@@ -253,7 +253,7 @@ def test_the_program_says_where_it_serves_them_and_why_it_cannot(tmp_path: Path)
             address = url.removeprefix("http://").removesuffix("/metrics")
             _, said = (second := start("second", address)).communicate(timeout=30)
             assert f"cannot serve metrics on {address}: Address already in use" in said
-            assert (second.returncode, "Traceback" in said) == (Exit.REFUSED, False)
+            assert (second.returncode, "Traceback" in said) == (ExitCode.REFUSED, False)
         finally:
             first.send_signal(signal.SIGTERM)
         assert first.wait(30) == 0

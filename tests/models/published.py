@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ganger_master.models.allreduce import StepPoint
 from ganger_master.models.cpu import CpuPoint
-from ganger_master.models.interference import Pressure, Trial
+from ganger_master.models.interference import ColocationTrial, Pressure
 from ganger_master.models.server_speed import ServerPoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -93,7 +93,7 @@ def step_points() -> dict[tuple[str, str], list[StepPoint]]:
 
 
 @cache
-def lucid_trials() -> tuple[Trial, ...]:
+def lucid_trials() -> tuple[ColocationTrial, ...]:
     """Pairs of jobs on one GPU, measured alone and together."""
     alone = {
         (row["model"], row["dataset"], row["batchsize"], row["amp"]): Pressure(
@@ -102,7 +102,7 @@ def lucid_trials() -> tuple[Trial, ...]:
         for row in rows("profile_lucid_single.csv")
     }
     return tuple(
-        Trial(
+        ColocationTrial(
             tuple(alone[row[f"model{i}"], row[f"dataset{i}"], row[f"batchsize{i}"], row[f"amp{i}"]] for i in (1, 2)),
             (float(row["speed1"]), float(row["speed2"])),
         )

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from ganger_master.models.interference import (
     UNKNOWN_DEVICE,
+    ColocationTrial,
     Contention,
     Pressure,
-    Trial,
     forecast,
     learn,
     shared_speeds,
@@ -23,7 +23,7 @@ GB = 1e9
 pressures = st.lists(st.builds(Pressure, st.floats(0.0, 1.0), st.floats(0.0, 10 * GB)), max_size=5)
 
 
-def mean_error(contention: Contention, trials: tuple[Trial, ...]) -> float:
+def mean_error(contention: Contention, trials: tuple[ColocationTrial, ...]) -> float:
     return float(
         np.mean(
             [
@@ -35,11 +35,11 @@ def mean_error(contention: Contention, trials: tuple[Trial, ...]) -> float:
     )
 
 
-def table_1(utilisation: float, alone: float, packed: float) -> Trial:
+def table_1(utilisation: float, alone: float, packed: float) -> ColocationTrial:
     """The copies are not published; the fewest that could give the gain are taken."""
     gain = packed / alone
     copies = max(2, math.ceil(gain))
-    return Trial((Pressure(utilisation),) * copies, (gain / copies,) * copies)
+    return ColocationTrial((Pressure(utilisation),) * copies, (gain / copies,) * copies)
 
 
 def test_a_few_measured_pairs_make_the_model_as_good_as_the_dossiers_fit_to_all() -> None:
@@ -96,7 +96,7 @@ def test_shared_gpu_of_fine_tuning_jobs_is_learned_from_trials() -> None:
         left, right = (row["app"], row["left_bsz"]), (row["app"], row["right_bsz"])
         if row["app"] == "roberta-base" and left in alone and right in alone:
             speeds = (alone[left] / float(row["left_step_time_s"]), alone[right] / float(row["right_step_time_s"]))
-            trials.append(Trial((Pressure(1.0), Pressure(1.0)), speeds))
+            trials.append(ColocationTrial((Pressure(1.0), Pressure(1.0)), speeds))
     assert len(trials) >= 5
     learned = learn(UNKNOWN_DEVICE, trials[::2])
     assert mean_error(learned, tuple(trials[1::2])) < 0.08
@@ -134,19 +134,19 @@ def test_memory_that_does_not_fit_is_never_promising() -> None:
 
 def test_trials_that_say_nothing_teach_nothing() -> None:
     nothing = [
-        Trial((Pressure(0.5),), (1.0,)),
-        Trial((Pressure(0.5), Pressure(0.5)), (math.nan, 1.0)),
-        Trial((Pressure(0.5), Pressure(0.5)), (0.0, 1.0)),
-        Trial((Pressure(0.0), Pressure(0.5)), (1.0, 1.0)),
-        Trial((Pressure(0.5), Pressure(0.5)), (1.0,)),
+        ColocationTrial((Pressure(0.5),), (1.0,)),
+        ColocationTrial((Pressure(0.5), Pressure(0.5)), (math.nan, 1.0)),
+        ColocationTrial((Pressure(0.5), Pressure(0.5)), (0.0, 1.0)),
+        ColocationTrial((Pressure(0.0), Pressure(0.5)), (1.0, 1.0)),
+        ColocationTrial((Pressure(0.5), Pressure(0.5)), (1.0,)),
     ]
     assert learn(UNKNOWN_DEVICE, nothing) is UNKNOWN_DEVICE
     assert learn(UNKNOWN_DEVICE, []) is UNKNOWN_DEVICE
 
 
 def test_slow_packs_raise_the_multiplier_and_free_ones_leave_it() -> None:
-    slow = learn(UNKNOWN_DEVICE, [Trial((Pressure(0.9), Pressure(0.9)), (0.4, 0.4))] * 5)
-    free = learn(UNKNOWN_DEVICE, [Trial((Pressure(0.2), Pressure(0.2)), (1.0, 1.0))] * 5)
+    slow = learn(UNKNOWN_DEVICE, [ColocationTrial((Pressure(0.9), Pressure(0.9)), (0.4, 0.4))] * 5)
+    free = learn(UNKNOWN_DEVICE, [ColocationTrial((Pressure(0.2), Pressure(0.2)), (1.0, 1.0))] * 5)
     assert slow.multiplier > 1.1
     assert free.multiplier == pytest.approx(1.0, abs=0.05)
     assert forecast([Pressure(0.9)] * 2, 24 * GB, slow).gain < 1.0

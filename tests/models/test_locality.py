@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_master.models.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +24,14 @@ def chronus(name: str) -> list[LocalityPoint]:
 @pytest.mark.parametrize("name", CHRONUS)
 def test_published_table_is_fitted(name: str) -> None:
     model = fit_locality(chronus(name))
-    wrong = [abs(model.relative_speed(p.gpus, p.nodes, Level.RACK) - p.relative_speed) for p in chronus(name)]
+    wrong = [abs(model.relative_speed(p.gpus, p.nodes, LocalityLevel.RACK) - p.relative_speed) for p in chronus(name)]
     # AlexNet and VGG16 are not monotone in GPUs (eight on two servers beat four on two), so no such law meets them
     assert float(np.mean(wrong)) < (0.09 if name in ("alexnet", "vgg16") else 0.035)
 
 
 def test_models_are_ranked_by_their_sensitivity_from_two_points_each() -> None:
     speed = {
-        name: fit_locality(chronus(name)[:2]).relative_speed(8, 4, Level.RACK)
+        name: fit_locality(chronus(name)[:2]).relative_speed(8, 4, LocalityLevel.RACK)
         for name in ("alexnet", "vgg16", "inception3")
     }
     assert speed["alexnet"] < speed["vgg16"] < speed["inception3"]
@@ -39,24 +39,30 @@ def test_models_are_ranked_by_their_sensitivity_from_two_points_each() -> None:
 
 def test_levels_inside_a_server_follow_figure_1b() -> None:
     for relative in (ALEXNET_SOCKET, RESNET152_SOCKET):
-        model = fit_locality([LocalityPoint(2, 1, relative, Level.NODE), LocalityPoint(2, 1, 1.0, Level.NVLINK)])
-        assert model.relative_speed(2, 1, Level.NODE) == pytest.approx(relative, abs=0.02)
-        assert model.relative_speed(2, 1, Level.NVLINK) == 1.0
+        model = fit_locality(
+            [LocalityPoint(2, 1, relative, LocalityLevel.NODE), LocalityPoint(2, 1, 1.0, LocalityLevel.NVLINK)]
+        )
+        assert model.relative_speed(2, 1, LocalityLevel.NODE) == pytest.approx(relative, abs=0.02)
+        assert model.relative_speed(2, 1, LocalityLevel.NVLINK) == 1.0
 
 
 def test_sensitive_jobs_stay_close_and_others_go_anywhere() -> None:
     sensitive, robust = fit_locality(chronus("alexnet")), fit_locality(chronus("inception3"))
-    assert sensitive.widest_level(4, 8, loss=0.1) < Level.RACK
-    assert robust.widest_level(4, 8, loss=0.1) >= Level.RACK
-    assert sensitive.widest_level(16, 8, loss=0.0) == Level.RACK
-    assert sensitive.widest_level(1, 8, loss=0.0) == Level.CLUSTER
-    assert robust.widest_level(4, 8, loss=0.9) == Level.CLUSTER
+    assert sensitive.widest_level(4, 8, loss=0.1) < LocalityLevel.RACK
+    assert robust.widest_level(4, 8, loss=0.1) >= LocalityLevel.RACK
+    assert sensitive.widest_level(16, 8, loss=0.0) == LocalityLevel.RACK
+    assert sensitive.widest_level(1, 8, loss=0.0) == LocalityLevel.CLUSTER
+    assert robust.widest_level(4, 8, loss=0.9) == LocalityLevel.CLUSTER
 
 
 @given(
     st.lists(
         st.builds(
-            LocalityPoint, st.integers(1, 32), st.integers(1, 8), st.floats(0.05, 1.2), st.sampled_from(list(Level))
+            LocalityPoint,
+            st.integers(1, 32),
+            st.integers(1, 8),
+            st.floats(0.05, 1.2),
+            st.sampled_from(list(LocalityLevel)),
         ),
         max_size=8,
     ),
@@ -64,9 +70,9 @@ def test_sensitive_jobs_stay_close_and_others_go_anywhere() -> None:
 )
 def test_wider_is_never_faster(points: list[LocalityPoint], gpus: int) -> None:
     model = fit_locality(points)
-    inside = [model.relative_speed(gpus, 1, level) for level in Level if level <= Level.NODE]
-    across = [model.relative_speed(gpus, nodes, Level.RACK) for nodes in (2, 3, 8)]
-    beyond = [model.relative_speed(gpus, 2, level) for level in Level if level > Level.NODE]
+    inside = [model.relative_speed(gpus, 1, level) for level in LocalityLevel if level <= LocalityLevel.NODE]
+    across = [model.relative_speed(gpus, nodes, LocalityLevel.RACK) for nodes in (2, 3, 8)]
+    beyond = [model.relative_speed(gpus, 2, level) for level in LocalityLevel if level > LocalityLevel.NODE]
     for speeds in (inside, across, beyond):
         assert all(wide <= close * (1 + 1e-12) for close, wide in pairwise(speeds))
         assert all(0.0 < speed <= 1.0 for speed in speeds)
@@ -78,9 +84,9 @@ def test_nothing_measured_is_the_prior_and_one_point_moves_it() -> None:
         fit_locality([LocalityPoint(1, 1, 0.5), LocalityPoint(4, 2, math.nan), LocalityPoint(4, 2, 0.0)]) is UNKNOWN_JOB
     )
     model = fit_locality([LocalityPoint(2, 2, 0.5)])
-    assert model.relative_speed(2, 2, Level.RACK) == pytest.approx(0.5, abs=0.05)
+    assert model.relative_speed(2, 2, LocalityLevel.RACK) == pytest.approx(0.5, abs=0.05)
     assert model.inside == pytest.approx(UNKNOWN_JOB.inside)
 
 
 def test_a_single_gpu_is_at_no_distance() -> None:
-    assert LocalityModel(9.0, 9.0, 9.0, 9.0, 9.0).relative_speed(1, 1, Level.CLUSTER) == 1.0
+    assert LocalityModel(9.0, 9.0, 9.0, 9.0, 9.0).relative_speed(1, 1, LocalityLevel.CLUSTER) == 1.0

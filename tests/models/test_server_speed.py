@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from ganger_master.models.accuracy import FitError, fit_error
-from ganger_master.models.server_speed import Mode, ServerPoint, ServerSpeed, features, fit_server_speed
+from ganger_master.models.server_speed import ServerPoint, ServerSpeed, UpdateMode, features, fit_server_speed
 from ganger_master.models.speed_design import first_placements
 from models.published import server_points
 
@@ -19,10 +19,13 @@ TABLE = {
     "cnn-text-classification": (3.1, 4.5),
 }
 # Optimus's published coefficients (dossier, section 3a.2).
-PUBLISHED = {Mode.ASYNCHRONOUS: (2.83, 3.92, 0.0, 0.11), Mode.SYNCHRONOUS: (1.02, 2.78, 4.92, 0.0, 0.02, 0.0)}
+PUBLISHED = {
+    UpdateMode.ASYNCHRONOUS: (2.83, 3.92, 0.0, 0.11),
+    UpdateMode.SYNCHRONOUS: (1.02, 2.78, 4.92, 0.0, 0.02, 0.0),
+}
 
 
-def fitted(points: list[ServerPoint], mode: Mode = Mode.SYNCHRONOUS, batch: float = 1.0) -> ServerSpeed:
+def fitted(points: list[ServerPoint], mode: UpdateMode = UpdateMode.SYNCHRONOUS, batch: float = 1.0) -> ServerSpeed:
     model = fit_server_speed(points, mode, batch)
     assert model is not None
     return model
@@ -50,7 +53,7 @@ def test_eight_designed_points_beat_eight_random_ones_and_the_published_ten_perc
     for name, (batch, points) in server_points().items():
         working = [point for point in points if point.steps_per_second > 0.0]
         at = {(point.servers, point.workers): point for point in working}
-        chosen = first_placements(list(at), Mode.SYNCHRONOUS, batch)
+        chosen = first_placements(list(at), UpdateMode.SYNCHRONOUS, batch)
         designed.append(on_all(fitted([at[pair] for pair in chosen], batch=batch), working).mean)
         draws = [[working[i] for i in random.choice(len(working), 8, replace=False)] for _ in range(20)]
         drawn.append(float(np.median([on_all(fitted(draw, batch=batch), working).mean for draw in draws])))
@@ -59,8 +62,8 @@ def test_eight_designed_points_beat_eight_random_ones_and_the_published_ten_perc
     assert float(np.mean(designed)) < 0.8 * float(np.mean(drawn))
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_published_coefficients_come_back_from_exact_speeds(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_published_coefficients_come_back_from_exact_speeds(mode: UpdateMode) -> None:
     truth = ServerSpeed(mode, PUBLISHED[mode], 1.0)
     points = [ServerPoint(p, w, truth.steps_per_second(p, w)) for p in (1, 2, 5, 10) for w in (1, 2, 5, 10)]
     model = fitted(points, mode)
@@ -69,8 +72,8 @@ def test_published_coefficients_come_back_from_exact_speeds(mode: Mode) -> None:
     assert model.steps_per_second(20, 20) == pytest.approx(truth.steps_per_second(20, 20), rel=0.05)
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_arrays_agree_with_single_calls_and_nothing_runs_without_servers_or_workers(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_arrays_agree_with_single_calls_and_nothing_runs_without_servers_or_workers(mode: UpdateMode) -> None:
     model = ServerSpeed(mode, (1.0, 0.5, 0.3, 0.2, 0.1, 0.4)[: features(mode, 1, 1).size], 32.0)
     p, w = np.meshgrid(np.arange(0, 6), np.arange(0, 6))
     one_by_one = [model.steps_per_second(int(a), int(b)) for a, b in zip(p.ravel(), w.ravel(), strict=True)]
@@ -78,8 +81,8 @@ def test_arrays_agree_with_single_calls_and_nothing_runs_without_servers_or_work
     assert (model.steps_per_second(0, 3), model.steps_per_second(3, 0)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_one_point_is_met_and_the_rest_is_a_guess_that_never_gains_from_nothing(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_one_point_is_met_and_the_rest_is_a_guess_that_never_gains_from_nothing(mode: UpdateMode) -> None:
     model = fitted([ServerPoint(2, 2, 5.0)], mode)
     assert model.steps_per_second(2, 2) == pytest.approx(5.0, rel=0.02)
     assert model.left_out.points == 0
@@ -95,9 +98,9 @@ def test_equal_speeds_are_flat() -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_failed_runs_are_left_out(bad: float) -> None:
     good = [ServerPoint(1, 1, 1.0), ServerPoint(2, 2, 1.5)]
-    assert fit_server_speed([*good, ServerPoint(3, 3, bad)], Mode.SYNCHRONOUS) == fit_server_speed(
-        good, Mode.SYNCHRONOUS
+    assert fit_server_speed([*good, ServerPoint(3, 3, bad)], UpdateMode.SYNCHRONOUS) == fit_server_speed(
+        good, UpdateMode.SYNCHRONOUS
     )
-    assert fit_server_speed([ServerPoint(3, 3, bad), ServerPoint(0, 1, 1.0)], Mode.SYNCHRONOUS) is None
+    assert fit_server_speed([ServerPoint(3, 3, bad), ServerPoint(0, 1, 1.0)], UpdateMode.SYNCHRONOUS) is None
     with pytest.raises(ValueError, match="batch"):
-        fit_server_speed(good, Mode.SYNCHRONOUS, bad)
+        fit_server_speed(good, UpdateMode.SYNCHRONOUS, bad)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from ganger_master.models.server_speed import Mode, ServerSpeed
+from ganger_master.models.server_speed import ServerSpeed, UpdateMode
 from ganger_master.models.speed_design import d_optimal, first_placements
 
 GRID = [(p, w) for p in range(1, 9) for w in range(1, 9)]
@@ -36,7 +36,7 @@ def test_more_than_all_are_all_and_none_is_none() -> None:
     rows = np.eye(3)
     assert d_optimal(rows, 5) == (0, 1, 2)
     assert d_optimal(rows, 0) == ()
-    assert first_placements([], Mode.SYNCHRONOUS) == ()
+    assert first_placements([], UpdateMode.SYNCHRONOUS) == ()
     with pytest.raises(ValueError, match="candidates by coefficients"):
         d_optimal(np.zeros(3), 1)
 
@@ -46,8 +46,8 @@ def test_equal_candidates_and_zero_columns_do_no_harm() -> None:
     assert len(set(d_optimal(np.zeros((6, 3)), 3))) == 3
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_first_placements_reach_into_the_corners(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_first_placements_reach_into_the_corners(mode: UpdateMode) -> None:
     chosen = first_placements(GRID, mode)
     assert len(chosen) == len(set(chosen)) == 8
     assert (1, 8) in chosen
@@ -56,13 +56,13 @@ def test_first_placements_reach_into_the_corners(mode: Mode) -> None:
 
 
 def test_known_points_are_not_paid_for_twice() -> None:
-    model = ServerSpeed(Mode.SYNCHRONOUS, (1.0, 0.5, 0.5, 0.01, 0.01, 0.3))
-    known = first_placements(GRID, Mode.SYNCHRONOUS, count=6)
+    model = ServerSpeed(UpdateMode.SYNCHRONOUS, (1.0, 0.5, 0.5, 0.01, 0.01, 0.3))
+    known = first_placements(GRID, UpdateMode.SYNCHRONOUS, count=6)
     rest = [pair for pair in GRID if pair not in known]
-    more = first_placements(rest, Mode.SYNCHRONOUS, count=3, model=model, known=known)
+    more = first_placements(rest, UpdateMode.SYNCHRONOUS, count=3, model=model, known=known)
     assert len(more) == 3
     assert not set(more) & set(known)
 
 
 def test_the_choice_does_not_depend_on_the_run() -> None:
-    assert first_placements(GRID, Mode.ASYNCHRONOUS) == first_placements(list(GRID), Mode.ASYNCHRONOUS)
+    assert first_placements(GRID, UpdateMode.ASYNCHRONOUS) == first_placements(list(GRID), UpdateMode.ASYNCHRONOUS)

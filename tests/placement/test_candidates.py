@@ -10,8 +10,8 @@ from ganger.placement.impossible import impossible
 from ganger.placement.load import choose_mode
 from ganger.resources.fit import fit
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape, Level, Locality, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.resources.view import LoadMode, View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, gangs, idle_row, server
@@ -35,14 +35,14 @@ def test_algorithm_1_places_the_published_sequence() -> None:
 
 
 def test_two_small_jobs_on_an_idle_server_land_on_different_sockets_under_light_load() -> None:
-    view = cluster(1, mode=Mode.SPREAD)
+    view = cluster(1, mode=LoadMode.SPREAD)
     start(view, gang(1))
     start(view, gang(1))
     assert view.row("s0").socket_jobs == (1, 1)
 
 
 def test_two_small_jobs_share_a_socket_under_heavy_load() -> None:
-    view = cluster(1, mode=Mode.PACK)
+    view = cluster(1, mode=LoadMode.PACK)
     start(view, gang(1))
     start(view, gang(1))
     assert view.row("s0").socket_jobs == (2, 0)
@@ -58,7 +58,7 @@ def test_cores_come_from_the_sockets_of_the_devices_first() -> None:
 def test_gang_waits_for_its_wish_and_then_takes_what_it_tolerates() -> None:
     view = cluster(1)
     view.put(replace(view.row("s0"), free_mask=0b0101, version=9))
-    picky = gang(2, wish=Level.SOCKET, patience=60)
+    picky = gang(2, wish=LocalityLevel.SOCKET, patience=60)
     placement = candidates(view, picky, waited=59)
     assert placement.candidates == ()
     assert placement.refusals[0].reason is Reason.LOCALITY
@@ -117,12 +117,12 @@ def test_arena_is_left_out_where_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        (gang(5, widest=Level.NODE), Reason.LOCALITY),
+        (gang(5, widest=LocalityLevel.NODE), Reason.LOCALITY),
         (gang(9), Reason.GPUS),
         (gang(2, cores=9), Reason.CORES),
         (gang(1, gib=65), Reason.MEMORY),
         (gang(1, device_type="h100"), Reason.DEVICE_TYPE),
-        (gang(3, widest=Level.SOCKET), Reason.LOCALITY),
+        (gang(3, widest=LocalityLevel.SOCKET), Reason.LOCALITY),
     ],
 )
 def test_without_a_place_the_true_blocker_is_first(shape: GangShape, reason: Reason) -> None:
@@ -145,7 +145,7 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
     refusal = impossible(view, gang(9))
     assert refusal is not None
     assert (refusal.figures["needed"], refusal.figures["largest"]) == (9, 8)
-    close = impossible(view, gang(9, widest=Level.SOCKET))
+    close = impossible(view, gang(9, widest=LocalityLevel.SOCKET))
     assert close is not None
     assert close.figures["largest"] == 2
     assert impossible(View([server()]), gang(9)) is None
@@ -158,20 +158,22 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
 @pytest.mark.parametrize(
     ("previous", "held", "mode"),
     [
-        (Mode.SPREAD, 69, Mode.SPREAD),
-        (Mode.SPREAD, 70, Mode.PACK),
-        (Mode.PACK, 40, Mode.PACK),
-        (Mode.PACK, 39, Mode.SPREAD),
+        (LoadMode.SPREAD, 69, LoadMode.SPREAD),
+        (LoadMode.SPREAD, 70, LoadMode.PACK),
+        (LoadMode.PACK, 40, LoadMode.PACK),
+        (LoadMode.PACK, 39, LoadMode.SPREAD),
     ],
 )
-def test_mode_changes_with_the_load_and_hysteresis(previous: Mode, held: int, mode: Mode) -> None:
+def test_mode_changes_with_the_load_and_hysteresis(previous: LoadMode, held: int, mode: LoadMode) -> None:
     assert choose_mode(previous, held, 100) is mode
 
 
 @settings(max_examples=150)
-@given(shapes=st.lists(gangs(), min_size=1, max_size=10), mode=st.sampled_from(Mode), per_rack=st.sampled_from([0, 2]))
+@given(
+    shapes=st.lists(gangs(), min_size=1, max_size=10), mode=st.sampled_from(LoadMode), per_rack=st.sampled_from([0, 2])
+)
 def test_every_candidate_fits_and_every_refusal_has_a_reason(
-    shapes: list[GangShape], mode: Mode, per_rack: int
+    shapes: list[GangShape], mode: LoadMode, per_rack: int
 ) -> None:
     view = cluster(4, per_rack=per_rack)
     for shape in shapes:
@@ -183,7 +185,7 @@ def test_every_candidate_fits_and_every_refusal_has_a_reason(
             view.take(claim, shape.gpus)
 
 
-def naive_single(view: View, gpus: int, widest: Level) -> bool:
+def naive_single(view: View, gpus: int, widest: LocalityLevel) -> bool:
     return any(
         view.topology(row.node).largest(row.free_mask, widest) >= gpus
         and sum(row.free_millicores) >= gpus * 1000
@@ -197,10 +199,10 @@ def naive_single(view: View, gpus: int, widest: Level) -> bool:
     masks=st.lists(st.integers(0, 15), min_size=1, max_size=4),
     cores=st.lists(st.integers(0, 4), min_size=4, max_size=4),
     gpus=st.integers(1, 4),
-    widest=st.sampled_from([Level.SOCKET, Level.NODE]),
+    widest=st.sampled_from([LocalityLevel.SOCKET, LocalityLevel.NODE]),
 )
 def test_a_place_on_one_node_is_found_whenever_there_is_one(
-    masks: list[int], cores: list[int], gpus: int, widest: Level
+    masks: list[int], cores: list[int], gpus: int, widest: LocalityLevel
 ) -> None:
     view = cluster(len(masks))
     for index, (mask, free) in enumerate(zip(masks, cores, strict=False)):
@@ -233,6 +235,6 @@ def test_a_full_node_is_named_before_one_that_takes_no_gangs() -> None:
     (full,) = [name for name in view.nodes if not view.free[view.slots[name]]]
     (other,) = set(view.nodes) - {full}
     view.set_available(other, False)
-    lacks, *_, closed = candidates(view, gang(4, widest=Level.NODE)).refusals
+    lacks, *_, closed = candidates(view, gang(4, widest=LocalityLevel.NODE)).refusals
     assert (lacks.reason, lacks.figures["free"]) == (Reason.GPUS, 0)
     assert (closed.reason, closed.node) == (Reason.NODE_UNAVAILABLE, other)

@@ -13,8 +13,8 @@ from ganger.placement.kept import kept
 from ganger.placement.ranking import Ranking
 from ganger.placement.scan import Scan
 from ganger.resources.reasons import Reason
-from ganger.resources.values import GangShape, Level
-from ganger.resources.view import Mode
+from ganger.resources.values import GangShape, LocalityLevel
+from ganger.resources.view import LoadMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, server
@@ -41,7 +41,7 @@ def test_what_is_kept_answers_as_a_scan_of_all_nodes_would(
         shape = shapes[which % len(shapes)]
         history.change(what, at, shape)
         for one in shapes:
-            for search in (Search(affinity=affinity), Search(avoid=avoid), Search(limit=1, mode=Mode.PACK)):
+            for search in (Search(affinity=affinity), Search(avoid=avoid), Search(limit=1, mode=LoadMode.PACK)):
                 # A copy begins with nothing.
                 assert candidates(history.view, one, **search) == candidates(history.view.copy(), one, **search)
 
@@ -49,7 +49,7 @@ def test_what_is_kept_answers_as_a_scan_of_all_nodes_would(
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        (gang(3, widest=Level.SOCKET), Reason.LOCALITY),
+        (gang(3, widest=LocalityLevel.SOCKET), Reason.LOCALITY),
         (gang(17), Reason.GPUS),
         (gang(2, cores=9), Reason.CORES),
         (gang(1, gib=65), Reason.MEMORY),
@@ -73,7 +73,7 @@ def test_what_stands_in_the_way_is_said_from_the_sums_kept(shape: GangShape, rea
 
 def test_no_node_is_scanned_again_for_who_asks_soon_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(cluster(64))
-    shape = gang(2, widest=Level.NODE)
+    shape = gang(2, widest=LocalityLevel.NODE)
     for at in range(3):
         history.change("start", at, shape)
         candidates(history.view, shape)
@@ -88,7 +88,7 @@ def test_who_asks_after_many_changes_is_answered_by_a_scan() -> None:
     made: list[Ranking] = []
 
     def make() -> Ranking:
-        made.append(Ranking(history.view, shape, Mode.SPREAD, Level.CLUSTER, True))
+        made.append(Ranking(history.view, shape, LoadMode.SPREAD, LocalityLevel.CLUSTER, True))
         return made[-1]
 
     assert kept(history.view, "it", make) is None
@@ -113,7 +113,7 @@ def test_kinds_that_nobody_asked_for_the_longest_are_forgotten() -> None:
 
     def make(shape: GangShape) -> Ranking:
         made.append(shape)
-        return Ranking(view, shape, Mode.SPREAD, Level.NODE, True)
+        return Ranking(view, shape, LoadMode.SPREAD, LocalityLevel.NODE, True)
 
     assert kept(view, shapes[0], lambda: make(shapes[0])) is None
     assert kept(view, shapes[-1], lambda: make(shapes[-1])) is not None
@@ -122,7 +122,7 @@ def test_kinds_that_nobody_asked_for_the_longest_are_forgotten() -> None:
 
 def test_what_is_kept_goes_with_its_view() -> None:
     view = cluster(4)
-    shape = gang(2, widest=Level.NODE)
+    shape = gang(2, widest=LocalityLevel.NODE)
     candidates(view, shape)
     view.set_available("s0", False)
     candidates(view, shape)

@@ -7,21 +7,31 @@ from dataclasses import replace as replaced
 
 import numpy as np
 import pytest
-from ganger.resources.values import ConfigurationSet, GangShape, Level, Locality, NodeRow, Role, TaskShape
+from ganger.resources.values import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
 from ganger.resources.view import View
-from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState, Piece, SuspendLevel
+from ganger_master.core.model import (
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Piece,
+    SuspendLevel,
+)
 from ganger_master.planner.fitting import Fitting
 from ganger_master.planner.optimus import _yielding
 from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.target import PlanDraft, plan
 from ganger_master.planner.terms import AS_ASKED, Claims
 from ganger_master.policies.facts import Capacity
 from ganger_master.policies.order.registry import ORDERS
-from ganger_master.policies.place import PLACEMENTS, Placement
+from ganger_master.policies.place import PLACEMENTS, PlacementPreference
 from ganger_master.policies.place.anywhere import BY_COUNTS
 from ganger_master.policies.place.counted import FreeDevices, is_counted
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import gang
@@ -52,7 +62,7 @@ def test_gangs_come_and_go_as_they_would_in_a_room(
     servers: list[tuple[int, int, bool]], sizes: list[tuple[int, int, bool]]
 ) -> None:
     view = view_of(servers)
-    room, free_devices = Room(view.copy()), FreeDevices(view)
+    room, free_devices = CapacityIndex(view.copy()), FreeDevices(view)
     for tasks, each, is_undone in sizes:
         shape = replace(gang(), roles=(Role("worker", tasks, TaskShape(each)),))
         assert is_counted(shape)
@@ -72,7 +82,7 @@ def test_gangs_come_and_go_as_they_would_in_a_room(
         gang(2, gib=1),
         gang(2, device_type="other"),
         gang(2, nodes=2),
-        gang(2, widest=Level.NODE),
+        gang(2, widest=LocalityLevel.NODE),
         gang(2, device_gib=1),
         replace(gang(2), roles=(Role("idle", 1, TaskShape(0)),)),
         replace(gang(2), roles=(*gang(2).roles, *gang(1).roles)),
@@ -82,30 +92,30 @@ def test_who_asks_for_more_than_devices_is_not_placed_by_counts(shape: GangShape
     assert not is_counted(shape)
 
 
-def job_of(number: int, gpus: int, since_s: float, preemptible: bool, asks_for_more: bool) -> Job:
+def job_of(number: int, gpus: int, since_s: float, preemptible: bool, asks_for_more: bool) -> JobRecord:
     spec = JobSpec(
         ("train",),
         (Role("worker", gpus, TaskShape(1)),),
-        locality=Locality(Level.CLUSTER),
+        locality=Locality(LocalityLevel.CLUSTER),
         preemptible=preemptible,
         device_type="x" if asks_for_more else "",
     )
-    return Job(number, f"uid-{number}", "ada", spec, create_time=NOW - since_s, pending_since=NOW - since_s)
+    return JobRecord(number, f"uid-{number}", "ada", spec, create_time=NOW - since_s, pending_since=NOW - since_s)
 
 
-def started(view: View, job: Job, epoch: int, is_going: bool) -> tuple[Job, Gang] | None:
+def started(view: View, job: JobRecord, epoch: int, is_going: bool) -> tuple[JobRecord, Gang] | None:
     """A job that runs, and holds what it found, or is giving it back."""
-    claims = PLACEMENTS["anywhere"].place(Room(view), job.shape)
+    claims = PLACEMENTS["anywhere"].place(CapacityIndex(view), job.shape)
     if claims is None:
         return None
     for claim in claims:
         view.take(claim)
     job = replace(job, state=JobState.HOLDING, epoch=epoch, pending_since=0.0, running_since=job.pending_since)
     pieces = tuple([Piece(claim, claim) for claim in claims])
-    held = Gang(epoch, job.number, GangRole.ACTIVE, GangPhase.RUNNING, pieces, Level.CLUSTER, NOW)
+    held = Gang(epoch, job.number, GangRole.ACTIVE, GangPhase.RUNNING, pieces, LocalityLevel.CLUSTER, NOW)
     if is_going:
         level = SuspendLevel.CHECKPOINT
-        held = replace(held, intent=Intent.PARK, park_level=level, phase=GangPhase.STOPPING, parked_by_plan=True)
+        held = replace(held, intent=GangIntent.PARK, park_level=level, phase=GangPhase.STOPPING, parked_by_plan=True)
     return job, held
 
 
@@ -135,13 +145,13 @@ def test_passes_are_as_they_would_be_in_a_room(
     devices = sum(topology.devices for topology in view.topologies)
     capacity = Capacity(devices, 1.0, 1.0, max(SIZES))
 
-    def found_by(placement: Placement) -> Pass:
-        passed = plan(ORDERS[order], placement, table, NOW, capacity, Room(view), may_stop)
+    def found_by(placement: PlacementPreference) -> PlanDraft:
+        passed = plan(ORDERS[order], placement, table, NOW, capacity, CapacityIndex(view), may_stop)
         assert [replace(row, version=0) for row in view.rows()] == rows, "all is given back"
         return passed
 
     counted, twin = found_by(BY_COUNTS), found_by(IN_A_ROOM)
-    for field in fields(Pass):
+    for field in fields(PlanDraft):
         assert np.array_equal(getattr(counted, field.name), getattr(twin, field.name)), field.name
 
 
@@ -151,7 +161,10 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
     """A job starts; or all is undone (None); or somebody looks where it would be once some who started were gone."""
     view, table = view_of(servers), LiveTable(learns=False)
     rows = [replace(row, version=0) for row in view.rows()]
-    twins = [Fitting(one, Room(view.copy()), table, NOW, NOTHING_KEPT_OUT, AS_ASKED) for one in (BY_COUNTS, IN_A_ROOM)]
+    twins = [
+        Fitting(one, CapacityIndex(view.copy()), table, NOW, NOTHING_KEPT_OUT, AS_ASKED)
+        for one in (BY_COUNTS, IN_A_ROOM)
+    ]
     held: list[Claims] = []
     for number, step in enumerate(steps):
         if step is None:
@@ -172,7 +185,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
 
 
 def test_who_accepts_fewer_devices_finds_them_where_the_counts_have_too_few() -> None:
-    room, job = Room(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
+    room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
     placement = _yielding(BY_COUNTS, {job.shape: 2})
     fitting = Fitting(placement, room, LiveTable(learns=False), NOW, NOTHING_KEPT_OUT, AS_ASKED)
     (claim,) = fitting._hold(job, frozenset(), set()) or ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.planner.choice import Asked, choose
+from ganger_master.planner.choice import RankedQueue, choose
 from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import Order, ranks
+from ganger_master.policies.order import JobOrder, ranks
 from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.registry import ORDERS
 from hypothesis import given
@@ -17,11 +17,15 @@ from msgspec.structs import replace
 NOW = 1000.0
 
 
-def asked_of(order: Order, facts: Facts, gpus: int, waiting: list[bool], units: list[int] | None = None) -> Asked:
+def asked_of(
+    order: JobOrder, facts: Facts, gpus: int, waiting: list[bool], units: list[int] | None = None
+) -> RankedQueue:
     of = np.array(units, np.int64) if units is not None else None
     waits = np.array(waiting) & ~facts.is_running
     rows = np.arange(len(facts)) * 3
-    return Asked(order, gpus, rows, facts, ranks(order, facts, NOW, capacity_of(gpus)), waits, None, waits, of, np.inf)
+    return RankedQueue(
+        order, gpus, rows, facts, ranks(order, facts, NOW, capacity_of(gpus)), waits, None, waits, of, np.inf
+    )
 
 
 @given(st.data(), live_jobs(most=8), st.sampled_from(["las", "srtf", "ganger-alone", "fifo", "fifo-backfill"]))

@@ -11,13 +11,13 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
-from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
-from ganger_master.planner.speeds import Speeds
+from ganger_master.planner.elastic import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.target import PlanDraft
+from ganger_master.planner.trials import TrialPace
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
@@ -31,10 +31,10 @@ class Planned(World):
     def __init__(self, nodes: int = 1, rates: dict[int, float] | None = None) -> None:
         super().__init__(nodes)
         self.rates = rates or {1: 10.0, 2: 19.0, 3: 27.0, 4: 34.0}
-        self.speeds = Speeds(Pace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
-        self.growing = Growing()
+        self.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
+        self.growing = GrowthTrials()
         self.done: dict[int, float] = {}
-        self.room = Room(self.state.view.copy())
+        self.room = CapacityIndex(self.state.view.copy())
 
     def table(self) -> LiveTable:
         table = LiveTable()
@@ -192,7 +192,7 @@ def test_a_growth_that_is_refused_is_not_asked_for_again_at_once() -> None:
     number = drive.running(elastic(1, 1, 4))
     drive.plan()
     drive.trains(IDLE_S + 100.0)
-    room = Room(drive.state.view.copy())
+    room = CapacityIndex(drive.state.view.copy())
     found, growing = plan_sizes(BEST_FIT, drive.table(), drive.now, room, drive.speeds, drive.growing, IDLE_S)
     assert [change.number for change in found.changes] == [number]
     drive.growing = growing.without([number], drive.now)
@@ -213,7 +213,7 @@ def test_a_growth_that_came_to_nothing_is_not_tried_again_at_once() -> None:
 
 def test_whose_size_changes_is_left_alone_by_the_pass_that_follows() -> None:
     sizes = Sizes((Change(1, 1, "RESIZE"),), next_s=5.0)
-    found = with_sizes(Pass((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
+    found = with_sizes(PlanDraft((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
     assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
     assert found.next_change_s == 5.0
 
@@ -221,13 +221,13 @@ def test_whose_size_changes_is_left_alone_by_the_pass_that_follows() -> None:
 def test_who_was_to_change_together_with_one_whose_size_changes_is_left_alone_too() -> None:
     sizes = Sizes((Change(1, 1, "RESIZE"),))
     pack = (Change(1, 1, "CORES", together=2), Change(2, 1, "MOVE", together=2), Change(3, 1, "MOVE", together=4))
-    assert [change.number for change in with_sizes(Pass(pack), sizes).changes] == [1, 3]
+    assert [change.number for change in with_sizes(PlanDraft(pack), sizes).changes] == [1, 3]
 
 
 def test_who_is_busy_or_takes_turns_keeps_its_size() -> None:
     drive, number = as_far_as_it_goes()
     drive.submit(job_of(2))
-    table, room = drive.table(), Room(drive.state.view.copy())
+    table, room = drive.table(), CapacityIndex(drive.state.view.copy())
     asked = (BEST_FIT, table, drive.now, room, drive.speeds, drive.growing, IDLE_S)
     assert [change.number for change in plan_sizes(*asked)[0].changes] == [number]
     assert plan_sizes(*asked, {number})[0] == Sizes()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
 from ganger.resources.values import Role, TaskShape
-from ganger_master.core.model import Gang, GangPhase, Job, JobSpec
+from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec
 from ganger_master.planner.fairness import NOTHING, Fairness, credited
 from msgspec.structs import replace
 
 
-def pairs() -> tuple[Drive, list[tuple[Job, Gang]]]:
+def pairs() -> tuple[Drive, list[tuple[JobRecord, Gang]]]:
     """Three of one device each that run."""
     drive = Drive()
     numbers = [drive.submit(job_of(1, GIB)) for _ in range(3)]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 from core.drive import job_of
-from ganger_master.core.model import Job
-from ganger_master.planner.foreseen import MOST_POINTS, Foreseen, Report
-from ganger_master.policies.optimus_belief import NOTHING, Belief
+from ganger_master.core.model import JobRecord
+from ganger_master.planner.foreseen import MOST_POINTS, Foreseen, LossReport
+from ganger_master.policies.optimus_belief import NOTHING, OptimusEstimate
 from msgspec.structs import replace
 
 PASS = 100
@@ -25,9 +25,9 @@ class Measured:
         return self.of_all
 
 
-def job(least_decrease: float = 0.0, passes: int = 1, number: int = 1) -> Job:
+def job(least_decrease: float = 0.0, passes: int = 1, number: int = 1) -> JobRecord:
     spec = replace(job_of(1), gpus_min=1, gpus_max=8, least_decrease=least_decrease, converged_passes=passes)
-    return Job(number, "", "", spec, 0.0)
+    return JobRecord(number, "", "", spec, 0.0)
 
 
 def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, float] | None = None) -> Foreseen:
@@ -35,11 +35,11 @@ def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, flo
     foreseen = Foreseen(Measured({1: 10.0, 2: 18.0} if rates is None else rates))
     for step in range(every, steps + 1, every):
         loss = 1.0 / (0.1 * step / PASS + 1.0) + 0.1
-        foreseen.hear(1, Report(step, loss, step // PASS, in_all))
+        foreseen.hear(1, LossReport(step, loss, step // PASS, in_all))
     return foreseen
 
 
-def belief(foreseen: Foreseen, of: Job) -> Belief:
+def belief(foreseen: Foreseen, of: JobRecord) -> OptimusEstimate:
     (found,) = foreseen.believed(4)([(of, None)])
     return found
 
@@ -95,7 +95,7 @@ def test_speeds_with_other_numbers_of_gpus_are_fitted_to_those_it_has_had() -> N
 
 def test_what_was_undone_by_a_restart_is_forgotten_and_a_long_run_is_kept_in_few_points() -> None:
     foreseen = trained(600)
-    foreseen.hear(1, Report(300, 0.5, 3))
+    foreseen.hear(1, LossReport(300, 0.5, 3))
     assert max(point.step for point in foreseen.losses(1)) == 300
     foreseen = trained(50_000)
     assert MOST_POINTS // 2 <= len(foreseen.losses(1)) <= MOST_POINTS + 100
@@ -106,15 +106,15 @@ def test_a_loss_that_is_none_is_no_point() -> None:
     foreseen = trained(600)
     before = foreseen.losses(1)
     for loss in (math.nan, math.inf):
-        foreseen.hear(1, Report(601, loss, 6))
+        foreseen.hear(1, LossReport(601, loss, 6))
     assert foreseen.losses(1) == before
 
 
 def test_who_was_first_heard_of_in_a_pass_is_taken_to_be_in_its_middle_until_the_next_begins() -> None:
     foreseen = Foreseen(Measured({1: 10.0}))
-    foreseen.hear(1, Report(460, 0.5, 4, 10))
+    foreseen.hear(1, LossReport(460, 0.5, 4, 10))
     assert belief(foreseen, job()).steps_left == pytest.approx(10 * 460 / 4.5 - 460)
-    foreseen.hear(1, Report(500, 0.5, 5, 10))
+    foreseen.hear(1, LossReport(500, 0.5, 5, 10))
     assert belief(foreseen, job()).steps_left == 500.0
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from core.drive import GIB, job_of
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import JobSpec
 from ganger_master.policies import NAMES, Places, policy_named
 from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 from msgspec.structs import replace
 from planner.test_passes import Planned
 
-TOGETHER = Locality(Level.NODE)
+TOGETHER = Locality(LocalityLevel.NODE)
 DAY_S = 86_400.0
 
 
@@ -141,7 +141,7 @@ def fragments_for_weeks() -> Workload:
 @pytest.mark.parametrize("policy", PREEMPTING)
 def test_large_gang_starts_at_the_latest_when_it_has_waited_too_long(policy: str) -> None:
     """Whoever else is there: it goes first then, and all of them can be stopped."""
-    options = Options(costs=SwitchCosts(start_s=5.0, suspend_s=30.0, resume_s=5.0))
+    options = ReplayOptions(costs=SwitchCosts(start_s=5.0, suspend_s=30.0, resume_s=5.0))
     runs = [
         simulate(fragments_for_weeks(), servers_from_flags(nodes=2, gpus_per_node=4), policy, options).outcomes
         for _ in range(2)

@@ -10,21 +10,21 @@ from core.worlds import RESIZABLE, World, elastic
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
-from ganger_master.core.model import Gang, Job, JobSpec, ObservedPhase
+from ganger_master.core.model import Gang, JobRecord, JobSpec, ObservedPhase
 from ganger_master.core.purpose import Goal
 from ganger_master.core.sizes import devices_of
 from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.planner.foreseen import Foreseen, Report
+from ganger_master.planner.foreseen import Foreseen, LossReport
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.optimus import plan_optimus
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.speeds import Speeds
+from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from ganger_master.policies import policy_named
-from ganger_master.policies.optimus_belief import Belief
-from ganger_master.policies.room import Room
+from ganger_master.policies.optimus_belief import OptimusEstimate
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
@@ -43,8 +43,8 @@ class Weighed(World):
         self.left: dict[int, float] = {}
         self.resizing = NOTHING_UNDER_WAY
 
-    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
-        return [Belief(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
+    def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
+        return [OptimusEstimate(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
     def changes(self, may_stop: bool = True, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[Change]:
         """Of a pass, all of which must be approved."""
@@ -61,7 +61,7 @@ class Weighed(World):
             table,
             self.now,
             capacity_of(view, table, self.resizing),
-            Room(view),
+            CapacityIndex(view),
             self.believed,
             may_stop,
             kept_out=kept_out,
@@ -109,12 +109,12 @@ class Reporting(Weighed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.speeds = Speeds(Pace(settle_s=5.0, window_s=2.0, window_steps=5))
+        self.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=2.0, window_steps=5))
         self.foreseen = Foreseen(self.speeds)
         self.halves: dict[int, float] = {}
         self.done: dict[int, float] = {}
 
-    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
+    def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
         return list(self.foreseen.believed(4)(jobs))
 
     def trains(self, seconds: int) -> None:
@@ -128,7 +128,7 @@ class Reporting(Weighed):
                     done = self.done[number] = self.done.get(number, 0.0) + self.rates[gpus]
                     loss = 1.0 / (done / 100 / self.halves[number] + 1.0) + 0.2
                     self.speeds.hear(number, int(done), self.now, self.now)
-                    self.foreseen.hear(number, Report(int(done), loss, int(done) // 100))
+                    self.foreseen.hear(number, LossReport(int(done), loss, int(done) // 100))
 
 
 def small(least: int = 1, most: int = 4) -> JobSpec:

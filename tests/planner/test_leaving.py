@@ -11,12 +11,12 @@ from core.test_packing import small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan
-from ganger_master.core.model import GangPhase, Intent, ObservedPhase
+from ganger_master.core.model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.planner.leaving import follow
 from ganger_master.planner.packs import with_refusals
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing
@@ -93,7 +93,7 @@ class InTurns(Sharing):
             POLICY.placement,
             self.table(),
             self.now,
-            Room(view),
+            CapacityIndex(view),
             self.remembered,
             self.seen_by,
             4,
@@ -281,7 +281,7 @@ def test_a_planner_that_is_started_anew_gives_who_rests_on_its_way_into_a_pack_i
     drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers))
     drive.passes()
     gang = drive.state.gangs[drive.job(guest).epoch]
-    assert gang.intent is Intent.RUN
+    assert gang.intent is GangIntent.RUN
     assert gang.node_set, "it takes turns with its host again"
     assert drive.devices(guest) == drive.devices(next(n for n in drive.together if n != guest))
 

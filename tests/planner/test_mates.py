@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core.drive import GIB
 from core.test_packing import Packing, small
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState
 from ganger_master.planner.choice import _as_one
@@ -49,7 +49,7 @@ class Paired(Packing, Planned):
 
 
 def of(gpus: int, **more: object) -> JobSpec:
-    return replace(small(gpus), locality=Locality(Level.NODE), **more)
+    return replace(small(gpus), locality=Locality(LocalityLevel.NODE), **more)
 
 
 def mates(drive: Paired) -> dict[int, tuple[int, ...]]:

@@ -26,16 +26,16 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.desired import desired_of
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import Capabilities, Intent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.model import Capabilities, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
 from ganger_master.planner.fairness import NOTHING, Fairness
-from ganger_master.planner.matrices import Sharer, plan_matrices, rows_of
+from ganger_master.planner.matrices import SlicedJob, plan_matrices, rows_of
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import policy_named
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc import plan_messages
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from hypothesis import given
@@ -51,7 +51,7 @@ class Sharing(Drive):
     is_slow = False
 
     def __init__(self, nodes: int = 1) -> None:
-        super().__init__(nodes, Settings(policy="gandiva"))
+        super().__init__(nodes, CoreSettings(policy="gandiva"))
 
     def join(self, node: str) -> None:
         answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities={"rotation": "yes"}))
@@ -86,7 +86,14 @@ class Sharing(Drive):
         rows = [replace(row, version=0) for row in view.rows()]
         changing = [one.number for one in self.state.sets.values() if one.coming is not None]
         found = plan_matrices(
-            POLICY.placement, table, self.now, Room(view), quantum_s, kept_out, fairness=fairness, changing=changing
+            POLICY.placement,
+            table,
+            self.now,
+            CapacityIndex(view),
+            quantum_s,
+            kept_out,
+            fairness=fairness,
+            changing=changing,
         )
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found.changes
@@ -287,7 +294,7 @@ def test_a_job_that_its_user_resumes_runs_within_one_pass_beside_jobs_that_came_
     assert drive.step(ResumeJob(one)) == JobAnswer(one)
     drive.go_on()
     assert drive.job(one).state is JobState.HOLDING
-    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+    assert drive.state.gangs[drive.job(one).epoch].intent is GangIntent.RUN
     for _ in range(3):
         drive.go_on()
     if level is not SuspendLevel.PAUSE:
@@ -324,7 +331,7 @@ def test_a_job_that_came_later_gives_its_host_memory_to_a_resumed_one_and_waits(
     assert drive.plan() == (), "the memory that is on its way suffices, and is for the resumed job"
     drive.seen_without("n1", other)
     assert drive.go_on() == ["START"]
-    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+    assert drive.state.gangs[drive.job(one).epoch].intent is GangIntent.RUN
     for _ in range(3):
         drive.go_on()
     assert {drive.job(other).state, drive.job(last).state} == {JobState.PENDING}
@@ -368,7 +375,7 @@ def test_a_resumed_job_whose_memory_others_have_is_not_proposed_until_they_give_
     drive.step(CancelJob(other))
     drive.seen_without("n1", other)
     drive.go_on()
-    assert drive.state.gangs[drive.job(one).epoch].intent is Intent.RUN
+    assert drive.state.gangs[drive.job(one).epoch].intent is GangIntent.RUN
 
 
 def test_why_names_the_host_memory_that_a_resumed_job_lacks_where_it_rests() -> None:
@@ -508,7 +515,7 @@ def counted(gangs: list[tuple[int, float]]) -> tuple[int, list[int]]:
     sharers = []
     for mask, weight in gangs:
         job = drive.job(drive.submit(replace(job_of(1), weight=weight)))
-        sharers.append(Sharer(job, None, (Claim("n1", mask, (0, 0), GIB, 0, (mask.bit_count(),)),)))
+        sharers.append(SlicedJob(job, None, (Claim("n1", mask, (0, 0), GIB, 0, (mask.bit_count(),)),)))
     rows = rows_of(sharers, {"n1": (6_000, 0)})
     return len(rows), [sum(one in row for row in rows) for one in sharers]
 
@@ -539,7 +546,7 @@ def test_shares_on_a_device_are_as_the_weights_whatever_there_is_on_others() -> 
 def test_who_needs_more_cores_than_there_are_has_rows_of_its_own() -> None:
     drive = Drive()
     jobs = [drive.job(drive.submit(job_of(1))) for _ in range(2)]
-    sharers = [Sharer(job, None, (Claim("n1", 1 << at, (9_000, 0), GIB, 0, (1,)),)) for at, job in enumerate(jobs)]
+    sharers = [SlicedJob(job, None, (Claim("n1", 1 << at, (9_000, 0), GIB, 0, (1,)),)) for at, job in enumerate(jobs)]
     assert rows_of(sharers, {"n1": (6_000, 0)}) == [[sharers[0]], [sharers[1]]]
 
 
@@ -558,7 +565,7 @@ def test_rows_give_everybody_a_turn_and_no_device_or_core_twice(wanted: list[tup
     sharers = []
     for job, (mask, cores) in zip(jobs, wanted, strict=True):
         claims = (Claim("n1", mask, (cores * 1000, 0), GIB, 0, (mask.bit_count(),)),)
-        sharers.append(Sharer(job, None, claims))
+        sharers.append(SlicedJob(job, None, claims))
     rows = rows_of(sharers, {"n1": (6_000, 0)})
     assert {one.number for row in rows for one in row} == {one.number for one in sharers}
     for row in rows:

@@ -13,13 +13,13 @@ from core.drive import GIB, job_of
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Capabilities, JobSpec
-from ganger_master.planner.measured import Measured
+from ganger_master.planner.measured import CoreProfiles
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from ganger_master.policies import live_policy_named
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -27,7 +27,7 @@ from planner.test_passes import Planned
 
 # Steps per second by cores for each GPU.
 Curve = Callable[[float], float]
-PACE = Pace(warm_s=3.0, settle_s=2.0, window_s=1.0, window_steps=2, most_s=120.0, share=0.5)
+PACE = TrialPace(warm_s=3.0, settle_s=2.0, window_s=1.0, window_steps=2, most_s=120.0, share=0.5)
 
 
 def needs(cores: float) -> Curve:
@@ -41,7 +41,7 @@ class Watched(Planned):
     def __init__(self, policy: str = "las+predictor", noise: float = 0.02) -> None:
         super().__init__(policy=policy)
         self.policy = live_policy_named(policy)
-        self.measured = Measured(PACE)
+        self.measured = CoreProfiles(PACE)
         self.curves: dict[int, Curve] = {}
         self.signatures: dict[int, int] = {}
         self.steps: dict[int, float] = {}
@@ -76,7 +76,7 @@ class Watched(Planned):
             table,
             self.now,
             capacity_of(view, table),
-            Room(view),
+            CapacityIndex(view),
             known=self.measured.known,
             trials=self.measured.trials,
         )
@@ -155,7 +155,10 @@ def test_memory_of_who_runs_stays_as_it_is_where_nobody_knows_what_it_does() -> 
     table = LiveTable()
     table.put(drive.job(number), drive.state.gangs[drive.job(number).epoch])
     assert (
-        plan_by(drive.policy, drive.policy.order, table, drive.now, capacity_of(view, table), Room(view)).changes == ()
+        plan_by(
+            drive.policy, drive.policy.order, table, drive.now, capacity_of(view, table), CapacityIndex(view)
+        ).changes
+        == ()
     )
 
 
@@ -212,7 +215,7 @@ def test_who_changes_while_it_runs_is_measured_anew() -> None:
 
 def test_trials_take_no_more_of_a_jobs_time_than_they_may() -> None:
     drive = Watched()
-    drive.measured = Measured(replace(PACE, share=0.1))
+    drive.measured = CoreProfiles(replace(PACE, share=0.1))
     number = drive.add(lambda cores: 10.0 * math.log2(1.0 + cores))
     slow = 0
     for _ in range(600):
@@ -254,6 +257,6 @@ def test_whatever_jobs_do_all_changes_fit_and_once_it_is_forgotten_everybody_has
             started.append(drive.add(needs(cores), job_of(gpus), signature))
     # Every change was approved (`plan`), and each step leaves the state whole (`Drive.step`).
     drive.spend(300)
-    drive.measured = Measured(replace(PACE, share=0.0))
+    drive.measured = CoreProfiles(replace(PACE, share=0.0))
     drive.plan()
     assert [drive.cores(number) for number in started] == [4.0] * len(started)

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 from core.worlds import elastic
 from ganger_master.core.purpose import Goal
-from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, Trial, forecast, learn
+from ganger_master.models.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.acting import Moving
-from ganger_master.planner.measurements import Heard, Measurements, Remembered
-from ganger_master.planner.memory import Memory, Unusable, noted, packed, recalled
+from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
+from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.packs import Packs
 from ganger_master.planner.shared import Shared
-from ganger_master.planner.speeds import Speeds
-from ganger_master.planner.target import Pass
+from ganger_master.planner.speeds import SpeedsByGpus
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.together import Together
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
@@ -37,10 +37,10 @@ def nobody(number: int) -> float | None:
     return None
 
 
-def anew(memory: Memory) -> Memory:
+def anew(memory: PlannerMemory) -> PlannerMemory:
     """As the next planner knows it."""
     found = recalled(noted(packed(memory), POLICY, NOW), POLICY, NOW + 1.0, nobody)
-    assert isinstance(found, Memory), found
+    assert isinstance(found, PlannerMemory), found
     return found
 
 
@@ -77,7 +77,7 @@ def value(kind: inspect.Type, dice: Random) -> Any:
             return {}
         case inspect.DictType(key_type=key, value_type=one):
             return {of(key): of(one), of(key): of(one)}
-        case inspect.DataclassType(cls=cls) if cls is Pass:
+        case inspect.DataclassType(cls=cls) if cls is PlanDraft:
             return None
         case inspect.DataclassType(cls=cls, fields=fields) | inspect.StructType(cls=cls, fields=fields):
             return cls(**{one.name: of(one.type) for one in fields})
@@ -86,21 +86,21 @@ def value(kind: inspect.Type, dice: Random) -> Any:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_value_comes_back_as_it_was(seed: int) -> None:
-    memory = value(inspect.type_info(Memory), Random(seed))
-    assert isinstance(memory, Memory)
-    assert all(getattr(memory, field.name) != getattr(Memory(), field.name) for field in fields(Memory))
+    memory = value(inspect.type_info(PlannerMemory), Random(seed))
+    assert isinstance(memory, PlannerMemory)
+    assert all(getattr(memory, field.name) != getattr(PlannerMemory(), field.name) for field in fields(PlannerMemory))
     assert anew(memory) == memory
 
 
 def test_what_was_learned_of_contention_says_the_same_afterwards() -> None:
     load = (Pressure(0.5, 1e9), Pressure(0.6, 1e9))
-    known = learn(UNKNOWN_DEVICE, [Trial(load, (0.8, 0.7))])
-    (after,) = anew(Memory(Shared(packs=Packs(contention={"gpu": known})))).shared.packs.contention.values()
+    known = learn(UNKNOWN_DEVICE, [ColocationTrial(load, (0.8, 0.7))])
+    (after,) = anew(PlannerMemory(Shared(packs=Packs(contention={"gpu": known})))).shared.packs.contention.values()
     assert forecast(load, 1e11, after) == forecast(load, 1e11, known) != forecast(load, 1e11)
 
 
 def test_what_the_pass_beside_it_said_last_is_not_noted_but_asked_for_anew() -> None:
-    assert anew(Memory(moving=Moving(found=Pass()))) == Memory()
+    assert anew(PlannerMemory(moving=Moving(found=PlanDraft()))) == PlannerMemory()
 
 
 # -- bad notes
@@ -110,7 +110,7 @@ def note(**more: Any) -> bytes:
     """Of a planner that knew job 7, which was submitted at 5."""
     seen = Together()
     seen.put(test_together.job(7, create_time=5.0), None, 0, NOW)
-    memory = packed(Memory(measured=Remembered(together=seen.remembered)))
+    memory = packed(PlannerMemory(measured=RememberedRates(together=seen.remembered)))
     return noted(memory, **{"policy": POLICY, "now": NOW, **more})
 
 
@@ -157,7 +157,7 @@ def test_a_note_of_another_cluster_is_told_by_when_its_jobs_were_submitted(
     create_time: float | None, is_same: bool
 ) -> None:
     found = recalled(note(), POLICY, NOW, lambda number: create_time)
-    assert isinstance(found, Memory) is is_same
+    assert isinstance(found, PlannerMemory) is is_same
     if isinstance(found, Unusable):
         assert found.why == "it is of another cluster, where jobs/7 was another one"
 
@@ -171,9 +171,9 @@ def test_no_garbage_is_taken_for_a_note_or_raises(garbage: bytes, at: int) -> No
     assert isinstance(found, Unusable) or packed(found) == packed(recalled_of(good))
 
 
-def recalled_of(data: bytes) -> Memory:
+def recalled_of(data: bytes) -> PlannerMemory:
     found = recalled(data, POLICY, NOW, nobody)
-    assert isinstance(found, Memory)
+    assert isinstance(found, PlannerMemory)
     return found
 
 
@@ -188,14 +188,14 @@ def grown(rates: dict[int, float]) -> tuple[Planned, int]:
     return drive, number
 
 
-def with_another_planner(drive: Planned, memory: Memory) -> None:
+def with_another_planner(drive: Planned, memory: PlannerMemory) -> None:
     drive.growing = memory.growing
-    drive.speeds = Speeds(Pace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
+    drive.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
     drive.speeds.recall(memory.measured.speeds)
 
 
-def of(drive: Planned) -> Memory:
-    return anew(Memory(growing=drive.growing, measured=Remembered(speeds=drive.speeds.remembered)))
+def of(drive: Planned) -> PlannerMemory:
+    return anew(PlannerMemory(growing=drive.growing, measured=RememberedRates(speeds=drive.speeds.remembered)))
 
 
 @pytest.mark.parametrize(("rate", "keeps"), [(19.0, True), (12.0, False)])
@@ -215,7 +215,7 @@ def test_a_size_on_trial_is_judged_by_the_planner_that_comes_after(rate: float, 
 
 def test_without_a_note_it_would_keep_its_size_unjudged() -> None:
     drive, _ = grown({1: 10.0, 2: 12.0, 3: 13.0, 4: 14.0})
-    with_another_planner(drive, Memory())
+    with_another_planner(drive, PlannerMemory())
     drive.trains(100.0)
     assert drive.plan().findings == ()
 
@@ -228,11 +228,11 @@ def test_a_pack_on_trial_is_judged_by_the_planner_that_comes_after(rates: tuple[
     drive = Tried()
     (guest,) = [number for kind, number in drive.plan(test_packs_pass.Seen()) if kind == "MOVE"]
     drive.move_in(guest)
-    drive.packs = anew(Memory(Shared(packs=drive.packs))).shared.packs
+    drive.packs = anew(PlannerMemory(Shared(packs=drive.packs))).shared.packs
     assert drive.plan(drive.together(rates)) == ([] if keeps else [("SUSPEND", guest)])
     assert [one.kept for one in drive.found] == [keeps] * 2
     # And such a pair is left alone by the next one, too.
-    known = anew(Memory(Shared(packs=drive.packs))).shared.packs
+    known = anew(PlannerMemory(Shared(packs=drive.packs))).shared.packs
     assert (known.kept, len(known.packs), len(known.failed.notes)) == ((1, 1, 0) if keeps else (0, 0, 1))
 
 
@@ -252,7 +252,7 @@ class Restarted(test_together.Seen):
 
     def after(self, seconds: float) -> Restarted:
         next_one = Restarted()
-        next_one.recall(anew(Memory(measured=Remembered(together=self.remembered))).measured.together)
+        next_one.recall(anew(PlannerMemory(measured=RememberedRates(together=self.remembered))).measured.together)
         next_one.now, next_one.rates = self.now + seconds, dict(self.rates)
         next_one.steps = {number: steps + seconds * self.rates[number] for number, steps in self.steps.items()}
         return next_one
@@ -299,7 +299,9 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
     def heard(seen: Measurements, steps: range) -> None:
         for step in steps:
             seen.hear(
-                1, Heard(10 * step, 100.0 + step, use=0.5, loss=1.0 / (1 + step), passes=step // 20), 100.0 + step
+                1,
+                ProgressReport(10 * step, 100.0 + step, use=0.5, loss=1.0 / (1 + step), passes=step // 20),
+                100.0 + step,
             )
 
     whole, first, second = (Measurements(test_together.PACE) for _ in range(3))
@@ -309,12 +311,12 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
     heard(whole, range(200))
     told(first)
     heard(first, range(90))
-    second.recall(anew(Memory(measured=first.remembered)).measured)
+    second.recall(anew(PlannerMemory(measured=first.remembered)).measured)
     told(second)
     heard(second, range(90, 200))
     assert second.attained.received_s == {1: 199.0}
     # As bytes: times that nobody told are no numbers, and equal to nothing.
-    assert packed(Memory(measured=second.remembered)) == packed(Memory(measured=whole.remembered))
+    assert packed(PlannerMemory(measured=second.remembered)) == packed(PlannerMemory(measured=whole.remembered))
 
 
 # -- moves
@@ -322,7 +324,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
 
 def test_a_move_that_did_not_help_is_undone_by_the_planner_that_comes_after() -> None:
     drive, pair, source = slower_together()
-    drive.moving = anew(Memory(moving=drive.moving)).moving
+    drive.moving = anew(PlannerMemory(moving=drive.moving)).moving
     assert drive.proposed() == [("MOVE", pair)]
     assert [one.kept for one in drive.findings] == [False]
     assert drive.state.gangs[drive.job(pair).next_epoch].purpose.goal is Goal.UNDO
@@ -335,9 +337,9 @@ def test_who_is_to_go_back_goes_when_its_place_is_free_though_planners_come_and_
     assert ("START", taken) in drive.proposed()
     drive.runs(taken)
     drive.now += 60.0
-    drive.moving = anew(Memory(moving=drive.moving)).moving
+    drive.moving = anew(PlannerMemory(moving=drive.moving)).moving
     assert drive.proposed() == []
-    drive.moving = anew(Memory(moving=drive.moving)).moving
+    drive.moving = anew(PlannerMemory(moving=drive.moving)).moving
     drive.ends(taken)
     assert drive.proposed() == [("MOVE", pair)]
     assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source
@@ -373,17 +375,17 @@ def swapped(between: Callable[[Moved], None]) -> Moved:
 
 def test_who_was_moved_aside_for_another_is_brought_back_though_planners_come_and_go() -> None:
     def restart(drive: Moved) -> None:
-        drive.moving = anew(Memory(moving=drive.moving)).moving
+        drive.moving = anew(PlannerMemory(moving=drive.moving)).moving
 
     swapped(restart)
 
 
 def test_an_old_note_of_any_moment_moves_nobody_again() -> None:
     notes: list[bytes] = []
-    drive = swapped(lambda drive: notes.append(packed(Memory(moving=drive.moving))))
+    drive = swapped(lambda drive: notes.append(packed(PlannerMemory(moving=drive.moving))))
     assert len({*notes}) == 3, "before, meanwhile and after"
     for one in notes:
-        drive.moving = anew(msgspec.msgpack.decode(one, type=Memory)).moving
+        drive.moving = anew(msgspec.msgpack.decode(one, type=PlannerMemory)).moving
         assert drive.proposed() == []
         assert drive.moving.errands == ()
         assert drive.findings == ()

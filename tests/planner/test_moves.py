@@ -7,26 +7,26 @@ import dataclasses
 
 import pytest
 from core.drive import GIB, job_of
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Finding, Goal
+from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.models.locality import LocalityPoint
-from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.acting import MigrationTerms, Moving
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
 from ganger_master.planner.moves import moves_nobody, plan_moves
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
+from ganger_master.planner.target import PlanDraft, plan
 from ganger_master.planner.totals import capacity_of
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 from planner.test_passes import Planned
 
-TOGETHER = Locality(Level.NODE)
+TOGETHER = Locality(LocalityLevel.NODE)
 
 
 def together(gpus: int, **more: object) -> JobSpec:
@@ -66,23 +66,23 @@ class Moved(Planned):
         super().__init__(nodes, policy)
         self.moving = Moving()
         self.again_s = float("inf")
-        self.findings: tuple[Finding, ...] = ()
+        self.findings: tuple[TrialFinding, ...] = ()
         self.rates = Rates()
         self.per_hour: float | None = None
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        capacity, room = capacity_of(view, table), Room(view)
+        capacity, room = capacity_of(view, table), CapacityIndex(view)
         policy = self.policy
 
-        def inner(kept_out: KeptOut, may_stop: bool) -> Pass:
+        def inner(kept_out: KeptOut, may_stop: bool) -> PlanDraft:
             return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
 
-        terms = Terms(
+        terms = MigrationTerms(
             policy.placement,
             tuple(self.state.draining),
             is_strict=policy.order.is_strict,
@@ -350,10 +350,10 @@ def between(*gpus: int) -> tuple[Moved, int, list[int]]:
     """A pair lies on two full nodes beside gangs of so many devices; others like it were slower so."""
     drive = Moved()
     others = [drive.running(together(count)) for count in gpus]
-    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(Level.CLUSTER)), seconds=1_000.0)
+    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(LocalityLevel.CLUSTER)), seconds=1_000.0)
     assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 2
     drive.rates.rates[pair] = 10.0
-    seen = (LocalityPoint(2, 2, 0.6, Level.CLUSTER), LocalityPoint(2, 1, 0.95, Level.SOCKET))
+    seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
     drive.moving = Moving(brought=Brought(points={"alike": seen}))
     return drive, pair, others
 
@@ -385,7 +385,7 @@ def test_a_pair_that_lies_apart_is_moved_closer_and_stays_if_it_is_faster() -> N
     (told,) = [one for one in drive.told if one.kind == "change_kept"]
     assert told.figures["goal"] == "LOCALITY"
     # What was learned of it is known of all like it: two points say so now.
-    assert 0.6 < drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) < 0.75
+    assert 0.6 < drive.moving.brought.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) < 0.75
 
 
 def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_like_it() -> None:
@@ -400,7 +400,7 @@ def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_lik
     node = drive.node_of(pair)
     assert finding.detail == "64 windows leave that open; it stays: the way back would take more than it saves"
     assert drive.moving.brought.failed.holds(("alike", frozenset([node])), drive.now)
-    assert drive.moving.brought.locality("alike").relative_speed(2, 2, Level.CLUSTER) > 0.75
+    assert drive.moving.brought.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) > 0.75
 
 
 def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:

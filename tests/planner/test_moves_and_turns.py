@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from core.drive import GIB, job_of
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger_master.models.locality import LocalityPoint
-from ganger_master.planner.acting import Terms
+from ganger_master.planner.acting import MigrationTerms
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import LONGEST_S
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
-from ganger_master.policies.room import Room
+from ganger_master.planner.target import PlanDraft
+from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 from planner.test_moves import Moved, Rates, together
 
@@ -35,11 +35,11 @@ class Shared(Moved):
         self.rates = Busy()
         self.remembered = NOTHING
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
-        room, placement = Room(self.state.view.copy()), self.policy.placement
+        room, placement = CapacityIndex(self.state.view.copy()), self.policy.placement
         found, self.remembered, self.findings = plan_shared(
             placement,
             table,
@@ -54,7 +54,7 @@ class Shared(Moved):
         )
         if found.changes or self.findings:
             return found
-        terms = Terms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
+        terms = MigrationTerms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
         moved, self.moving, self.findings, self.again_s = plan_moves(
             lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NOTHING_KEPT_OUT, False
         )
@@ -65,9 +65,9 @@ def resting() -> tuple[Shared, int]:
     """A pair over two nodes that rests on its way to one of them, where it has a device already."""
     drive = Shared()
     leaves, _ = drive.running(together(3)), drive.running(together(3))
-    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(Level.CLUSTER)), seconds=1_000.0)
+    pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(LocalityLevel.CLUSTER)), seconds=1_000.0)
     drive.rates.rates[pair] = 10.0
-    seen = (LocalityPoint(2, 2, 0.6, Level.CLUSTER), LocalityPoint(2, 1, 0.95, Level.SOCKET))
+    seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
     drive.moving = dataclasses.replace(drive.moving, brought=Brought(points={"alike": seen}))
     drive.ends(leaves)
     drive.running(together(2))

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
-from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, ObservedPhase
+from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
 from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.models.convergence import Estimate
+from ganger_master.models.convergence import StepsLeftEstimate
 from ganger_master.planner.optimus import plan_optimus
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
-from ganger_master.policies.optimus_belief import Belief, first_sizes, steps_left
-from ganger_master.policies.room import Room
+from ganger_master.policies.optimus_belief import OptimusEstimate, first_sizes, steps_left
+from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 
 RESIZED = replace(ALL_LEVELS, resize=True)
@@ -30,7 +30,7 @@ LINEAR = AllReduceModel(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 def spec(gpus: int, least: int = 0, most: int = 0, per_task: int = 1) -> JobSpec:
     role = Role("worker", gpus // per_task, TaskShape(per_task, 1_000, GIB))
-    return JobSpec(("train",), (role,), gpus_min=least, gpus_max=most, locality=Locality(Level.NODE))
+    return JobSpec(("train",), (role,), gpus_min=least, gpus_max=most, locality=Locality(LocalityLevel.NODE))
 
 
 class Grown(Drive):
@@ -44,10 +44,10 @@ class Grown(Drive):
     def report(self, gang: Gang, phase: ObservedPhase, stop_step: int = 0) -> ObservedGang:
         return replace(super().report(gang, phase, stop_step), capabilities=self.capabilities)
 
-    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
-        return [Belief(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
+    def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
+        return [OptimusEstimate(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
-    def found(self, may_stop: bool = True, resize_s: float = 0.0) -> Pass:
+    def found(self, may_stop: bool = True, resize_s: float = 0.0) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(job, self.state.gangs.get(job.epoch))
@@ -60,7 +60,7 @@ class Grown(Drive):
                 table,
                 self.now,
                 capacity_of(view, table),
-                Room(view),
+                CapacityIndex(view),
                 self.believed,
                 may_stop,
                 resize_s,
@@ -176,10 +176,10 @@ def test_new_jobs_are_tried_with_sizes_that_they_accept(least: int, most: int, e
 
 def test_without_losses_a_job_is_taken_to_need_twenty_epochs() -> None:
     assert steps_left(None, 5.0, 10.0) == (200.0, True)
-    assert steps_left(Estimate(math.inf, 30.0, math.inf), 5.0, 10.0) == (200.0, True)
+    assert steps_left(StepsLeftEstimate(math.inf, 30.0, math.inf), 5.0, 10.0) == (200.0, True)
 
 
 def test_who_goes_on_though_it_has_converged_has_an_epoch_left() -> None:
-    assert steps_left(Estimate(100.0, 90.0, 120.0), 40.0, 10.0) == (60.0, False)
-    assert steps_left(Estimate(100.0, 90.0, 120.0), 95.0, 10.0) == (10.0, False)
-    assert steps_left(Estimate(100.0, 20.0, 900.0), 40.0, 10.0) == (60.0, True)
+    assert steps_left(StepsLeftEstimate(100.0, 90.0, 120.0), 40.0, 10.0) == (60.0, False)
+    assert steps_left(StepsLeftEstimate(100.0, 90.0, 120.0), 95.0, 10.0) == (10.0, False)
+    assert steps_left(StepsLeftEstimate(100.0, 20.0, 900.0), 40.0, 10.0) == (60.0, True)

@@ -9,15 +9,15 @@ import pytest
 from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
-from ganger_master.planner.pace import Pace, is_stop
-from ganger_master.planner.target import Pass
+from ganger_master.planner.pace import PlanPace, is_stop
+from ganger_master.planner.target import PlanDraft
 
-NOTHING = Pass()
-SOMEBODY_WAITS = Pass(line=np.array([7]))
+NOTHING = PlanDraft()
+SOMEBODY_WAITS = PlanDraft(line=np.array([7]))
 
 
 def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
-    pace = Pace(300.0)
+    pace = PlanPace(300.0)
     assert pace.may_stop(0.0)
     assert pace.wait_s(0.0, is_news=True) == 0.0
     assert pace.wait_s(0.0, is_news=False) == inf
@@ -34,7 +34,7 @@ def test_what_counts_as_stopping_somebody() -> None:
 
 
 def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time() -> None:
-    pace = Pace(300.0).after(1000.0, 0.001, SOMEBODY_WAITS, stopped=True, refused=False)
+    pace = PlanPace(300.0).after(1000.0, 0.001, SOMEBODY_WAITS, stopped=True, refused=False)
     assert not pace.may_stop(1299.9)
     assert pace.may_stop(1300.0)
     assert pace.wait_s(1001.0, is_news=True) == 0.0
@@ -47,27 +47,27 @@ def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time(
         (NOTHING, inf, inf),
         # Whoever waits is weighed again though nobody may say that the order changes.
         (SOMEBODY_WAITS, inf, 300.0),
-        (Pass(waits=True), inf, 300.0),
-        (Pass((Change(7, 1, "START"),), line=np.array([7])), inf, inf),
-        (Pass(next_change_s=1020.0), inf, 20.0),
-        (Pass(next_change_s=1000.01), inf, 0.5),
+        (PlanDraft(waits=True), inf, 300.0),
+        (PlanDraft((Change(7, 1, "START"),), line=np.array([7])), inf, inf),
+        (PlanDraft(next_change_s=1020.0), inf, 20.0),
+        (PlanDraft(next_change_s=1000.01), inf, 0.5),
         (SOMEBODY_WAITS, 1005.0, 5.0),
     ],
 )
 def test_without_news_the_next_plan_comes_when_something_may_have_changed(
-    found: Pass, again_s: float, wait_s: float
+    found: PlanDraft, again_s: float, wait_s: float
 ) -> None:
-    pace = Pace(300.0).after(1000.0, 0.001, found, stopped=False, refused=False, again_s=again_s)
+    pace = PlanPace(300.0).after(1000.0, 0.001, found, stopped=False, refused=False, again_s=again_s)
     assert pace.wait_s(1000.0, is_news=False) == wait_s
 
 
 def test_planning_leaves_most_of_a_core_to_others() -> None:
-    pace = Pace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False)
+    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False)
     assert pace.wait_s(1000.0, is_news=True) == 1.5
 
 
 def test_refused_again_and_again_it_asks_less_and_less_often_and_then_as_before() -> None:
-    pace, waits = Pace(300.0), []
+    pace, waits = PlanPace(300.0), []
     for _ in range(7):
         pace = pace.after(1000.0, 0.001, SOMEBODY_WAITS, stopped=False, refused=True)
         waits.append(round(pace.wait_s(1000.0, is_news=True), 3))

@@ -9,14 +9,14 @@ from core.test_packing import small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Finding
-from ganger_master.planner.packing import Packing, plan_packing
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.packing import OrderColocation, plan_packing
 from ganger_master.planner.packs import JobRates
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.packing import LEAST_SPEED
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_packs_pass import SLOWER, STEADY
@@ -32,8 +32,8 @@ class Packed(Drive):
     def __init__(self, jobs: int = 2) -> None:
         super().__init__()
         self.running = [self.run(small()) for _ in range(jobs)]
-        self.packing = Packing()
-        self.found: tuple[Finding, ...] = ()
+        self.packing = OrderColocation()
+        self.found: tuple[TrialFinding, ...] = ()
 
     def wait_for(self, gpus: int, seconds: float = LONG_S + 1.0) -> int:
         """Somebody has for so long."""
@@ -53,7 +53,7 @@ class Packed(Drive):
         """What is proposed, and what of it was approved is remembered."""
         before, view = self.packing, self.state.view.copy()
         changes, self.packing, self.found = plan_packing(
-            before, BEST_FIT, self.table(), Room(view), self.now, seen or Measured(), 32, EVERY_S, kept_out
+            before, BEST_FIT, self.table(), CapacityIndex(view), self.now, seen or Measured(), 32, EVERY_S, kept_out
         )
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
@@ -174,7 +174,9 @@ def test_a_move_that_was_refused_was_not_tried() -> None:
     drive = Packed()
     drive.wait_for(4)
     before, view = drive.packing, drive.state.view.copy()
-    changes, packing, _ = plan_packing(before, BEST_FIT, drive.table(), Room(view), drive.now, Measured(), 32, EVERY_S)
+    changes, packing, _ = plan_packing(
+        before, BEST_FIT, drive.table(), CapacityIndex(view), drive.now, Measured(), 32, EVERY_S
+    )
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     assert packing.without(before, frozenset({moved})).packs.packs == ()
     assert len(packing.without(before, frozenset()).packs.packs) == 1
@@ -245,7 +247,14 @@ def test_where_a_pack_would_be_refused_again_another_is_tried() -> None:
     drive = Packed(jobs=4)
     drive.wait_for(1)
     changes, packing, _ = plan_packing(
-        drive.packing, BEST_FIT, drive.table(), Room(drive.state.view.copy()), drive.now, Measured(), 8, EVERY_S
+        drive.packing,
+        BEST_FIT,
+        drive.table(),
+        CapacityIndex(drive.state.view.copy()),
+        drive.now,
+        Measured(),
+        8,
+        EVERY_S,
     )
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     refused = frozenset({moved})
@@ -262,7 +271,7 @@ def test_nobody_comes_to_a_node_that_takes_no_gangs() -> None:
     view = drive.state.view.copy()
     view.available[view.slots["n1"]] = False
     changes, packing, _ = plan_packing(
-        drive.packing, BEST_FIT, drive.table(), Room(view), drive.now, Measured(), 32, EVERY_S
+        drive.packing, BEST_FIT, drive.table(), CapacityIndex(view), drive.now, Measured(), 32, EVERY_S
     )
     assert changes == ()
     assert packing.packs.tried == 0

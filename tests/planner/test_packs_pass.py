@@ -10,7 +10,7 @@ from core.drive import GIB
 from core.test_packing import Packing, small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Finding, Goal
+from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.packs import Packs, plan_packs, with_refusals
 from ganger_master.planner.table import LiveTable
@@ -55,7 +55,7 @@ class Tried(Packing):
         super().__init__()
         self.pair = [self.run(small()), self.run(small())]
         self.packs = Packs()
-        self.found: tuple[Finding, ...] = ()
+        self.found: tuple[TrialFinding, ...] = ()
 
     def plan(self, seen: Seen, is_crowded: bool = True) -> list[tuple[str, int]]:
         """What it proposes, all of which must be approved."""

@@ -8,21 +8,21 @@ import pytest
 from core.drive import GIB, Drive, job_of
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import Capabilities, Gang, Job, JobSpec, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.fitting import nodes_for
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, Refused
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
 from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
@@ -34,10 +34,10 @@ class Planned(Drive):
     """A state that a planner looks after."""
 
     def __init__(self, nodes: int = 1, policy: str = "las", quotas: Mapping[str, int] = NO_QUOTAS) -> None:
-        super().__init__(nodes, Settings(policy=policy, quota_devices=quotas))
+        super().__init__(nodes, CoreSettings(policy=policy, quota_devices=quotas))
         self.policy = policy_named(policy)
 
-    def as_told(self, job: Job) -> tuple[Job, Gang | None]:
+    def as_told(self, job: JobRecord) -> tuple[JobRecord, Gang | None]:
         message = scheduling_pb2.LiveJob()
         live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
         told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
@@ -46,7 +46,7 @@ class Planned(Drive):
         assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = True) -> Pass:
+    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = True) -> PlanDraft:
         table = LiveTable(quotas=self.state.settings.quota_devices)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -54,7 +54,7 @@ class Planned(Drive):
         rows = [replace(row, version=0) for row in view.rows()]
         capacity = capacity_of(view, table)
         order = self.policy.aging_order
-        found = plan_by(self.policy, order, table, self.now, capacity, Room(view), may_stop, kept_out=kept_out)
+        found = plan_by(self.policy, order, table, self.now, capacity, CapacityIndex(view), may_stop, kept_out=kept_out)
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
@@ -181,7 +181,7 @@ def test_a_wish_is_kept_to_while_the_patience_lasts_and_not_longer() -> None:
     drive.running(job_of(1))
     drive.state.view.give(drive.state.gangs[1].claims[0])
     drive.state.view.take(replace(drive.state.gangs[1].claims[0], device_mask=0b0001, millicores=(2000, 0)))
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=Level.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
     assert drive.found().changes == ()
     drive.now += 61.0
     (change,) = drive.found().changes
@@ -217,7 +217,7 @@ def test_who_finds_no_place_whoever_is_stopped_keeps_nobody_from_what_is_free() 
     other = drive.submit(job_of(1))
     # As if the only server with its type of device had left.
     drive.state.put_job(replace(drive.job(hopeless), spec=replace(drive.job(hopeless).spec, device_type="another")))
-    refused = Refused()
+    refused = RefusalBackoff()
     for may_stop in (True, False):
         found = drive.found(refused.at(drive.now), may_stop)
         assert (found.changes, found.unplaced) == ((), {hopeless})
@@ -237,7 +237,7 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     for number in drive.state.live:
         # Nobody can be stopped for it.
         drive.state.put_job(replace(drive.job(number), capabilities=Capabilities(known=True)))
-    wide = drive.submit(replace(job_of(2), locality=Locality(widest=Level.NODE)))
+    wide = drive.submit(replace(job_of(2), locality=Locality(widest=LocalityLevel.NODE)))
     small = drive.submit(replace(job_of(1), preemptible=False))
     assert [change.number for change in drive.found().changes] == [small]
     drive.now += WEEK_S
@@ -282,7 +282,7 @@ STOP, START = Change(1, 1, "SUSPEND"), Change(2, 1, "START")
 
 
 def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -> None:
-    refused = Refused()
+    refused = RefusalBackoff()
     refused.note(START, [Refusal(Reason.STALE_REVISION)], 10.0)
     assert refused.at(10.0) is NOTHING_KEPT_OUT
     assert refused.next_s == float("inf")
@@ -296,7 +296,7 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
 
 
 def test_nodes_that_are_closed_to_a_job_add_up() -> None:
-    refused = Refused()
+    refused = RefusalBackoff()
     for node in ("n1", "n2"):
         refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
@@ -305,7 +305,7 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
 
 
 def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:
-    refused = Refused()
+    refused = RefusalBackoff()
     refused.note(START, [Refusal(Reason.LAUNCH_FAILED, node="n1")], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1"}}
     assert refused.at(41.0) is NOTHING_KEPT_OUT

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import job_of
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, Level, Role, TaskShape
+from ganger.resources.values import Claim, LocalityLevel, Role, TaskShape
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import Gang, GangPhase, GangRole, Job, JobSpec, JobState, Piece
-from ganger_master.planner.quotas import Quotas
+from ganger_master.core.model import Gang, GangPhase, GangRole, JobRecord, JobSpec, JobState, Piece
+from ganger_master.planner.quotas import QuotaUse
 from ganger_master.planner.table import LiveTable
 from hypothesis import given
 from hypothesis import strategies as some
@@ -67,7 +67,7 @@ def test_where_nobody_is_stopped_who_fits_into_what_is_left_starts_past_who_does
 def gang(epoch: int, number: int, gpus: int) -> Gang:
     claim = Claim("n1", (1 << gpus) - 1, (0,), 0)
     piece = Piece(claim, claim)
-    return Gang(epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (piece,), Level.NODE, 1.0)
+    return Gang(epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (piece,), LocalityLevel.NODE, 1.0)
 
 
 @given(
@@ -81,11 +81,11 @@ def test_the_table_keeps_out_whom_a_look_at_everybody_would(
     quotas: dict[str, int], story: list[tuple[int, str]]
 ) -> None:
     table = LiveTable(quotas=quotas)
-    waiting: dict[int, Job] = {}
-    holding: dict[int, Job] = {}
+    waiting: dict[int, JobRecord] = {}
+    holding: dict[int, JobRecord] = {}
     for number, what in story:
         spec = JobSpec(("train",), (Role("worker", 1 + number % 3, TaskShape(gpus=1)),))
-        job = Job(number, "uid", ("ann", "bob", "cat")[number % 3 - number // 4], spec, 1.0, pending_since=1.0)
+        job = JobRecord(number, "uid", ("ann", "bob", "cat")[number % 3 - number // 4], spec, 1.0, pending_since=1.0)
         waiting.pop(number, None)
         holding.pop(number, None)
         match what:
@@ -96,11 +96,12 @@ def test_the_table_keeps_out_whom_a_look_at_everybody_would(
                 state = JobState.HOLDING if what == "runs" else JobState.SUSPENDED
                 epoch = number + 100
                 table.put(
-                    Job(number, "uid", job.user, spec, 1.0, state=state, epoch=epoch), gang(epoch, number, job.gpus)
+                    JobRecord(number, "uid", job.user, spec, 1.0, state=state, epoch=epoch),
+                    gang(epoch, number, job.gpus),
                 )
                 holding[number] = job
             case "ends":
-                table.put(Job(number, "uid", job.user, spec, 1.0, state=JobState.SUCCEEDED), None)
+                table.put(JobRecord(number, "uid", job.user, spec, 1.0, state=JobState.SUCCEEDED), None)
             case "forgotten" if table.get(number) is not None:
                 table.forget(number)
             case _:
@@ -124,9 +125,9 @@ def test_the_table_keeps_out_whom_a_look_at_everybody_would(
 def test_of_a_line_those_start_who_fit_beside_those_before_them(
     limits: dict[str, int], line: list[tuple[str, int]]
 ) -> None:
-    quotas = Quotas(limits)
+    quotas = QuotaUse(limits)
     jobs = [
-        Job(number, "uid", user, JobSpec(("train",), (Role("worker", gpus, TaskShape(gpus=1)),)), 1.0)
+        JobRecord(number, "uid", user, JobSpec(("train",), (Role("worker", gpus, TaskShape(gpus=1)),)), 1.0)
         for number, (user, gpus) in enumerate(line, 1)
     ]
     for job in jobs:

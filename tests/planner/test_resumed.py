@@ -11,14 +11,14 @@ import pytest
 from core.drive import GIB, Drive, job_of
 from ganger_master.core.answers import JobAnswer, PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
-from ganger_master.core.model import Intent, ObservedPhase, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import GangIntent, ObservedPhase, SuspendLevel
+from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
 from ganger_master.policies.facts import Capacity
 from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 LIVE = [name for name in NAMES if not policy_named(name).order.knows_durations and not policy_named(name).shares]
 LEVELS = [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT]
@@ -31,7 +31,7 @@ class Planned(Drive):
     """One node, and a policy that is followed pass by pass, as the master's planner and job schedulers follow it."""
 
     def __init__(self, policy: str) -> None:
-        super().__init__(1, Settings(policy=policy, lost_after_seconds=None, silent_margin_seconds=None))
+        super().__init__(1, CoreSettings(policy=policy, lost_after_seconds=None, silent_margin_seconds=None))
         self.policy = live_policy_named(policy)
 
     def go_on(self) -> None:
@@ -44,7 +44,7 @@ class Planned(Drive):
         else:
             self._propose()
         for job in list(self.state.jobs.values()):
-            if job.epoch and self.state.gangs[job.epoch].intent is Intent.RUN:
+            if job.epoch and self.state.gangs[job.epoch].intent is GangIntent.RUN:
                 self.runs(job.number)
 
     def _propose(self) -> None:
@@ -52,7 +52,7 @@ class Planned(Drive):
         for job in self.state.jobs.values():
             table.put(job, self.state.gangs.get(job.epoch))
         capacity = Capacity(self.state.devices, 16.0, 64.0 * GIB, 4)
-        room = Room(self.state.view.copy())
+        room = CapacityIndex(self.state.view.copy())
         found = plan_by(self.policy, self.policy.aging_order, table, self.now, capacity, room)
         answer = self.step(ProposePlan(found.changes))
         assert isinstance(answer, PlanAnswer)
@@ -73,7 +73,7 @@ class Planned(Drive):
 
     def is_running(self, number: int) -> bool:
         job = self.job(number)
-        return bool(job.epoch) and self.state.gangs[job.epoch].intent is Intent.RUN
+        return bool(job.epoch) and self.state.gangs[job.epoch].intent is GangIntent.RUN
 
 
 @pytest.mark.parametrize("level", LEVELS)

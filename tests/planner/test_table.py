@@ -6,13 +6,13 @@ import math
 from collections.abc import Collection
 
 import pytest
-from ganger.resources.values import Level, Role, TaskShape
-from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState
+from ganger.resources.values import LocalityLevel, Role, TaskShape
+from ganger_master.core.model import Gang, GangIntent, GangPhase, GangRole, JobRecord, JobSpec, JobState
 from ganger_master.planner.table import LiveTable
 from msgspec.structs import replace
 
 SPEC = JobSpec(("train",), (Role("worker", 2, TaskShape(gpus=2)),))
-JOB = Job(7, "uid", "ada", SPEC, create_time=100.0, pending_since=100.0)
+JOB = JobRecord(7, "uid", "ada", SPEC, create_time=100.0, pending_since=100.0)
 
 
 def clocks(table: LiveTable, now: float) -> tuple[float, ...]:
@@ -24,7 +24,7 @@ def clocks(table: LiveTable, now: float) -> tuple[float, ...]:
 
 
 def gang(epoch: int, now: float) -> Gang:
-    return Gang(epoch, 7, GangRole.ACTIVE, GangPhase.RUNNING, (), Level.CLUSTER, now, since=now)
+    return Gang(epoch, 7, GangRole.ACTIVE, GangPhase.RUNNING, (), LocalityLevel.CLUSTER, now, since=now)
 
 
 def test_waits_and_stretches_are_told_as_they_come() -> None:
@@ -135,7 +135,7 @@ def test_who_is_going_is_as_a_look_at_each_of_them_says() -> None:
         epoch = number % 4 and number
         job = replace(JOB, number=number, epoch=epoch, state=JobState.HOLDING if epoch else JobState.PENDING)
         held = replace(gang(epoch, 140.0), job=number)
-        stopping = replace(held, intent=Intent.STOP if number % 2 else Intent.RUN)
+        stopping = replace(held, intent=GangIntent.STOP if number % 2 else GangIntent.RUN)
         table.put(job, held if epoch else None)
         table.put(job, stopping if epoch else None)
     table.put(replace(JOB, number=3, state=JobState.SUCCEEDED), None)

@@ -8,32 +8,39 @@ import pytest
 from ganger_master.core.model import (
     Claim,
     Gang,
+    GangIntent,
     GangPhase,
     GangRole,
-    Intent,
-    Job,
+    JobRecord,
     JobSpec,
     JobState,
-    Level,
+    LocalityLevel,
     Piece,
 )
 from ganger_master.planner.together import Together
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from msgspec.structs import replace
 
-PACE = Pace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)
+PACE = TrialPace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)
 
 
-def job(number: int, epoch: int = 0, create_time: float = 1.0) -> Job:
-    return Job(number, "", "", JobSpec(("x",), ()), create_time, epoch=epoch)
+def job(number: int, epoch: int = 0, create_time: float = 1.0) -> JobRecord:
+    return JobRecord(number, "", "", JobSpec(("x",), ()), create_time, epoch=epoch)
 
 
 def running(
-    number: int, mask: int, epoch: int = 1, cores: int = 4_000, intent: Intent = Intent.RUN
-) -> tuple[Job, Gang]:
+    number: int, mask: int, epoch: int = 1, cores: int = 4_000, intent: GangIntent = GangIntent.RUN
+) -> tuple[JobRecord, Gang]:
     claim = Claim("n1", mask, (cores,), 1)
     gang = Gang(
-        epoch, number, GangRole.ACTIVE, GangPhase.RUNNING, (Piece(claim, claim),), Level.NODE, 1.0, intent=intent
+        epoch,
+        number,
+        GangRole.ACTIVE,
+        GangPhase.RUNNING,
+        (Piece(claim, claim),),
+        LocalityLevel.NODE,
+        1.0,
+        intent=intent,
     )
     return replace(job(number, epoch), state=JobState.HOLDING, running_since=1.0), gang
 
@@ -48,14 +55,14 @@ class Seen(Together):
         self.steps: dict[int, float] = {}
 
     def runs(self, number: int, mask: int, epoch: int = 1, cores: int = 4_000, rate: float = 10.0) -> None:
-        self.say(number, mask, epoch, cores, Intent.RUN)
+        self.say(number, mask, epoch, cores, GangIntent.RUN)
         self.rates[number] = rate
 
     def rests(self, number: int, mask: int, epoch: int = 1) -> None:
-        self.say(number, mask, epoch, 4_000, Intent.PARK)
+        self.say(number, mask, epoch, 4_000, GangIntent.PARK)
         self.rates[number] = 0.0
 
-    def say(self, number: int, mask: int, epoch: int, cores: int, intent: Intent) -> None:
+    def say(self, number: int, mask: int, epoch: int, cores: int, intent: GangIntent) -> None:
         self.put(*running(number, mask, epoch, cores, intent), 7, self.now)
 
     def ends(self, number: int) -> None:
@@ -156,7 +163,7 @@ def test_another_job_of_the_same_number_is_another_one() -> None:
     seen = Seen()
     seen.runs(1, 0b1)
     seen.go_on(40.0)
-    job = Job(1, "", "", JobSpec(("x",), ()), 50.0, state=JobState.PENDING)
+    job = JobRecord(1, "", "", JobSpec(("x",), ()), 50.0, state=JobState.PENDING)
     seen.put(replace(job, create_time=60.0), None, 8, seen.now)
     assert seen.alone(1) == ()
     assert seen.signature(1) == "0000000000000008"
@@ -167,8 +174,10 @@ def in_turns(seen: Seen, seconds: float, says_since: bool = True) -> None:
     last one is told all the time."""
     claim = Claim("n1", 0b1, (4_000,), 1)
     piece = (Piece(claim, claim),)
-    gang = Gang(1, 1, GangRole.ACTIVE, GangPhase.RUNNING, piece, Level.NODE, 1.0, intent=Intent.RUN, node_set=3)
-    job = Job(1, "", "", JobSpec(("x",), ()), 1.0, state=JobState.HOLDING, epoch=1, running_since=1.0)
+    gang = Gang(
+        1, 1, GangRole.ACTIVE, GangPhase.RUNNING, piece, LocalityLevel.NODE, 1.0, intent=GangIntent.RUN, node_set=3
+    )
+    job = JobRecord(1, "", "", JobSpec(("x",), ()), 1.0, state=JobState.HOLDING, epoch=1, running_since=1.0)
     seen.put(job, gang, 7, seen.now)
     steps, last_s, since_s = 0, 0.0, nan
     for second in range(int(seconds)):

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planner.acting import Moving
-from ganger_master.planner.memory import Memory
+from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planning.note import Note
 from ganger_master.planning.run import Planner
 
 POLICY, NOW = "gandiva", 1_000.0
 
 
-def memory(now: float) -> Memory:
-    return Memory(moving=Moving(moved_at={7: now}))
+def memory(now: float) -> PlannerMemory:
+    return PlannerMemory(moving=Moving(moved_at={7: now}))
 
 
-def recall(path: Path | None, policy: str = POLICY) -> Memory | None:
+def recall(path: Path | None, policy: str = POLICY) -> PlannerMemory | None:
     return Note(path).recall(policy, NOW, lambda number: None)
 
 

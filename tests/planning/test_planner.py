@@ -16,7 +16,7 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.model import JobSpec
-from ganger_master.planning.live import Live
+from ganger_master.planning.live import ClusterMirror
 from ganger_master.planning.run import NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
@@ -256,7 +256,7 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
     async def story(served: Served, node: Speaker) -> None:
         await asyncio.gather(*[served.submit(spec_of(1)) for _ in range(450)])
         await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
-        live = Live(lambda: 0.0)
+        live = ClusterMirror(lambda: 0.0)
         stream = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
 
         async def hear() -> tuple[list[int], int]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import times
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from planning.test_planner import on_a_master, planning
 from rpc.kit import Served, Speaker, spec_of, until
 
 # As slow as the master reports rates at most.
-PACE = Pace(warm_s=0.2, settle_s=0.1, window_s=0.1, window_steps=1, most_s=20.0, share=1.0)
+PACE = TrialPace(warm_s=0.2, settle_s=0.1, window_s=0.1, window_steps=1, most_s=20.0, share=1.0)
 ABLE = job_pb2.Capabilities(pause=True, offload=True, checkpoint=True)
 
 
@@ -60,7 +60,7 @@ class Fleet:
             now = time.time()
             report = agent_pb2.ProgressReport(session=self.node.session)
             for number, job in self.served.master.writer.committed.jobs.items():
-                if job.epoch and not job.state.is_final:
+                if job.epoch and not job.state.is_finished:
                     self.steps[number] += 1_000.0 * min(self.cores(number), self.uses[number]) * (now - last)
                     step = int(self.steps[number])
                     progress = job_pb2.Progress(step=step, time=times.timestamp(now), step_time=times.timestamp(now))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.order import JobOrder, next_change_s, ranked
 from ganger_master.policies.order.aging import Aging, with_aging
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.order.tiresias import tiresias
@@ -152,6 +152,6 @@ def test_priority_stays_above_aging() -> None:
 
 @pytest.mark.parametrize("wrong", [{"after_s": 0.0}, {"factor": -1.0}, {"share": 0.0}])
 def test_aging_without_a_limit_or_a_turn_is_refused(wrong: dict[str, float]) -> None:
-    order: Order = ORDERS["las"]
+    order: JobOrder = ORDERS["las"]
     with pytest.raises(AssertionError):
         with_aging(order, **wrong)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.policies.deadlines import Advice, Newcomer, Verdict, advice, ends
+from ganger_master.policies.deadlines import Advice, DeadlineVerdict, Newcomer, advice, ends
 from ganger_master.policies.facts import Facts
 from ganger_master.policies.order.edf import EDF
 from hypothesis import given
@@ -59,54 +59,54 @@ def test_what_is_advised_comes_true(jobs: list[tuple[int, int, float]], gpus: in
     lives = serve([*asked, Asked(new, NOW, gpus, seconds, deadline_s=NOW + due)], 4, EDF)
     late = {number for number, life in lives.items() if life.end_s > life.asked.deadline_s + 1e-3}
     late_before = {number for number, life in before.items() if life.end_s > life.asked.deadline_s + 1e-3}
-    if found.verdict is Verdict.MET and not late_before:
+    if found.verdict is DeadlineVerdict.MET and not late_before:
         assert not late
         assert lives[new].end_s == pytest.approx(found.end_s)
     if not late:
-        assert found.verdict is Verdict.MET
-    assert (found.verdict is Verdict.DELAYS_OTHERS) == bool(found.delayed)
+        assert found.verdict is DeadlineVerdict.MET
+    assert (found.verdict is DeadlineVerdict.DELAYS_OTHERS) == bool(found.delayed)
 
 
 def test_a_deadline_that_fits_behind_earlier_ones_is_met() -> None:
     # 3 GPUs for 20 s first, then 4 for 10 s: at 30.
     found = ask(Newcomer(4, 10.0, NOW + 30.0), (3, 20.0, 25.0))
-    assert found == Advice(Verdict.MET, NOW + 30.0)
-    assert ask(Newcomer(4, 10.0, NOW + 29.0), (3, 20.0, 25.0)) == Advice(Verdict.TOO_LATE, NOW + 30.0)
+    assert found == Advice(DeadlineVerdict.MET, NOW + 30.0)
+    assert ask(Newcomer(4, 10.0, NOW + 29.0), (3, 20.0, 25.0)) == Advice(DeadlineVerdict.TOO_LATE, NOW + 30.0)
 
 
 def test_whom_it_would_make_late_is_said() -> None:
     found = ask(Newcomer(4, 10.0, NOW + 12.0), (4, 20.0, 25.0), (1, 5.0, 200.0), (4, 90.0, 50.0))
     # The last one is late anyhow.
-    assert found == Advice(Verdict.DELAYS_OTHERS, NOW + 10.0, delayed=(0,))
+    assert found == Advice(DeadlineVerdict.DELAYS_OTHERS, NOW + 10.0, delayed=(0,))
 
 
 def test_jobs_without_a_deadline_count_only_if_they_may_not_be_stopped() -> None:
     newcomer = Newcomer(4, 10.0, NOW + 10.0)
     held = {"gpus": 2, "is_running": True}
     left = np.array([7.0])
-    assert advice(newcomer, facts_of(held), left, NOW, CAPACITY).verdict is Verdict.MET
+    assert advice(newcomer, facts_of(held), left, NOW, CAPACITY).verdict is DeadlineVerdict.MET
     found = advice(newcomer, facts_of({**held, "is_preemptible": False}), left, NOW, CAPACITY)
-    assert found == Advice(Verdict.TOO_LATE, NOW + 17.0)
+    assert found == Advice(DeadlineVerdict.TOO_LATE, NOW + 17.0)
 
 
 def test_higher_priority_goes_first_whatever_its_deadline() -> None:
     facts = facts_of({"gpus": 4, "priority": 1})
     found = advice(Newcomer(1, 1.0, NOW + 5.0), facts, np.array([60.0]), NOW, CAPACITY)
-    assert found == Advice(Verdict.TOO_LATE, NOW + 61.0)
+    assert found == Advice(DeadlineVerdict.TOO_LATE, NOW + 61.0)
     assert advice(Newcomer(1, 1.0, NOW + 5.0, priority=1), facts, np.array([60.0]), NOW, CAPACITY).end_s == NOW + 1.0
 
 
 def test_nothing_is_promised_where_somebody_ahead_takes_who_knows_how_long() -> None:
     found = ask(Newcomer(1, 1.0, NOW + 5.0), (1, math.nan, 50.0), (1, math.nan, math.inf))
     # The second yields to every deadline; the first does not count before the newcomer, but might be made late.
-    assert found.verdict is Verdict.UNKNOWN
+    assert found.verdict is DeadlineVerdict.UNKNOWN
     assert math.isnan(found.end_s)
     assert found.unknown == (0,)
 
 
 def test_a_gang_larger_than_the_cluster_never_ends() -> None:
-    assert ask(Newcomer(5, 1.0, NOW + 1e9)) == Advice(Verdict.TOO_LATE, math.inf)
+    assert ask(Newcomer(5, 1.0, NOW + 1e9)) == Advice(DeadlineVerdict.TOO_LATE, math.inf)
 
 
 def test_a_deadline_in_the_past_cannot_be_met() -> None:
-    assert ask(Newcomer(1, 1.0, NOW - 1.0), (4, 10.0, 20.0)) == Advice(Verdict.TOO_LATE, NOW + 11.0)
+    assert ask(Newcomer(1, 1.0, NOW - 1.0), (4, 10.0, 20.0)) == Advice(DeadlineVerdict.TOO_LATE, NOW + 11.0)

@@ -8,34 +8,34 @@ import time
 import numpy as np
 import pytest
 from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.models.server_speed import Mode, ServerSpeed, fit_server_speed
+from ganger_master.models.server_speed import ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.facts import Floats, Integers
-from ganger_master.policies.optimus import YOUNG, Growing, allocated, allreduce_speeds, growing, server_speeds
+from ganger_master.policies.optimus import YOUNG, ElasticJobs, allocated, allreduce_speeds, growing, server_speeds
 from ganger_master.policies.optimus_spread import nic_traffic, spread
 from hypothesis import given
 from hypothesis import strategies as st
 from models.published import server_points
 
 # Optimus's published coefficients (EuroSys 2018, table of section 3.2).
-SYNCHRONOUS = ServerSpeed(Mode.SYNCHRONOUS, (1.02, 2.78, 4.92, 0.0, 0.02, 0.0), batch=32.0)
-ASYNCHRONOUS = ServerSpeed(Mode.ASYNCHRONOUS, (2.83, 3.92, 0.0, 0.11))
+SYNCHRONOUS = ServerSpeed(UpdateMode.SYNCHRONOUS, (1.02, 2.78, 4.92, 0.0, 0.02, 0.0), batch=32.0)
+ASYNCHRONOUS = ServerSpeed(UpdateMode.ASYNCHRONOUS, (2.83, 3.92, 0.0, 0.11))
 
 quarters = st.integers(0, 12).map(lambda count: count / 4)
 synchronous = st.builds(
     ServerSpeed,
-    st.just(Mode.SYNCHRONOUS),
+    st.just(UpdateMode.SYNCHRONOUS),
     st.tuples(quarters, quarters.map(lambda value: value + 0.25), *[quarters] * 4),
     st.sampled_from([1.0, 32.0]),
 )
 asynchronous = st.builds(
     ServerSpeed,
-    st.just(Mode.ASYNCHRONOUS),
+    st.just(UpdateMode.ASYNCHRONOUS),
     st.tuples(quarters.map(lambda value: value + 0.25), *[quarters] * 3),
 )
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> tuple[Growing, Floats]:
+def rounds(draw: st.DrawFn) -> tuple[ElasticJobs, Floats]:
     """Jobs over parameter servers, and what there is of two or three resources."""
     models = draw(st.lists(synchronous | asynchronous, max_size=5))
     count, resources = len(models), draw(st.integers(1, 3))
@@ -54,7 +54,7 @@ def rounds(draw: st.DrawFn) -> tuple[Growing, Floats]:
     return jobs, np.array(capacity)
 
 
-def naive_allocated(jobs: Growing, capacity: Floats, least_gain: float, with_bundles: bool) -> list[list[int]]:
+def naive_allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float, with_bundles: bool) -> list[list[int]]:
     """One task at a time: everybody says what it would add next, who gains most may."""
     free = capacity * (1 + 1e-9)
     kinds = jobs.shapes.shape[1]
@@ -111,7 +111,9 @@ def naive_allocated(jobs: Growing, capacity: Floats, least_gain: float, with_bun
 
 
 @given(rounds(), st.sampled_from([0.0, 0.01, 0.1]), st.booleans())
-def test_tasks_are_those_added_one_by_one(case: tuple[Growing, Floats], least_gain: float, with_bundles: bool) -> None:
+def test_tasks_are_those_added_one_by_one(
+    case: tuple[ElasticJobs, Floats], least_gain: float, with_bundles: bool
+) -> None:
     jobs, capacity = case
     found = allocated(jobs, capacity, least_gain, with_bundles)
     assert found.tolist() == naive_allocated(jobs, capacity, least_gain, with_bundles)
@@ -122,7 +124,7 @@ def test_many_jobs_looked_far_ahead_get_what_they_get_one_by_one() -> None:
     """Enough jobs for the long looks, and few limits, so that looks end before paths do."""
     random = np.random.default_rng(3)
     models = [
-        ServerSpeed(Mode.SYNCHRONOUS, (float(a), 0.1, float(c), 0.0, 0.001, 0.0), batch=64.0)
+        ServerSpeed(UpdateMode.SYNCHRONOUS, (float(a), 0.1, float(c), 0.0, 0.001, 0.0), batch=64.0)
         for a, c in random.uniform(0.1, 3.0, (70, 2))
     ]
     steps = random.lognormal(5, 3, 70)
@@ -199,7 +201,7 @@ def test_a_least_gain_ends_dozens_of_servers_for_a_few_percent() -> None:
     """On the measured speeds of ResNet-50 the rule without a least gain goes on for a fifth of a step's time at most,
     with twice the tasks and more."""
     batch, points = server_points()["resnet-50"]
-    model = fit_server_speed(points, Mode.SYNCHRONOUS, batch)
+    model = fit_server_speed(points, UpdateMode.SYNCHRONOUS, batch)
     assert model is not None
     jobs = growing([1e5], server_speeds([model]), np.array([[[3.0, 0.0], [2.0, 1.0]]]))
     capacity = np.array([1000.0, 100.0])

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ganger_master.policies.facts import Facts
-from ganger_master.policies.history import History
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.history import ServiceHistory
+from ganger_master.policies.order import JobOrder, next_change_s, ranked
 from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.registry import ORDERS, order_named, summary
 from ganger_master.policies.order.tiresias import tiresias
@@ -23,8 +23,8 @@ from msgspec.structs import replace
 
 NOW = 1000.0
 CAPACITY = capacity_of(16, cores=32.0, memory_bytes=64.0)
-HISTORY = History.of([1, 5, 5, 10, 40, 400])
-ALL: dict[str, Order] = {
+HISTORY = ServiceHistory.of([1, 5, 5, 10, 40, 400])
+ALL: dict[str, JobOrder] = {
     **ORDERS,
     "tiresias in small queues": tiresias((4.0, 12.0), promote_knob=2.0),
     "tiresias-gittins in small queues": tiresias_gittins(HISTORY, (4.0, 12.0), promote_knob=2.0),
@@ -120,7 +120,7 @@ def test_unknown_order_is_refused_with_the_known_ones() -> None:
 def test_history_changes_what_the_gittins_order_does() -> None:
     # With a history in which whoever gets past 10 ends at 11, the job that got there goes first.
     facts = facts_of({"attained_s": 5.0}, {"attained_s": 10.0})
-    history = History.of([3.0, 100.0, 100.0, 11.0])
+    history = ServiceHistory.of([3.0, 100.0, 100.0, 11.0])
     learned = order_named("tiresias-gittins", history)
     assert ranked(learned, facts, NOW, CAPACITY).tolist() == [1, 0]
     assert ranked(order_named("tiresias-gittins"), facts, NOW, CAPACITY).tolist() == [0, 1]

@@ -11,13 +11,13 @@ import pytest
 from ganger.placement.candidates import places
 from ganger.placement.scan import Scan
 from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, Level, NodeRow
+from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.resources.view import View
 from ganger_master.policies import tally
 from ganger_master.policies.alike import each, each_from_last, together
 from ganger_master.policies.place import PLACEMENTS, Want
 from ganger_master.policies.place.search import fitting_spans
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -36,7 +36,7 @@ def rows(view: View) -> list[NodeRow]:
 def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
     view: View, gangs: list[GangShape], name: str, data: st.DataObject
 ) -> None:
-    room = Room(view)
+    room = CapacityIndex(view)
     before = rows(view)
     taken: list[tuple[Claim, ...]] = []
     for shape in gangs:
@@ -59,7 +59,7 @@ def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
 def test_first_fit_passes_over_no_node_that_has_got_room_again(
     view: View, story: list[tuple[int, bool]], data: st.DataObject
 ) -> None:
-    room, place = Room(view), PLACEMENTS["first-fit"].place
+    room, place = CapacityIndex(view), PLACEMENTS["first-fit"].place
     held: list[tuple[Claim, ...]] = []
     for gpus, gives in story:
         shape = gang(gpus)
@@ -72,9 +72,9 @@ def test_first_fit_passes_over_no_node_that_has_got_room_again(
                     view.give(claim)
                 room.refresh()
         avoid = frozenset(data.draw(st.sets(st.sampled_from(sorted(view.names())), max_size=2)))
-        assert place(room, shape, Want(avoid=avoid)) == place(Room(view.copy()), shape, Want(avoid=avoid))
+        assert place(room, shape, Want(avoid=avoid)) == place(CapacityIndex(view.copy()), shape, Want(avoid=avoid))
         found = place(room, shape)
-        assert found == place(Room(view.copy()), shape)
+        assert found == place(CapacityIndex(view.copy()), shape)
         if found is not None:
             room.take(found)
             held.append(found)
@@ -83,7 +83,7 @@ def test_first_fit_passes_over_no_node_that_has_got_room_again(
 @settings(max_examples=150)
 @given(views(), st.lists(shapes, min_size=1, max_size=6))
 def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[GangShape]) -> None:
-    room = Room(view.copy())
+    room = CapacityIndex(view.copy())
     for shape in gangs:
         expected = places(view, shape, limit=1)
         found = PLACEMENTS["gandiva"].place(room, shape)
@@ -98,7 +98,7 @@ def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[Gang
 @given(views(), shapes, st.sampled_from(NAMES))
 def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, shape: GangShape, name: str) -> None:
     """`anywhere` takes the first free devices, so only single tasks are its to put on one node."""
-    found = PLACEMENTS[name].place(Room(view), shape)
+    found = PLACEMENTS[name].place(CapacityIndex(view), shape)
     hosts = shape.nodes <= 1 and bool(Scan.of(view, shape).hosts(shape.locality.widest).any())
     if hosts:
         assert found is not None
@@ -112,10 +112,10 @@ def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, sh
 def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], asked: GangShape) -> None:
     # However many nodes changed, only they are counted again.
     with patch.object(tally, "_MANY", 0):
-        room = Room(view)
+        room = CapacityIndex(view)
         for shape in gangs:
             ask = room.ask(asked)
-            for level in (Level.RACK, Level.FABRIC, Level.CLUSTER):
+            for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER):
                 totals = naive_totals(view, asked, level)
                 for role, expected in enumerate(zip(*totals, strict=True)):
                     assert room.tally(ask, role).totals(level).tolist() == list(expected)
@@ -131,16 +131,16 @@ def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], 
                 room.take(claims)
 
 
-def naive_totals(view: View, shape: GangShape, level: Level) -> list[list[int]]:
+def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[list[int]]:
     """By span, by role."""
     scan = Scan.of(view, shape)
     spans: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for slot, name in enumerate(view.nodes):
-        if level is Level.CLUSTER:
+        if level is LocalityLevel.CLUSTER:
             spans[()].append(slot)
-        elif level is Level.RACK and name and view.racks[slot]:
+        elif level is LocalityLevel.RACK and name and view.racks[slot]:
             spans[view.fabrics[slot], view.racks[slot]].append(slot)
-        elif level is Level.FABRIC and name and view.fabrics[slot]:
+        elif level is LocalityLevel.FABRIC and name and view.fabrics[slot]:
             spans[(view.fabrics[slot],)].append(slot)
     rooms = [np.minimum(scan.capacity(index), role.tasks) for index, role in enumerate(shape.roles)]
     return [[int(room[slots].sum()) for room in rooms] for slots in spans.values()]
@@ -151,7 +151,7 @@ def naive_totals(view: View, shape: GangShape, level: Level) -> list[list[int]]:
 @settings(max_examples=100)
 @given(views(), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShape], data: st.DataObject) -> None:
-    room = Room(view)
+    room = CapacityIndex(view)
     for shape in gangs:
         for claims in places(view, shape, limit=1):
             for claim in claims:
@@ -173,14 +173,14 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
         assert_index_is_that_of_a_new_room(room)
 
 
-def assert_index_is_that_of_a_new_room(room: Room) -> None:
-    made_anew = Room(room.view)
+def assert_index_is_that_of_a_new_room(room: CapacityIndex) -> None:
+    made_anew = CapacityIndex(room.view)
     assert found_in(room) == found_in(made_anew)
     in_all = sum(family.free * sum(alike.slots.bit_count() for alike in family.members) for family in room.families(0))
     assert room.free_devices == made_anew.free_devices == in_all
 
 
-def found_in(room: Room) -> dict[tuple[object, ...], tuple[int, int]]:
+def found_in(room: CapacityIndex) -> dict[tuple[object, ...], tuple[int, int]]:
     return {
         (
             family.topology,
@@ -203,7 +203,7 @@ def test_room_follows_a_row_whose_version_is_that_of_a_change_it_made_itself() -
         view = cluster(1)
         name = view.nodes[0]
         full = replace(view.row(name), free_mask=0, version=view.row(name).version + heard)
-        room = Room(view)
+        room = CapacityIndex(view)
         found = first_fit.place(room, one)
         assert found is not None
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_room_of_a_copied_view_follows_what_changes_there() -> None:
         for gib in range(5):
             view.put(replace(view.row(view.nodes[0]), free_memory_bytes=(40 + gib) << 30, version=0))
         twin = view.copy()
-        room = Room(twin)
+        room = CapacityIndex(twin)
         assert first_fit.place(room, one) is not None
         for gib in range(1, changes):
             twin.put(replace(twin.row(twin.nodes[0]), free_memory_bytes=(10 + gib) << 30, version=0))
@@ -240,7 +240,7 @@ def test_sets_of_slots_are_walked_in_order(slots: set[int]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gang_goes_back_to_where_it_is_parked_and_else_to_nodes_it_prefers(name: str) -> None:
     view = cluster(4)
-    room = Room(view)
+    room = CapacityIndex(view)
     placement = PLACEMENTS[name]
     (claim,) = placement.place(room, gang(2)) or ()
     parked = (replace(claim, node="s3"),)
@@ -258,8 +258,8 @@ def test_gang_goes_back_to_where_it_is_parked_and_else_to_nodes_it_prefers(name:
 def test_gang_waits_for_its_wish_while_its_patience_lasts(name: str) -> None:
     view = cluster(1)
     view.put(replace(view.row("s0"), free_mask=0b0101, version=9))
-    picky = gang(2, wish=Level.SOCKET, patience=60)
-    room = Room(view)
+    picky = gang(2, wish=LocalityLevel.SOCKET, patience=60)
+    room = CapacityIndex(view)
     assert PLACEMENTS[name].place(room, picky, Want(waited_s=59)) is None
     assert PLACEMENTS[name].place(room, picky, Want(waited_s=60)) is not None
 
@@ -268,10 +268,10 @@ def test_gang_waits_for_its_wish_while_its_patience_lasts(name: str) -> None:
 @given(views(), shapes)
 def test_locality_takes_no_worse_level_while_a_better_one_is_free(view: View, shape: GangShape) -> None:
     """Of single roles, for which sums tell exactly; others by what any placement finds within the better level."""
-    room = Room(view)
+    room = CapacityIndex(view)
     found = PLACEMENTS["locality"].place(room, shape)
-    level = gang_level(view, found) if found else Level.CLUSTER
-    for better in Level:
+    level = gang_level(view, found) if found else LocalityLevel.CLUSTER
+    for better in LocalityLevel:
         if better < min(level, shape.locality.widest) or (found is None and better <= shape.locality.widest):
             closer = replace(shape, locality=replace(shape.locality, widest=better))
             for name in NAMES:
@@ -280,7 +280,7 @@ def test_locality_takes_no_worse_level_while_a_better_one_is_free(view: View, sh
 
 def test_making_a_room_of_sixteen_thousand_nodes_takes_milliseconds() -> None:
     view = cluster(16_000, server("2x2x2"), per_rack=32)
-    best = min(timed(lambda: Room(view), time.process_time) for _ in range(3))
+    best = min(timed(lambda: CapacityIndex(view), time.process_time) for _ in range(3))
     # 15 ms on the machine alone; the limit tells a scan that became quadratic
     assert best < 0.2
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import demand
-from ganger.resources.values import Claim, GangShape, Level, Locality, Role, TaskShape
-from ganger.resources.view import Mode, View
-from ganger_master.policies.fragmentation import Demand, demand_of_shapes, fragmented_gpus
+from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.resources.view import LoadMode, View
+from ganger_master.policies.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
 from ganger_master.policies.place import PLACEMENTS, Want, placement_named
 from ganger_master.policies.place.optimus import traffic_per_card, traffic_per_server_task
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import SETS, shapes, views
@@ -25,7 +25,7 @@ Claims = tuple[Claim, ...]
 
 
 def place(view: View, shape: GangShape, name: str, want: Want | None = None) -> Claims | None:
-    return PLACEMENTS[name].place(Room(view.copy()), shape, want or Want())
+    return PLACEMENTS[name].place(CapacityIndex(view.copy()), shape, want or Want())
 
 
 def everything(shape: GangShape) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def hosts(view: View, shape: GangShape) -> Iterator[tuple[int, Claim]]:
     """Every node that could take the whole gang, and what it would take there."""
     for slot, available in enumerate(view.available):
         if available and shape.nodes <= 1:
-            claim = make_claim(view, slot, shape, everything(shape), Mode.PACK, shape.locality.widest)
+            claim = make_claim(view, slot, shape, everything(shape), LoadMode.PACK, shape.locality.widest)
             if claim is not None:
                 yield slot, claim
 
@@ -71,7 +71,7 @@ def alignment(view: View, slot: int, shape: GangShape, is_cosine: bool) -> float
     return -(dot / lengths if lengths else 0.0) if is_cosine else -dot
 
 
-def growth(view: View, slot: int, shape: GangShape, claim: Claim, seen: Demand) -> float:
+def growth(view: View, slot: int, shape: GangShape, claim: Claim, seen: GangMix) -> float:
     if not shape.gpus:
         return 0.0
     of = view.topologies[slot].configuration_set
@@ -92,7 +92,7 @@ def level(view: View, slot: int, claim: Claim) -> int:
 
 
 # Kinds of gangs that are asked for.
-SEEN: Demand = demand_of_shapes(
+SEEN: GangMix = demand_of_shapes(
     [gang(1), gang(1, cores=2), gang(2, device_type="other"), gang(4, gib=8), gang(8)], SETS
 )
 
@@ -140,7 +140,7 @@ def test_single_node_is_the_first_of_the_best_when_all_are_looked_at(name: str, 
 def test_of_equally_good_nodes_the_first_is_taken_whenever_it_became_so(name: str) -> None:
     """They differ in what the rule does not weigh, so they are entries of their own, the first node's the youngest."""
     view = cluster(3)
-    room = Room(view)
+    room = CapacityIndex(view)
     view.put(replace(view.row("s0"), affinity=2, version=view.version + 1))
     view.put(replace(view.row("s1"), affinity=4, version=view.version + 2))
     room.refresh()
@@ -156,7 +156,7 @@ def test_anywhere_takes_the_first_free_devices(view: View, shape: GangShape) -> 
     claims = []
     for slot, available in enumerate(view.available):
         sizes = range(remaining, 0, -1) if available else ()
-        claim = next((c for n in sizes if (c := make_claim(view, slot, shape, (n,), Mode.PACK))), None)
+        claim = next((c for n in sizes if (c := make_claim(view, slot, shape, (n,), LoadMode.PACK))), None)
         if claim is not None:
             claims.append(claim)
             remaining -= claim.tasks[0]
@@ -176,13 +176,13 @@ def test_optimus_takes_the_emptiest_servers_with_equal_parts(view: View, shape: 
 
     def takes_a_task(slot: int) -> bool:
         one = [tuple(int(at == role) for at in range(len(asked))) for role in range(len(asked))]
-        return any(make_claim(view, slot, shape, tasks, Mode.SPREAD) for tasks in one)
+        return any(make_claim(view, slot, shape, tasks, LoadMode.SPREAD) for tasks in one)
 
     def parts(servers: int) -> Claims | None:
         claims = []
         for server_number, slot in zip(range(servers), order, strict=False):
             tasks = tuple(count // servers + (server_number < count % servers) for count in asked)
-            claim = make_claim(view, slot, shape, tasks, Mode.SPREAD)
+            claim = make_claim(view, slot, shape, tasks, LoadMode.SPREAD)
             if claim is None:
                 return None
             claims.append(claim)
@@ -190,12 +190,12 @@ def test_optimus_takes_the_emptiest_servers_with_equal_parts(view: View, shape: 
 
     order = sorted(slot for slot, available in enumerate(view.available) if available)
     order = sorted([slot for slot in order if takes_a_task(slot)], key=emptiness)
-    alone = [slot for slot in order if make_claim(view, slot, shape, asked, Mode.SPREAD)]
+    alone = [slot for slot in order if make_claim(view, slot, shape, asked, LoadMode.SPREAD)]
     cost = traffic_per_card if name == "optimus-cards" and len(asked) > 1 else (lambda workers, servers: servers)
     workers = max(shape.roles, key=lambda role: role.shape.gpus).tasks
     numbers = sorted(range(2, max(asked) + 1), key=lambda servers: (cost(workers, servers), servers))
     if alone:
-        first = make_claim(view, alone[0], shape, asked, Mode.SPREAD)
+        first = make_claim(view, alone[0], shape, asked, LoadMode.SPREAD)
         assert first is not None
         expected: Claims | None = (first,)
     else:
@@ -222,7 +222,7 @@ def test_traffic_shrinks_with_servers_only_where_their_tasks_share_a_card() -> N
 
 
 def test_algorithm_1_places_the_published_sequence() -> None:
-    room = Room(cluster(4, server("4", cores=16)))
+    room = CapacityIndex(cluster(4, server("4", cores=16)))
     placed = []
     for gpus in (1, 1, 2, 4, 2, 1, 4, 1):
         found = PLACEMENTS["gandiva"].place(room, gang(gpus))
@@ -246,7 +246,7 @@ def test_gang_larger_than_a_node_spans_as_few_nodes_as_possible(name: str) -> No
 def test_first_fit_takes_the_first_rack_and_best_fit_the_tightest() -> None:
     view = cluster(8, per_rack=4)
     view.put(replace(view.row("s4"), free_mask=0, version=99))
-    near = gang(8, widest=Level.RACK)
+    near = gang(8, widest=LocalityLevel.RACK)
     nodes = {name: [claim.node for claim in place(view, near, name) or ()] for name in ("first-fit", "best-fit")}
     assert nodes == {"first-fit": ["s0", "s1"], "best-fit": ["s5", "s6"]}
 
@@ -275,7 +275,7 @@ def test_fgd_breaks_less_than_best_fit_on_a_cluster_that_fills_up() -> None:
     seen = demand_of_shapes(mixed, cluster(1).sets.values())
     broken = {}
     for name in ("fgd", "first-fit"):
-        room = Room(cluster(16, server("2x2x2", cores=16)))
+        room = CapacityIndex(cluster(16, server("2x2x2", cores=16)))
         held = []
         for number, shape in enumerate(mixed):
             found = PLACEMENTS[name].place(room, shape, Want(demand=seen))

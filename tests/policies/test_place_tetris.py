@@ -13,7 +13,7 @@ from ganger_master.policies.place.alignment import Alignment, aligned, scores, w
 from ganger_master.policies.place.tetris import TETRIS
 from ganger_master.policies.place.tetris_gangs import alignment_of, tetris_gangs
 from ganger_master.policies.place.tetris_pass import Knobs, tetris_pass
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -152,7 +152,7 @@ def test_of_all_gangs_the_one_whose_place_scores_best_goes_first(
     gangs = [replace(shape, nodes=1) for shape in gangs]
     numbers = st.lists(st.integers(0, 5), min_size=len(gangs), max_size=len(gangs))
     work, shares = (np.array(data.draw(numbers), np.float64) for _ in range(2))
-    room, twin = Room(view.copy()), Room(view.copy())
+    room, twin = CapacityIndex(view.copy()), CapacityIndex(view.copy())
     found = tetris_gangs(room, gangs, work, shares, Knobs(fairness=0.5))
 
     waiting = np.flatnonzero(within_fairness(shares, np.ones(len(gangs), np.bool_), 0.5)).tolist()
@@ -175,7 +175,7 @@ def test_of_all_gangs_the_one_whose_place_scores_best_goes_first(
 
 @pytest.mark.parametrize("kind", Alignment)
 def test_gangs_that_are_chosen_fit_and_are_taken(kind: Alignment) -> None:
-    room = Room(cluster(4, server("2x2", cores=16)))
+    room = CapacityIndex(cluster(4, server("2x2", cores=16)))
     gangs = [gang(4, cores=1), gang(8), gang(2, cores=6), gang(1), gang(16), gang(2, gib=30)]
     before = room.view.copy()
     chosen = tetris_gangs(room, gangs, np.ones(6), np.zeros(6), Knobs(fairness=0.0, alignment=kind))

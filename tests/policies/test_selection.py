@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ganger_master.policies import selection
 from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import JobOrder, ranked
 from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
 from ganger_master.policies.order.las import LAS
@@ -85,7 +85,7 @@ def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:
 
 @given(live_jobs(), st.integers(0, 30), st.sampled_from([FIFO, FIFO_BACKFILL, LAS]), st.booleans())
 def test_nothing_is_promised_twice_and_nobody_is_stopped_who_may_not_be(
-    facts: Facts, gpus: int, order: Order, is_aged: bool
+    facts: Facts, gpus: int, order: JobOrder, is_aged: bool
 ) -> None:
     order = with_aging(order, after_s=10.0) if is_aged else order
     line = ranked(order, facts, 1000.0, capacity_of(gpus))
@@ -104,7 +104,7 @@ HOLDS_TWO = {"is_running": True, "is_preemptible": False, "gpus": 2, "arrival_s"
 @pytest.mark.parametrize("order", [FIFO_BACKFILL, LAS])
 @pytest.mark.parametrize(("may_be_stopped", "starts"), [(True, True), (False, False)])
 def test_only_who_can_be_stopped_again_starts_past_an_overdue_gang(
-    order: Order, may_be_stopped: bool, starts: bool
+    order: JobOrder, may_be_stopped: bool, starts: bool
 ) -> None:
     young = {"arrival_s": 99.0, "waited_s": 1.0, "is_preemptible": may_be_stopped}
     facts = facts_of(OVERDUE, HOLDS_TWO, young)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ganger_master.policies.facts import Facts, Floats
-from ganger_master.policies.history import NO_HISTORY, History
-from ganger_master.policies.order import SLACK_S, Order, next_change_s, ranked
+from ganger_master.policies.history import NO_HISTORY, ServiceHistory
+from ganger_master.policies.order import SLACK_S, JobOrder, next_change_s, ranked
 from ganger_master.policies.order.srsf import SRSF
 from ganger_master.policies.order.tiresias import Queues, tiresias
 from ganger_master.policies.order.tiresias_gittins import tiresias_gittins
@@ -134,27 +134,27 @@ def test_index_is_the_chance_to_end_over_the_time_it_takes(
 ) -> None:
     attained, quantum = (np.array(column, float) for column in zip(*jobs, strict=True))
     expected = [naive_index(services, a, q) for a, q in zip(attained, quantum, strict=True)]
-    assert History.of(services).index(attained, quantum) == pytest.approx(expected, rel=1e-12)
+    assert ServiceHistory.of(services).index(attained, quantum) == pytest.approx(expected, rel=1e-12)
 
 
 def test_index_counts_from_what_was_attained() -> None:
     # Of those beyond 4, one ends at 8 and one at 12: within 4 more one of two, each taking 4. Summing S instead of
     # S - a, as the authors' simulator does, gives 0.5 / 6 = 0.083.
-    history = History.of([4, 8, 12])
+    history = ServiceHistory.of([4, 8, 12])
     assert history.index(np.array([4.0]), np.array([4.0])) == pytest.approx([0.5 / 4])
 
 
 def test_history_leaves_out_what_says_nothing() -> None:
-    assert History.of([3.0, 0.0, -1.0, math.nan, math.inf, 1.0]).services.tolist() == [1.0, 3.0]
+    assert ServiceHistory.of([3.0, 0.0, -1.0, math.nan, math.inf, 1.0]).services.tolist() == [1.0, 3.0]
 
 
-def indices(facts: Facts, history: History) -> Floats:
+def indices(facts: Facts, history: ServiceHistory) -> Floats:
     return history.index(facts.service, SMALL.until_demotion(facts))
 
 
 @given(facts=live_jobs(now=NOW), services=st.lists(st.integers(1, 80), max_size=9))
 def test_gittins_order_ranks_a_queue_by_index(facts: Facts, services: list[int]) -> None:
-    history = History.of(services)
+    history = ServiceHistory.of(services)
     order = tiresias_gittins(history, SMALL.thresholds, SMALL.promote_knob)
     index, queue, jobs = indices(facts, history), SMALL.queue(facts), rows(facts)
     line = sorted(
@@ -180,11 +180,11 @@ def test_gittins_order_ranks_a_queue_by_index(facts: Facts, services: list[int])
     [
         (SRSF, 28 / 3),
         (tiresias((4 * HOUR,)), 30 / 3),
-        (tiresias_gittins(History.of([4 * HOUR, 8 * HOUR, 12 * HOUR]), (4 * HOUR,)), 30 / 3),
+        (tiresias_gittins(ServiceHistory.of([4 * HOUR, 8 * HOUR, 12 * HOUR]), (4 * HOUR,)), 30 / 3),
     ],
-    ids=lambda value: value.name if isinstance(value, Order) else "",
+    ids=lambda value: value.name if isinstance(value, JobOrder) else "",
 )
-def test_the_example_of_the_paper_takes_the_hours_it_says(order: Order, hours: float) -> None:
+def test_the_example_of_the_paper_takes_the_hours_it_says(order: JobOrder, hours: float) -> None:
     jobs = [Asked(number, 0.0, gpus, duration * HOUR) for number, (gpus, duration) in enumerate(EXAMPLE)]
     lives = serve(jobs, 2, order)
     assert sum(life.end_s for life in lives.values()) / 3 == pytest.approx(hours * HOUR, abs=1.0)

@@ -8,9 +8,9 @@ from ganger_master.models.cpu import CpuModel, fit_cpu
 from ganger_master.models.sensitivity import SensitivityMatrix
 from ganger_master.policies.tune import (
     Gangs,
-    Nodes,
     Pieces,
     Profiles,
+    TuningNodes,
     gangs,
     pieces,
     profiles_of,
@@ -73,7 +73,7 @@ def test_a_gang_runs_at_the_rate_of_its_slowest_piece_and_without_a_piece_not_at
 
 
 @given(rounds())
-def test_who_runs_is_taken_in_order_by_gpus_alone(case: tuple[Gangs, Nodes]) -> None:
+def test_who_runs_is_taken_in_order_by_gpus_alone(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     free, expected = int(nodes.gpus.sum()), []
     for gang, gpus in enumerate(of_round.gpus.tolist()):
@@ -105,7 +105,7 @@ def test_a_gang_demands_no_more_than_its_fewest_nodes_have() -> None:
         assert demands(every, servers(2)).cores.tolist() == list(cores)
 
 
-def naive_demand(of_round: Gangs, gang: int, nodes: Nodes) -> tuple[float, float]:
+def naive_demand(of_round: Gangs, gang: int, nodes: TuningNodes) -> tuple[float, float]:
     gpus = int(of_round.gpus[gang])
     known = of_round.profiles
 
@@ -137,7 +137,7 @@ def naive_demand(of_round: Gangs, gang: int, nodes: Nodes) -> tuple[float, float
 
 @settings(max_examples=60)
 @given(rounds())
-def test_demands_agree_with_looking_at_every_cell(case: tuple[Gangs, Nodes]) -> None:
+def test_demands_agree_with_looking_at_every_cell(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     found = demands(of_round, nodes)
     for gang in range(len(of_round)):
@@ -161,13 +161,15 @@ def test_where_memory_makes_up_for_cores_no_node_that_lacks_it_costs_anything(
 ) -> None:
     with_little = np.cumsum([1, *steps])[1:].astype(float)
     rates_of = np.stack([with_little, np.full(3, with_little[-1])], axis=1)[None]
-    nodes = Nodes(np.ones(len(shares), np.int64), np.array([c for c, _ in shares]), np.array([m for _, m in shares]))
+    nodes = TuningNodes(
+        np.ones(len(shares), np.int64), np.array([c for c, _ in shares]), np.array([m for _, m in shares])
+    )
     one = gangs([1], [0], Profiles(np.array([2.0, 4.0, 6.0]), np.array([2.0, 4.0]), rates_of))
     found = demands(one, nodes)
     assert (found.cores[0], found.memory_bytes[0]) == naive_demand(one, 0, nodes)
 
 
-def placed_somewhere(of_round: Gangs, nodes: Nodes) -> Pieces:
+def placed_somewhere(of_round: Gangs, nodes: TuningNodes) -> Pieces:
     """GPUs handed out in order, wherever they are."""
     free = nodes.gpus.tolist()
     rows = []
@@ -191,7 +193,7 @@ GUARANTEEING = {"proportional", "bind", "exact", "synergy-opt", "synergy-tune"}
 @settings(max_examples=40)
 @given(case=rounds(alike=True))
 def test_no_tuning_gives_more_than_there_is_and_those_that_promise_keep_everybody_at_the_share(
-    name: str, case: tuple[Gangs, Nodes]
+    name: str, case: tuple[Gangs, TuningNodes]
 ) -> None:
     of_round, nodes = case
     placed = placed_somewhere(of_round, nodes)
@@ -206,7 +208,7 @@ def test_no_tuning_gives_more_than_there_is_and_those_that_promise_keep_everybod
 @pytest.mark.parametrize("name", ["proportional", "bind", "synergy-tune", "exact"])
 @settings(max_examples=50)
 @given(case=rounds(alike=False))
-def test_shares_are_kept_on_nodes_that_differ(name: str, case: tuple[Gangs, Nodes]) -> None:
+def test_shares_are_kept_on_nodes_that_differ(name: str, case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = placed_somewhere(of_round, nodes)
     tuned = TUNINGS[name].tune(of_round, nodes, placed)
@@ -215,7 +217,7 @@ def test_shares_are_kept_on_nodes_that_differ(name: str, case: tuple[Gangs, Node
 
 
 @given(rounds())
-def test_sharing_and_roles_agree_with_doing_it_node_by_node(case: tuple[Gangs, Nodes]) -> None:
+def test_sharing_and_roles_agree_with_doing_it_node_by_node(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = placed_somewhere(of_round, nodes)
     demand = demands(of_round, nodes)
@@ -291,7 +293,7 @@ POSTER = {
 def test_predicted_cores_are_those_of_the_posters_table() -> None:
     """Alone on the poster's machine (24 cores, P100) every model gets the cores its table names."""
     models = [CpuModel(0.0, 1.0 / theta, 1.0, float(theta)) for theta in POSTER.values()]
-    server = Nodes(np.array([1]), np.array([24.0]), np.array([1.0]))
+    server = TuningNodes(np.array([1]), np.array([24.0]), np.array([1.0]))
     for which, theta in enumerate(POSTER.values()):
         alone = gangs([1], [which], predicted(models, 24))
         assert TUNINGS["predictor"].tune(alone, server, pieces([0], [0], [1])).cores.tolist() == [theta]
@@ -317,7 +319,7 @@ def test_predicted_cores_of_synergys_models_are_within_one_of_their_best() -> No
 @pytest.mark.parametrize("name", sorted(TUNINGS))
 @pytest.mark.parametrize(("cores", "gigabytes"), [(0.0, 0.0), (0.0, 100.0), (4.0, 0.0)])
 def test_nodes_that_have_nothing_to_give_break_nothing(name: str, cores: float, gigabytes: float) -> None:
-    nodes = Nodes(np.array([2, 2]), np.array([cores, 0.0]), np.array([gigabytes * GB, 0.0]))
+    nodes = TuningNodes(np.array([2, 2]), np.array([cores, 0.0]), np.array([gigabytes * GB, 0.0]))
     three = gangs([2, 1, 1], [0, 1, 5], SYNERGY)
     tuned = TUNINGS[name].tune(three, nodes, pieces([0, 1, 2], [0, 1, 1], [2, 1, 1]))
     assert_fits(tuned, three, nodes)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ganger_master.policies.tune import (
     Gangs,
-    Nodes,
     Pieces,
     Profiles,
+    TuningNodes,
     balance,
     exact,
     gangs,
@@ -26,7 +26,7 @@ from ganger_master.policies.tune import (
 from ganger_master.policies.tune.demand import demands
 from ganger_master.policies.tune.knapsack import Choices, best_choice
 from ganger_master.policies.tune.options import options
-from ganger_master.policies.tune.packing import Packing
+from ganger_master.policies.tune.packing import RoundPacking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.tune_cases import NAMES, SYNERGY, assert_fits, clusters, drawn, profiles, rounds, servers
@@ -34,7 +34,7 @@ from policies.tune_cases import NAMES, SYNERGY, assert_fits, clusters, drawn, pr
 Where = list[tuple[int, int]]
 
 
-def relative(of_round: Gangs, nodes: Nodes, placed: Pieces) -> np.ndarray:
+def relative(of_round: Gangs, nodes: TuningNodes, placed: Pieces) -> np.ndarray:
     """Rates against those of the share of these servers, which are all alike."""
     share = of_round.profiles.at(of_round.profile, nodes.share_cores[:1], nodes.share_memory[:1])
     return np.asarray(rates(of_round, placed) / share, float)
@@ -47,7 +47,7 @@ def relative(of_round: Gangs, nodes: Nodes, placed: Pieces) -> np.ndarray:
 @settings(max_examples=50)
 @given(case=rounds(alike=True))
 def test_every_gpu_that_can_be_used_is_used_and_nobody_falls_below_the_share(
-    place: object, case: tuple[Gangs, Nodes]
+    place: object, case: tuple[Gangs, TuningNodes]
 ) -> None:
     of_round, nodes = case
     of_round = gangs(of_round.gpus, of_round.profile, of_round.profiles)
@@ -62,7 +62,7 @@ def test_every_gpu_that_can_be_used_is_used_and_nobody_falls_below_the_share(
 @settings(max_examples=50)
 @given(case=rounds())
 def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one(
-    place: object, case: tuple[Gangs, Nodes]
+    place: object, case: tuple[Gangs, TuningNodes]
 ) -> None:
     of_round, nodes = case
     placed = place(of_round, nodes)  # type: ignore[operator]
@@ -72,7 +72,7 @@ def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one
 
 
 @given(rounds())
-def test_tune_keeps_everybody_at_the_share_of_the_node_it_lies_on(case: tuple[Gangs, Nodes]) -> None:
+def test_tune_keeps_everybody_at_the_share_of_the_node_it_lies_on(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = synergy_tune.place(of_round, nodes)
     assert np.all(rates(of_round, placed) >= proportional_rates(of_round, nodes, placed) * (1 - 1e-6))
@@ -82,7 +82,7 @@ def test_tune_keeps_everybody_at_the_share_of_the_node_it_lies_on(case: tuple[Ga
 
 
 def naive_tightest(
-    packing: Packing, gang: int, cores: list[float], memory: list[float], most_free_cores: bool = False
+    packing: RoundPacking, gang: int, cores: list[float], memory: list[float], most_free_cores: bool = False
 ) -> Where | None:
     gpus = int(packing.gangs.gpus[gang])
     count = len(packing.nodes)
@@ -123,9 +123,11 @@ def naive_tightest(
 
 
 @given(rounds(), st.data())
-def test_the_tightest_nodes_are_those_found_by_looking_at_each(case: tuple[Gangs, Nodes], data: st.DataObject) -> None:
+def test_the_tightest_nodes_are_those_found_by_looking_at_each(
+    case: tuple[Gangs, TuningNodes], data: st.DataObject
+) -> None:
     of_round, nodes = case
-    packing = Packing(of_round, nodes)
+    packing = RoundPacking(of_round, nodes)
     amounts = st.integers(0, 6).map(lambda half: half / 2)
     for gang in range(len(of_round)):
         each = [
@@ -139,9 +141,11 @@ def test_the_tightest_nodes_are_those_found_by_looking_at_each(case: tuple[Gangs
 
 
 @given(rounds(), st.integers(0, 6), st.integers(0, 6))
-def test_the_first_nodes_are_those_found_by_looking_at_each(case: tuple[Gangs, Nodes], cores: int, memory: int) -> None:
+def test_the_first_nodes_are_those_found_by_looking_at_each(
+    case: tuple[Gangs, TuningNodes], cores: int, memory: int
+) -> None:
     of_round, nodes = case
-    packing = Packing(of_round, nodes)
+    packing = RoundPacking(of_round, nodes)
     for gang in range(len(of_round)):
         gpus = int(of_round.gpus[gang])
         can = []
@@ -166,7 +170,7 @@ def test_the_first_nodes_are_those_found_by_looking_at_each(case: tuple[Gangs, N
             packing.take(gang, found, float(cores), float(memory))
 
 
-def naive_tune(of_round: Gangs, nodes: Nodes) -> dict[int, dict[int, tuple[float, float]]]:
+def naive_tune(of_round: Gangs, nodes: TuningNodes) -> dict[int, dict[int, tuple[float, float]]]:
     """Synergy-Tune in its own words; what each gang has for each GPU by node. Nodes must be alike."""
     demand = demands(of_round, nodes)
     share = float(nodes.share_cores[0]), float(nodes.share_memory[0])
@@ -176,8 +180,8 @@ def naive_tune(of_round: Gangs, nodes: Nodes) -> dict[int, dict[int, tuple[float
     held: dict[int, dict[int, tuple[float, float]]] = {}
     count: dict[int, dict[int, int]] = {}
 
-    def packing() -> Packing:
-        now = Packing(of_round, nodes)
+    def packing() -> RoundPacking:
+        now = RoundPacking(of_round, nodes)
         for gang, where in held.items():
             for node, (cores, memory) in where.items():
                 now.free_gpus[node] -= count[gang][node]
@@ -211,7 +215,7 @@ def naive_tune(of_round: Gangs, nodes: Nodes) -> dict[int, dict[int, tuple[float
 
 
 @given(rounds(alike=True))
-def test_tune_agrees_with_its_description(case: tuple[Gangs, Nodes]) -> None:
+def test_tune_agrees_with_its_description(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = synergy_tune.place(of_round, nodes)
     found: dict[int, dict[int, tuple[float, float]]] = {}
@@ -230,7 +234,7 @@ def test_tune_agrees_with_its_description(case: tuple[Gangs, Nodes]) -> None:
 def test_peers_give_back_in_the_documented_order() -> None:
     """Of two hungry residents the one with more cores for each GPU goes first, and only as many as are needed."""
     hungry, hungrier, newcomer = (NAMES.index(name) for name in ("res18", "alexnet", "deepspeech"))
-    server = Nodes(np.array([8]), np.array([24.0]), np.array([500e9]))
+    server = TuningNodes(np.array([8]), np.array([24.0]), np.array([500e9]))
     placed = synergy_tune.place(gangs([1, 1, 1, 1], [hungrier, hungry, newcomer, newcomer], SYNERGY), server)
     # 12 + 9 + 3 cores are all there are: the second newcomer makes the 12 go back to 3, and nobody else
     assert placed.cores.tolist() == [3.0, 9.0, 3.0, 3.0]
@@ -245,7 +249,7 @@ def test_greedy_leaves_gpus_idle_where_tune_does_not() -> None:
 
 def test_scattered_gpus_split_a_gang_or_leave_a_local_one_out() -> None:
     """The public code gives up the whole round here."""
-    nodes = Nodes(np.array([3, 3]), np.array([9.0, 9.0]), np.array([9.0, 9.0]))
+    nodes = TuningNodes(np.array([3, 3]), np.array([9.0, 9.0]), np.array([9.0, 9.0]))
     known = Profiles(np.array([1.0]), np.array([1.0]), np.ones((1, 1, 1)))
     assert synergy_tune.place(gangs([4, 1], [0, 0], known), nodes).gang.tolist() == [0, 0, 1]
     assert synergy_tune.place(gangs([4, 1], [0, 0], known, is_local=[True, True]), nodes).gang.tolist() == [1]
@@ -253,11 +257,11 @@ def test_scattered_gpus_split_a_gang_or_leave_a_local_one_out() -> None:
 
 @settings(max_examples=60)
 @given(rounds())
-def test_the_hungry_are_spread_as_by_looking_at_every_node(case: tuple[Gangs, Nodes]) -> None:
+def test_the_hungry_are_spread_as_by_looking_at_every_node(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     demand = demands(of_round, nodes)
     rows = list(zip(nodes.cores.tolist(), nodes.memory_bytes.tolist(), strict=True))
-    packing = Packing(of_round, nodes)
+    packing = RoundPacking(of_round, nodes)
     used = [(0.0, 0.0) for _ in rows]
     want = [
         (gpus * cores, gpus * memory)
@@ -347,7 +351,7 @@ def test_a_nodes_best_choice_is_the_best_of_all(choices: list[Choices], cores: i
 
 
 @given(rounds(most_gangs=4, alike=True))
-def test_gangs_on_one_node_each_are_tuned_as_well_as_can_be(case: tuple[Gangs, Nodes]) -> None:
+def test_gangs_on_one_node_each_are_tuned_as_well_as_can_be(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     whole = gangs(of_round.gpus, of_round.profile, of_round.profiles, is_local=[True] * len(of_round))
     placed = synergy_tune.place(whole, nodes)
@@ -380,7 +384,7 @@ def test_a_split_gang_gets_the_same_everywhere_and_only_what_pays() -> None:
         np.array([1.0]),
         np.array([[[1.0], [1.0], [1.0]], [[1.0], [2.0], [3.0]], [[1.0], [2.0], [2.1]]]),
     )
-    nodes = Nodes(np.array([2, 2]), np.array([4.0, 4.0]), np.array([2.0, 2.0]))
+    nodes = TuningNodes(np.array([2, 2]), np.array([4.0, 4.0]), np.array([2.0, 2.0]))
     frugal, hungry, split = 0, 1, 2
     placed = pieces([0, 0, 1, 2], [0, 1, 0, 1], [1, 1, 1, 1])
     beside_frugal = exact.tune(gangs([2, 1, 1], [split, frugal, frugal], known), nodes, placed)
@@ -394,7 +398,7 @@ def test_a_split_gang_gets_the_same_everywhere_and_only_what_pays() -> None:
 
 @settings(max_examples=50)
 @given(rounds(most_gangs=6, alike=True))
-def test_no_packing_beats_the_bound(case: tuple[Gangs, Nodes]) -> None:
+def test_no_packing_beats_the_bound(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     of_round = of_round.take(runnable(of_round, nodes))
     of_round = gangs(of_round.gpus, of_round.profile, of_round.profiles)
@@ -460,7 +464,7 @@ def test_opt_refuses_what_it_could_not_solve() -> None:
 
 @settings(max_examples=50)
 @given(clusters())
-def test_nobody_needs_nothing(nodes: Nodes) -> None:
+def test_nobody_needs_nothing(nodes: TuningNodes) -> None:
     nobody = gangs([], [], SYNERGY)
     for place in (synergy_tune.place, synergy_greedy.place, synergy_opt.place, exact.place):
         assert len(place(nobody, nodes)) == 0
@@ -478,7 +482,7 @@ def test_four_thousand_gangs_on_sixteen_thousand_nodes_take_seconds(is_used: boo
     nodes = servers(16_000)
     if is_used:
         left = [random.uniform(0.0, amounts) for amounts in (nodes.cores, nodes.memory_bytes)]
-        nodes = Nodes(random.integers(4, 9, 16_000), *left)
+        nodes = TuningNodes(random.integers(4, 9, 16_000), *left)
     started = time.process_time()
     placed = synergy_tune.place(of_round, nodes)
     assert time.process_time() - started < 15.0

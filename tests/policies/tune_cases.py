@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Profiles, gangs, profiles_of
+from ganger_master.policies.tune import Gangs, Pieces, Profiles, TuningNodes, gangs, profiles_of
 from ganger_master.sim.traces.profiles import synergy_profiles
 from hypothesis import strategies as st
 
@@ -15,9 +15,9 @@ SYNERGY = profiles_of([profile.matrix for profile in synergy_profiles().values()
 CLASSES = {name: profile.model_class for name, profile in synergy_profiles().items()}
 
 
-def servers(count: int, gpus: int = 8, cores_per_gpu: float = 3.0, gigabytes_per_gpu: float = 62.5) -> Nodes:
+def servers(count: int, gpus: int = 8, cores_per_gpu: float = 3.0, gigabytes_per_gpu: float = 62.5) -> TuningNodes:
     """Synergy's: 8 V100, 24 cores, 500 GB."""
-    return Nodes(
+    return TuningNodes(
         np.full(count, gpus), np.full(count, gpus * cores_per_gpu), np.full(count, gpus * gigabytes_per_gpu * GB)
     )
 
@@ -48,13 +48,13 @@ def profiles(draw: st.DrawFn, most: int = 4) -> Profiles:
 
 
 @st.composite
-def clusters(draw: st.DrawFn, most_nodes: int = 4, alike: bool | None = None) -> Nodes:
+def clusters(draw: st.DrawFn, most_nodes: int = 4, alike: bool | None = None) -> TuningNodes:
     """Nodes of up to 8 GPUs, alike or not; some without GPUs."""
     count = draw(st.integers(1, most_nodes))
     kind = st.tuples(st.sampled_from([0, 1, 2, 4, 8]), st.integers(1, 24), st.integers(1, 24))
     is_alike = draw(st.booleans()) if alike is None else alike
     rows = [draw(kind.filter(lambda row: row[0] > 0))] * count if is_alike else [draw(kind) for _ in range(count)]
-    return Nodes(
+    return TuningNodes(
         np.array([row[0] for row in rows]),
         np.array([row[1] for row in rows], float),
         np.array([row[2] for row in rows], float),
@@ -62,7 +62,7 @@ def clusters(draw: st.DrawFn, most_nodes: int = 4, alike: bool | None = None) ->
 
 
 @st.composite
-def rounds(draw: st.DrawFn, most_gangs: int = 8, alike: bool | None = None) -> tuple[Gangs, Nodes]:
+def rounds(draw: st.DrawFn, most_gangs: int = 8, alike: bool | None = None) -> tuple[Gangs, TuningNodes]:
     """A round: gangs in order of policy, and the nodes."""
     known = draw(profiles())
     nodes = draw(clusters(alike=alike))
@@ -79,7 +79,7 @@ def rounds(draw: st.DrawFn, most_gangs: int = 8, alike: bool | None = None) -> t
     )
 
 
-def held(placed: Pieces, nodes: Nodes) -> tuple[Any, Any, Any]:
+def held(placed: Pieces, nodes: TuningNodes) -> tuple[Any, Any, Any]:
     """What is used of each node: GPUs, cores, bytes."""
     gpus, cores, memory = (
         np.bincount(placed.node, weights=column, minlength=len(nodes))
@@ -88,7 +88,7 @@ def held(placed: Pieces, nodes: Nodes) -> tuple[Any, Any, Any]:
     return gpus, cores, memory
 
 
-def assert_fits(placed: Pieces, gangs: Gangs, nodes: Nodes) -> None:
+def assert_fits(placed: Pieces, gangs: Gangs, nodes: TuningNodes) -> None:
     """No node gives more than it has, and gangs are whole."""
     for used, capacity in zip(held(placed, nodes), (nodes.gpus, nodes.cores, nodes.memory_bytes), strict=True):
         assert np.all(used <= capacity * (1 + 1e-6) + 1e-9)

@@ -10,12 +10,12 @@ from pathlib import Path
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.recording.reader import read_lines
 from ganger_master.recording.rerun import Decided, Differs, Happening, Rerun
-from ganger_master.runtime.recorder import Recorded, Recording
+from ganger_master.runtime.recorder import DecisionRecording, Recorded
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.cluster import FaultCluster
 from ganger_master.sim.engine import Engine
 
 GIB = 1 << 30
@@ -44,12 +44,12 @@ def rerun_of(path: Path) -> Found:
     return Found(rerun, list(rerun))
 
 
-def stormy(seed: int, policy: str = "fifo", is_calm: bool = False) -> Cluster:
+def stormy(seed: int, policy: str = "fifo", is_calm: bool = False) -> FaultCluster:
     """Three nodes, and faults of every kind unless it is calm."""
     storm = faults.NONE if is_calm else faults.storm(Engine(seed))
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
-    settings = Settings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, storage_token=SECRET)
-    cluster = Cluster(seed, nodes, settings, storm)
+    settings = CoreSettings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, storage_token=SECRET)
+    cluster = FaultCluster(seed, nodes, settings, storm)
     cluster.physics.residue_bytes = 300 << 20
     cluster.daemons["n3"].measures = False
     cluster.run_for(5.0)
@@ -59,7 +59,7 @@ def stormy(seed: int, policy: str = "fifo", is_calm: bool = False) -> Cluster:
     return cluster
 
 
-def busy(cluster: Cluster, jobs: int, seconds: float = 10.0) -> None:
+def busy(cluster: FaultCluster, jobs: int, seconds: float = 10.0) -> None:
     dice = cluster.engine.random
     for _ in range(jobs):
         cluster.submit(
@@ -76,22 +76,24 @@ def busy(cluster: Cluster, jobs: int, seconds: float = 10.0) -> None:
         cluster.run_for(dice.uniform(0.0, seconds))
 
 
-def busy_for(jobs: int, seconds: float) -> Callable[[Cluster], None]:
+def busy_for(jobs: int, seconds: float) -> Callable[[FaultCluster], None]:
     """The story of that many jobs, and of some time behind them."""
 
-    def tell(cluster: Cluster) -> None:
+    def tell(cluster: FaultCluster) -> None:
         busy(cluster, jobs)
         cluster.run_for(seconds)
 
     return tell
 
 
-def recorded(directory: Path, cluster: Cluster, story: Callable[[Cluster], None], **options: bool) -> Recorded:
+def recorded(
+    directory: Path, cluster: FaultCluster, story: Callable[[FaultCluster], None], **options: bool
+) -> Recorded:
     """What the cluster's master decides while the story is told, by the production recorder."""
 
     async def tell() -> Recorded:
         master = cluster.master
-        recording = Recording(directory, "test", **options)
+        recording = DecisionRecording(directory, "test", **options)
         recording.begin(master.state, master.now())
         master.recorder = recording
         story(cluster)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from ganger.resources.values import Role, TaskShape
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.recording.otherwise import Otherwise
 from ganger_master.recording.reader import read_lines
 from ganger_master.recording.rerun import Rerun
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.cluster import FaultCluster
 from recording.kit import GIB, SERVER, recorded
 from sim.rows_of_daemons import DaemonTurns
 
@@ -34,10 +34,10 @@ LIVE = [
 ]
 
 
-def eventful(seed: int, policy: str) -> Cluster:
+def eventful(seed: int, policy: str) -> FaultCluster:
     """Three nodes, where gangs are time-sliced, co-located, moved, suspended and resized by random plans."""
-    settings = Settings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, residue_bytes=GIB // 4)
-    cluster = Cluster(seed, [], settings, faults.NONE)
+    settings = CoreSettings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, residue_bytes=GIB // 4)
+    cluster = FaultCluster(seed, [], settings, faults.NONE)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         cluster.add_node(name, SERVER, {"packing": "yes", "rotation": "yes"}, lambda daemon: DaemonTurns(daemon, turns))
@@ -48,7 +48,7 @@ def eventful(seed: int, policy: str) -> Cluster:
     return cluster
 
 
-def many_jobs(cluster: Cluster) -> None:
+def many_jobs(cluster: FaultCluster) -> None:
     dice = cluster.engine.random
     for _ in range(14):
         gpus = dice.choice([1, 1, 2, 2, 3, 4, 6])

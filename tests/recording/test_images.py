@@ -9,7 +9,7 @@ from ganger.resources.view import View
 from ganger.resources.view_image import ViewImage, image_of_view, view_of_image
 from ganger_master.core.explain import explain
 from ganger_master.core.image import Image, image_of, state_of
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ OF_ITS_SHELL = {"tells"}
 
 def test_whatever_a_state_knows_is_in_its_image_or_follows_from_it() -> None:
     imaged = set(Image.__struct_fields__) - {"told", "requested"}
-    assert set(vars(State(Settings()))) == imaged | DERIVED | OF_A_BATCH | OF_ITS_SHELL
+    assert set(vars(State(CoreSettings()))) == imaged | DERIVED | OF_A_BATCH | OF_ITS_SHELL
 
 
 def test_a_state_made_again_has_all_that_was_derived() -> None:

@@ -17,12 +17,12 @@ from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import CancelJob, SubmitJob
 from ganger_master.core.decide import decide
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.recording.rerun import Begun, Broke, Ended
 from ganger_master.runtime import recorder
-from ganger_master.runtime.recorder import Recorded, Recording, RecordingError
+from ganger_master.runtime.recorder import DecisionRecording, Recorded, RecordingError
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import Batch, Problem, StoreError
+from ganger_master.store.contract import Problem, StoreBatch, StoreError
 from ganger_master.store.memory import MemoryStore
 from recording.kit import SECRET, rerun_of
 
@@ -39,7 +39,7 @@ class FailingStore(MemoryStore):
 
     failures = 0
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: StoreBatch) -> None:
         if self.failures:
             self.failures -= 1
             raise StoreError(Problem.FULL, "told to fail")
@@ -50,10 +50,10 @@ def told(directory: Path, story: Callable[[Writer], Awaitable[None]], **options:
     """What came of recording a writer while a story is told, ended by hand."""
 
     async def tell() -> Recorded:
-        writer = Writer(FailingStore(), Settings(storage_token=SECRET), asyncio.get_running_loop().time)
+        writer = Writer(FailingStore(), CoreSettings(storage_token=SECRET), asyncio.get_running_loop().time)
         await writer.start()
         assert await writer.submit(submission(1)) == JobAnswer(1)
-        recording = Recording(directory, "test", **options)
+        recording = DecisionRecording(directory, "test", **options)
         asked = asyncio.ensure_future(recorder.record(writer, recording, LONG))
         await asyncio.sleep(0)
         try:
@@ -211,19 +211,19 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def test_there_is_one_recording_at_a_time_and_it_ends_with_its_time_or_its_asker_or_its_master(tmp_path: Path) -> None:
     async def story() -> None:
-        writer = Writer(MemoryStore(), Settings(), asyncio.get_running_loop().time)
+        writer = Writer(MemoryStore(), CoreSettings(), asyncio.get_running_loop().time)
         await writer.start()
-        short = await recorder.record(writer, Recording(tmp_path, "test"), 0.05)
+        short = await recorder.record(writer, DecisionRecording(tmp_path, "test"), 0.05)
         assert short.reason == "its time was over"
-        first = Recording(tmp_path, "test")
+        first = DecisionRecording(tmp_path, "test")
         asked = asyncio.ensure_future(recorder.record(writer, first, LONG))
         await asyncio.sleep(0)
         with pytest.raises(AlreadyRecording):
-            await recorder.record(writer, Recording(tmp_path, "test"), LONG)
+            await recorder.record(writer, DecisionRecording(tmp_path, "test"), LONG)
         await writer.submit(submission(1))
         asked.cancel()
         assert (await first.done).reason == "the client that started it went away"
-        last = Recording(tmp_path, "test")
+        last = DecisionRecording(tmp_path, "test")
         asked = asyncio.ensure_future(recorder.record(writer, last, LONG))
         await asyncio.sleep(0)
         await writer.submit(submission(2))

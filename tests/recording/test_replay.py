@@ -15,7 +15,7 @@ from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import Command, Line, ProposePlan, RequestGang, SubmitJob
 from ganger_master.core.image import image_of
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.recording.lines import FORMAT, BatchLine, CommandLine, Header, raw, state_lines
 from ganger_master.recording.otherwise import Otherwise
@@ -153,7 +153,7 @@ def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path,
 
 def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() -> None:
     spec = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
-    state, story = State(Settings(policy="las"), 1_000.0), Story(2)
+    state, story = State(CoreSettings(policy="las"), 1_000.0), Story(2)
     lines = [Header(FORMAT, "test", 1_000.0, "las"), *state_lines(image_of(state), 1_000.0, "it began")]
     lines += [line for number in (1, 2, 3) for line in step_lines(state, SubmitJob(spec, f"uid-{number}"))]
     for numbers in ((1, 2, 3), (1, 2, 3), (3, 2, 1), (2, 1), (1, 3)):

@@ -8,7 +8,7 @@ import pytest
 from ganger.placement.candidates import candidates
 from ganger.resources.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level
 from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape, Level, Role, TaskShape
+from ganger.resources.values import Claim, GangShape, LocalityLevel, Role, TaskShape
 from ganger.resources.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,9 +57,9 @@ def test_other_device_type_is_refused() -> None:
 
 def test_devices_further_apart_than_accepted_are_refused_with_both_levels() -> None:
     apart = replace(PAIR, device_mask=0b0101, millicores=(2000, 2000))
-    (refusal,) = fit(cluster(1), gang(2, widest=Level.SOCKET), [apart])
+    (refusal,) = fit(cluster(1), gang(2, widest=LocalityLevel.SOCKET), [apart])
     assert refusal.reason is Reason.LOCALITY
-    assert refusal.figures == {"level": Level.NODE, "widest": Level.SOCKET}
+    assert refusal.figures == {"level": LocalityLevel.NODE, "widest": LocalityLevel.SOCKET}
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_large_gang_that_conflicts_everywhere_is_explained_by_few_nodes() -> N
 
 def test_gang_over_racks_is_refused_to_a_job_that_accepts_one() -> None:
     view = cluster(2, per_rack=1)
-    (refusal,) = fit(view, gang(2, widest=Level.RACK), [HALF, replace(HALF, node="s1")])
-    assert (refusal.reason, refusal.figures["level"]) == (Reason.LOCALITY, Level.FABRIC)
+    (refusal,) = fit(view, gang(2, widest=LocalityLevel.RACK), [HALF, replace(HALF, node="s1")])
+    assert (refusal.reason, refusal.figures["level"]) == (Reason.LOCALITY, LocalityLevel.FABRIC)
 
 
 def test_levels_between_nodes_are_those_of_their_rack_and_fabric() -> None:
@@ -176,16 +176,20 @@ def test_levels_between_nodes_are_those_of_their_rack_and_fabric() -> None:
     ]:
         view.put(idle_row(name, of, rack, fabric))
 
-    def level(*nodes: str) -> Level:
+    def level(*nodes: str) -> LocalityLevel:
         return gang_level(view, [Claim(node, 1, (0, 0), 0, 0, (1,)) for node in nodes])
 
-    assert (level("a", "b"), level("a", "b", "c"), level("a", "d")) == (Level.RACK, Level.FABRIC, Level.CLUSTER)
-    assert level("a", "e") == level("e") + 6 == Level.CLUSTER
+    assert (level("a", "b"), level("a", "b", "c"), level("a", "d")) == (
+        LocalityLevel.RACK,
+        LocalityLevel.FABRIC,
+        LocalityLevel.CLUSTER,
+    )
+    assert level("a", "e") == level("e") + 6 == LocalityLevel.CLUSTER
     # Racks of two fabrics may have one name.
-    assert level("a", "f") == Level.CLUSTER
+    assert level("a", "f") == LocalityLevel.CLUSTER
     # Where a task without devices lies takes no device further away.
     reader = Claim("d", 0, (1000, 0), 0, 0, (1,))
-    assert gang_level(view, [Claim("a", 1, (0, 0), 0, 0, (1,)), reader]) == Level.NVLINK
+    assert gang_level(view, [Claim("a", 1, (0, 0), 0, 0, (1,)), reader]) == LocalityLevel.NVLINK
 
 
 def test_unset_cores_and_memory_become_the_proportional_share() -> None:
@@ -231,13 +235,13 @@ def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:
 @settings(max_examples=100)
 @given(
     gpus=st.integers(1, 10),
-    widest=st.sampled_from([Level.SOCKET, Level.NODE, Level.CLUSTER]),
+    widest=st.sampled_from([LocalityLevel.SOCKET, LocalityLevel.NODE, LocalityLevel.CLUSTER]),
     others=st.lists(st.integers(1, 4), max_size=6),
     device_gib=st.integers(0, 4),
     kept=st.lists(st.tuples(st.sampled_from(["s0", "s1", "s2"]), st.integers(0, 3)), max_size=4),
 )
 def test_fit_agrees_with_the_naive_twin_on_stale_proposals(
-    gpus: int, widest: Level, others: list[int], device_gib: int, kept: list[tuple[str, int]]
+    gpus: int, widest: LocalityLevel, others: list[int], device_gib: int, kept: list[tuple[str, int]]
 ) -> None:
     view = cluster(3)
     shape = gang(gpus, widest=widest, device_gib=device_gib)
@@ -271,7 +275,7 @@ def test_fit_agrees_with_the_naive_twin_on_stale_proposals(
     st.integers(0, 2),
     st.sampled_from(["", "", "virtual", "other"]),
     st.sampled_from([TaskShape(), TaskShape(1, 2000, HALF.memory_bytes)]),
-    st.sampled_from([Level.SOCKET, Level.CLUSTER]),
+    st.sampled_from([LocalityLevel.SOCKET, LocalityLevel.CLUSTER]),
 )
 def test_what_fits_at_a_glance_is_what_nothing_can_be_said_against(
     claim: Claim,
@@ -281,7 +285,7 @@ def test_what_fits_at_a_glance_is_what_nothing_can_be_said_against(
     nodes: int,
     device_type: str,
     task: TaskShape,
-    widest: Level,
+    widest: LocalityLevel,
 ) -> None:
     view = cluster(2)
     view.set_available("s0", available)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 from ganger.resources.topology import Topology, bits, parse_topology
-from ganger.resources.values import ConfigurationSet, DeviceGroup, Level, Socket
+from ganger.resources.values import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,24 +16,35 @@ SIXTEEN = Topology(parse_topology("2x4x2"))
 
 @pytest.mark.parametrize(
     ("mask", "level"),
-    [(0b1, Level.NVLINK), (0b11, Level.SWITCH), (0b101, Level.SOCKET), (0b10001, Level.NODE), (0xFF, Level.NODE)],
+    [
+        (0b1, LocalityLevel.NVLINK),
+        (0b11, LocalityLevel.SWITCH),
+        (0b101, LocalityLevel.SOCKET),
+        (0b10001, LocalityLevel.NODE),
+        (0xFF, LocalityLevel.NODE),
+    ],
 )
-def test_level_is_that_of_the_worst_pair(mask: int, level: Level) -> None:
+def test_level_is_that_of_the_worst_pair(mask: int, level: LocalityLevel) -> None:
     assert EIGHT.level(mask) == level
 
 
 def test_devices_that_are_all_equally_far_apart_are_at_that_level_however_many() -> None:
-    for sockets, level in (((Socket(4000, 0b1111_1111),), Level.SOCKET), ((Socket(4000, 0),), Level.NODE)):
+    for sockets, level in (
+        ((Socket(4000, 0b1111_1111),), LocalityLevel.SOCKET),
+        ((Socket(4000, 0),), LocalityLevel.NODE),
+    ):
         topology = Topology(ConfigurationSet("one", "x", 8, sockets=sockets))
-        assert [topology.level(mask) for mask in (0, 0b1, 0b11, 0b1010_1010)] == [Level.NVLINK] * 2 + [level] * 2
+        assert [topology.level(mask) for mask in (0, 0b1, 0b11, 0b1010_1010)] == [LocalityLevel.NVLINK] * 2 + [
+            level
+        ] * 2
 
 
 def test_level_of_a_ring_of_links_is_not_closer_than_its_unlinked_pairs() -> None:
-    ring = tuple(DeviceGroup(Level.NVLINK, 1 << one | 1 << (one + 1) % 4) for one in range(4))
+    ring = tuple(DeviceGroup(LocalityLevel.NVLINK, 1 << one | 1 << (one + 1) % 4) for one in range(4))
     topology = Topology(ConfigurationSet("ring", "x", 4, groups=ring, sockets=(Socket(4000, 0b1111),)))
-    assert topology.level(0b0011) == Level.NVLINK
-    assert topology.level(0b0101) == Level.SOCKET
-    assert topology.level(0b1111) == Level.SOCKET
+    assert topology.level(0b0011) == LocalityLevel.NVLINK
+    assert topology.level(0b0101) == LocalityLevel.SOCKET
+    assert topology.level(0b1111) == LocalityLevel.SOCKET
 
 
 def test_packed_pair_takes_the_switch_it_fills_and_leaves_whole_ones_whole() -> None:
@@ -53,7 +64,7 @@ def test_spread_single_device_goes_to_the_socket_with_the_fewest_jobs() -> None:
 def test_best_mask_is_free_of_the_right_size_and_close_enough(topology: Topology, data: st.DataObject) -> None:
     free = data.draw(st.integers(0, topology.all_mask))
     count = data.draw(st.integers(0, 6))
-    widest = data.draw(st.sampled_from([Level.SWITCH, Level.SOCKET, Level.NODE]))
+    widest = data.draw(st.sampled_from([LocalityLevel.SWITCH, LocalityLevel.SOCKET, LocalityLevel.NODE]))
     spread = data.draw(st.booleans())
     mask = topology.best(free, count, widest, spread)
     reachable = [
@@ -72,11 +83,11 @@ def test_best_mask_is_free_of_the_right_size_and_close_enough(topology: Topology
     devices=st.sampled_from([4, 8, 12]),
     free=st.integers(0, (1 << 12) - 1),
     count=st.integers(0, 6),
-    widest=st.sampled_from([Level.NVLINK, Level.SOCKET, Level.NODE]),
+    widest=st.sampled_from([LocalityLevel.NVLINK, LocalityLevel.SOCKET, LocalityLevel.NODE]),
     spread=st.booleans(),
 )
 def test_where_no_devices_are_closer_than_others_the_first_ones_are_the_best(
-    devices: int, free: int, count: int, widest: Level, spread: bool
+    devices: int, free: int, count: int, widest: LocalityLevel, spread: bool
 ) -> None:
     topology = Topology(ConfigurationSet("apart", "x", devices))
     free &= topology.all_mask
@@ -84,8 +95,10 @@ def test_where_no_devices_are_closer_than_others_the_first_ones_are_the_best(
     assert topology.best(free, count, widest, spread) == searched
 
 
-@given(free=st.integers(0, 255), widest=st.sampled_from([Level.SWITCH, Level.SOCKET, Level.NODE]))
-def test_largest_is_the_most_devices_within_a_level(free: int, widest: Level) -> None:
+@given(
+    free=st.integers(0, 255), widest=st.sampled_from([LocalityLevel.SWITCH, LocalityLevel.SOCKET, LocalityLevel.NODE])
+)
+def test_largest_is_the_most_devices_within_a_level(free: int, widest: LocalityLevel) -> None:
     naive = max(
         (
             len(chosen)

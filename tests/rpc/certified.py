@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.roles import Role
+from ganger.wire.roles import CallerRole
 from ganger_master.app import Master
 from ganger_master.config import Config
 from kit.certified import Authority
@@ -24,7 +24,7 @@ class CertifiedMaster:
         self.authority = authority
         self._channels: list[grpc.aio.Channel] = []
 
-    def calls(self, role: Role | str, name: str, authority: Authority | None = None) -> Served:
+    def calls(self, role: CallerRole | str, name: str, authority: Authority | None = None) -> Served:
         return self.with_certificate((authority or self.authority).issue(role, name))
 
     def with_certificate(self, directory: Path) -> Served:

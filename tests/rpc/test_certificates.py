@@ -13,13 +13,13 @@ import grpc.aio
 import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.client import Client
-from ganger.scheduling.host import Host
+from ganger.scheduling.host import SchedulerHost
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire import errors
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
 from ganger.wire.errors import from_rpc_error
-from ganger.wire.roles import ROLES, Identity, Role
+from ganger.wire.roles import ROLES, CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import read_files, server_credentials
 from kit.certified import Authority
@@ -71,8 +71,8 @@ def empty_call(channel: grpc.aio.Channel, method: str) -> Any:
     return kinds[descriptor.client_streaming][descriptor.server_streaming](method)(request, timeout=5.0)
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_whoever_calls_what_is_not_for_its_role_is_refused(tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize("role", list(CallerRole))
+def test_whoever_calls_what_is_not_for_its_role_is_refused(tmp_path: Path, role: CallerRole) -> None:
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method in DESCRIPTORS:
@@ -82,8 +82,8 @@ def test_whoever_calls_what_is_not_for_its_role_is_refused(tmp_path: Path, role:
     told(tmp_path, story)
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_whoever_calls_what_is_for_its_role_is_answered(tmp_path: Path, role: Role) -> None:
+@pytest.mark.parametrize("role", list(CallerRole))
+def test_whoever_calls_what_is_for_its_role_is_answered(tmp_path: Path, role: CallerRole) -> None:
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method, descriptor in DESCRIPTORS.items():
@@ -370,7 +370,7 @@ def test_where_the_planner_places_all_jobs_a_user_starts_none(tmp_path: Path) ->
 async def placed(certified: CertifiedMaster, node: Speaker) -> agent_pb2.DesiredGang:
     """A job of ann's, on the node, by a job scheduler that has nothing but a certificate."""
     own = str(certified.authority.issue("scheduler", "h"))
-    host = asyncio.create_task(Host(lambda: Endpoint(certified.master.address, tls=own)).run())
+    host = asyncio.create_task(SchedulerHost(lambda: Endpoint(certified.master.address, tls=own)).run())
     poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
     await certified.calls("user", "ann").submit()
     (gang,) = (await poll).gangs
@@ -446,7 +446,7 @@ def test_nobody_comes_in_without_a_certificate_of_the_authority(tmp_path: Path) 
 )
 def test_a_certificate_that_names_nobody_is_nobodys(tmp_path: Path, uris: tuple[str, ...]) -> None:
     async def story(certified: CertifiedMaster) -> None:
-        odd = certified.authority.issue_with(uris, Identity(Role.USER, "x"))
+        odd = certified.authority.issue_with(uris, CallerIdentity(CallerRole.USER, "x"))
         assert await reason(certified.with_certificate(odd).nodes.GetCluster(node_pb2.GetClusterRequest())) == (
             "CERTIFICATE_INVALID"
         )
@@ -499,7 +499,7 @@ def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: 
             assert b"".join(chunk.data for chunk in chunks) == b"a line\n"
             own = certified.authority.issue("user", "ann")
             stub: Any = peer_pb2_grpc.PeerServiceStub(
-                certified.over(open_aio_channel(Endpoint(address, tls=str(own)), role=Role.DAEMON)).channel
+                certified.over(open_aio_channel(Endpoint(address, tls=str(own)), role=CallerRole.DAEMON)).channel
             )
             assert await reason(stub.ReadLog(peer_pb2.ReadPeerLogRequest(job_uid="x"))) == "ROLE_NOT_PERMITTED"
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.resources.values import Role, TaskShape
 from ganger.resources.view import View
-from ganger_master.core.model import Job, JobSpec, JobState
+from ganger_master.core.model import JobRecord, JobSpec, JobState
 from ganger_master.rpc.deadline_advice import deadline_advice
 from kit.clusters import idle_row, server
 from msgspec.structs import replace
@@ -14,17 +14,17 @@ NOW = 10_000.0
 SERVER = server("2x2")
 
 
-def job(number: int, gpus: int, due_s: float, limit_s: float | None, **more: object) -> Job:
+def job(number: int, gpus: int, due_s: float, limit_s: float | None, **more: object) -> JobRecord:
     spec = JobSpec(
         ("train",),
         (Role("worker", gpus, TaskShape(1)),),
         deadline=NOW + due_s if due_s else 0.0,
         time_limit_seconds=limit_s,
     )
-    return Job(number, "", f"user-{number}", spec, NOW - 10, pending_since=NOW - 10, **more)  # type: ignore[arg-type]
+    return JobRecord(number, "", f"user-{number}", spec, NOW - 10, pending_since=NOW - 10, **more)  # type: ignore[arg-type]
 
 
-def advice(*jobs: Job) -> str:
+def advice(*jobs: JobRecord) -> str:
     """Of the last one, on 4 GPUs."""
     view = View([SERVER])
     view.put(idle_row("n1", SERVER))
@@ -53,7 +53,7 @@ def advice(*jobs: Job) -> str:
         ([job(1, 4, 0, None), job(2, 4, 9_000, 3_600)], "can be met: it would end 90 min before it"),
     ],
 )
-def test_advice_says_when_it_would_end_or_for_whom_it_is_unknown(jobs: list[Job], expected: str) -> None:
+def test_advice_says_when_it_would_end_or_for_whom_it_is_unknown(jobs: list[JobRecord], expected: str) -> None:
     assert advice(*jobs) == expected
 
 

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, Level, Locality, Role, TaskShape
+from ganger.resources.values import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.v1 import job_pb2
 from ganger_master.core.membership import Membership, RuleKind, StopRule
 from ganger_master.core.model import (
@@ -18,12 +18,12 @@ from ganger_master.core.model import (
     Gang,
     GangPhase,
     GangRole,
-    Job,
+    JobMetric,
+    JobProgress,
+    JobRecord,
     JobSpec,
     JobState,
-    Metric,
     Piece,
-    Progress,
     Restore,
     SuspendLevel,
 )
@@ -39,7 +39,7 @@ SPEC = JobSpec(
     working_directory="/work",
     environment={"SEED": "1"},
     device_type="virtual",
-    locality=Locality(Level.NODE, Level.SOCKET, 5.0),
+    locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 5.0),
     nodes=1,
     priority=-3,
     time_limit_seconds=60.0,
@@ -66,12 +66,12 @@ GANG = Gang(
     GangRole.ACTIVE,
     GangPhase.PARKED,
     (Piece(CLAIM, CLAIM, pids=(11, 12), cores=("0-1", "2-3")),),
-    Level.NODE,
+    LocalityLevel.NODE,
     1.0,
     park_level=SuspendLevel.OFFLOAD,
     stop_step=40,
 )
-JOB = Job(
+JOB = JobRecord(
     7,
     "uid",
     "somebody",
@@ -107,7 +107,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
         sample=Sample(
-            5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (Metric("accuracy", 0.9, 39),), 2, 9
+            5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (JobMetric("accuracy", 0.9, 39),), 2, 9
         ),
         beside=(8,),
         has_turn=True,
@@ -135,7 +135,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
 def test_how_far_a_job_got_is_shown_until_a_later_attempt_tells_more(
     sample: Sample | None, state: JobState, shown: tuple[int, float, float]
 ) -> None:
-    job = replace(JOB, state=state, progress=Progress(5, 500, 4_000, 0.25, 3.0))
+    job = replace(JOB, state=state, progress=JobProgress(5, 500, 4_000, 0.25, 3.0))
     gang = replace(GANG, epoch=6, phase=GangPhase.RUNNING) if state is JobState.HOLDING else None
     progress = job_to_wire(job, gang, None, sample=sample).progress
     assert (progress.step, progress.steps_per_second, progress.loss) == shown
@@ -177,7 +177,7 @@ def test_a_job_that_does_not_run_now_has_no_rate(phase: GangPhase, has_turn: boo
 @pytest.mark.parametrize("epoch", [4, 5])
 @pytest.mark.parametrize("phase", [GangPhase.PARKED, GangPhase.STARTING, GangPhase.RUNNING])
 def test_the_step_at_which_a_job_rested_is_shown_until_a_later_one_is_reported(phase: GangPhase, epoch: int) -> None:
-    job = replace(JOB, state=JobState.HOLDING, progress=Progress(5, 1_468, 11_744, 0.25, 4.0))
+    job = replace(JOB, state=JobState.HOLDING, progress=JobProgress(5, 1_468, 11_744, 0.25, 4.0))
     gang = replace(GANG, phase=phase, stop_step=0)
     sample = Sample(epoch, 1_222, 9_776, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs")
     progress = job_to_wire(job, gang, None, sample=sample).progress
@@ -188,9 +188,9 @@ def test_the_step_at_which_a_job_rested_is_shown_until_a_later_one_is_reported(p
 
 def test_a_loss_that_is_no_number_is_kept_as_none() -> None:
     kept = progress_from_wire(5, job_pb2.Progress(step=500, loss=math.nan))
-    assert kept == Progress(5, 500)
+    assert kept == JobProgress(5, 500)
     # As a store would.
-    assert msgspec.json.decode(msgspec.json.encode(kept), type=Progress) == kept
+    assert msgspec.json.decode(msgspec.json.encode(kept), type=JobProgress) == kept
     assert math.isnan(job_to_wire(replace(JOB, progress=kept), None, None).progress.loss)
 
 

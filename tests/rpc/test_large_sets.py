@@ -12,7 +12,7 @@ from ganger.resources.values import Role, TaskShape
 from ganger.v1 import node_pb2
 from ganger.wire.channels import MAX_MESSAGE_BYTES, PART_BYTES
 from ganger.wire.errors import from_rpc_error
-from ganger_master.core.model import Intent, JobSpec
+from ganger_master.core.model import GangIntent, JobSpec
 from ganger_master.core.wanted import DesiredGang, DesiredSet
 from ganger_master.rpc import agent_service
 from ganger_master.rpc.agent_messages import response_to_wire
@@ -25,7 +25,7 @@ def large_set(gangs: int = 60, version: int = 9) -> DesiredSet:
     """As an array of members with environments of 65,000 characters of four bytes each makes it."""
     spec = JobSpec(("train",), (Role("worker", 1, TaskShape(1)),), environment={"WORD": WORD})
     return DesiredSet(
-        version, strays=tuple(DesiredGang(n, f"u{n}", n, 1, Intent.RUN, spec=spec) for n in range(1, gangs + 1))
+        version, strays=tuple(DesiredGang(n, f"u{n}", n, 1, GangIntent.RUN, spec=spec) for n in range(1, gangs + 1))
     )
 
 
@@ -54,7 +54,10 @@ def test_a_spec_that_is_larger_than_a_part_goes_alone() -> None:
     small = JobSpec(("train",), ())
     desired = DesiredSet(
         1,
-        strays=(DesiredGang(1, "u1", 1, 1, Intent.RUN, spec=small), DesiredGang(2, "u2", 2, 1, Intent.RUN, spec=big)),
+        strays=(
+            DesiredGang(1, "u1", 1, 1, GangIntent.RUN, spec=small),
+            DesiredGang(2, "u2", 2, 1, GangIntent.RUN, spec=big),
+        ),
     )
     first = response_to_wire(desired, 1, 0)
     assert list(first.later_specs) == [2]

@@ -231,7 +231,7 @@ def test_follower_of_a_job_that_is_over_gets_all_and_the_end(tmp_path: Path) -> 
             await daemon.join()
             # It has seen that the gang is to stop, and has nothing of it.
             await daemon.reconcile([])
-            await until(lambda: served.master.writer.committed.jobs[1].state.is_final)
+            await until(lambda: served.master.writer.committed.jobs[1].state.is_finished)
             chunks = await asyncio.wait_for(read(served, follow=True), 10.0)
             assert b"".join(chunk.data for chunk in chunks) == b"all"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger.v1 import job_pb2
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.model import Gang, GangPhase, GangRole, Matrix, NodeSet, SuspendLevel
@@ -11,7 +11,7 @@ from ganger_master.rpc.node_set_messages import node_set_to_wire
 
 
 def gang(epoch: int, job: int) -> Gang:
-    return Gang(epoch, job, GangRole.ACTIVE, GangPhase.RUNNING, (), Level.NODE, 1.0)
+    return Gang(epoch, job, GangRole.ACTIVE, GangPhase.RUNNING, (), LocalityLevel.NODE, 1.0)
 
 
 def test_rows_name_the_jobs_of_the_newest_matrix_that_are_still_there() -> None:

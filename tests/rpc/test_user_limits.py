@@ -9,12 +9,12 @@ import grpc
 import pytest
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire.errors import ApiError, UserLimit, from_rpc_error
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger_master.rpc.user_limits import Bucket, UserLimits
 from rpc.certified import serving_certified
 from rpc.kit import Speaker, spec_of, until
 
-ANN, ROOT = Identity(Role.USER, "ann"), Identity(Role.OPERATOR, "root")
+ANN, ROOT = CallerIdentity(CallerRole.USER, "ann"), CallerIdentity(CallerRole.OPERATOR, "root")
 
 
 async def refused(call: object) -> ApiError:
@@ -60,7 +60,7 @@ def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_n
     now[0] = 1.0
     limits.charge_requests(ANN, 5)
     limits.charge_changes(ANN)
-    limits.charge_requests(Identity(Role.USER, "bob"), 50)
+    limits.charge_requests(CallerIdentity(CallerRole.USER, "bob"), 50)
     for _ in range(100):
         limits.charge_requests(ROOT, 1_000)
 
@@ -69,7 +69,7 @@ def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_mast
     async def story() -> None:
         small = {"streams_per_user": 2, "pending_jobs_per_user": 5, "requests_per_user": 5}
         async with serving_certified(tmp_path, **small) as made:
-            await Speaker(made.calls(Role.DAEMON, "n1"), "n1").join()
+            await Speaker(made.calls(CallerRole.DAEMON, "n1"), "n1").join()
             ann, bob, root = (
                 made.calls(role, name) for role, name in ((ANN.role, "ann"), ("user", "bob"), ("operator", "root"))
             )

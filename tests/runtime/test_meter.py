@@ -7,8 +7,8 @@ import random
 import pytest
 from ganger.resources.reasons import Reason, Refusal
 from ganger_master.core.answers import Approved, ChangeAnswer, PlanAnswer, Rejected
-from ganger_master.core.effects import History
-from ganger_master.runtime.meter import Distribution, Meter
+from ganger_master.core.effects import HistoryRow
+from ganger_master.runtime.meter import Distribution, MasterCounters
 
 
 def test_a_distribution_counts_what_is_at_most_each_bound() -> None:
@@ -22,7 +22,7 @@ def test_a_distribution_counts_what_is_at_most_each_bound() -> None:
 
 
 def test_rejections_are_counted_by_their_first_reason_of_requests_and_of_plans() -> None:
-    meter = Meter()
+    meter = MasterCounters()
     full, protected = Refusal(Reason.GPUS, {"needed": 8}), Refusal(Reason.PROTECTED)
     meter.answered(Rejected(1, (full, protected), (), 1, True))
     meter.answered(Approved(1, 1, 1, 1, 0))
@@ -31,7 +31,7 @@ def test_rejections_are_counted_by_their_first_reason_of_requests_and_of_plans()
 
 
 def test_waits_pauses_and_failed_attempts_are_taken_from_the_history() -> None:
-    meter = Meter()
+    meter = MasterCounters()
     for kind, figures in (
         ("gang_approved", {"waited_s": "7.250"}),
         ("gang_approved", {"epoch": "3"}),
@@ -39,7 +39,7 @@ def test_waits_pauses_and_failed_attempts_are_taken_from_the_history() -> None:
         ("attempt_failed", {"outcome": "LAUNCH_FAILED"}),
         ("job_failed", {}),
     ):
-        meter.happened(History(1, 0.0, "jobs/1", kind, "test", "", figures))
+        meter.happened(HistoryRow(1, 0.0, "jobs/1", kind, "test", "", figures))
     assert meter.events == {"gang_approved": 2, "move_done": 1, "attempt_failed": 1, "job_failed": 1}
     assert (meter.waits.count, meter.waits.sum) == (1, 7.25)
     assert meter.pauses.sum == 1.5

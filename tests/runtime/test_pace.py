@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from ganger_master.runtime.pace import Pace
+from ganger_master.runtime.pace import CommitPace
 
 
 def test_first_commit_begins_at_once() -> None:
-    assert Pace().wait_seconds(now=5.0) == 0.0
+    assert CommitPace().wait_seconds(now=5.0) == 0.0
 
 
 def test_lone_callers_are_committed_one_after_the_other_without_pause() -> None:
-    pace = Pace()
+    pace = CommitPace()
     pace.began(1.0)
     pace.ended(callers=1, seconds=0.001)
     assert pace.wait_seconds(1.001) == 0.0
 
 
 def test_many_callers_make_commits_keep_apart_but_not_for_long() -> None:
-    pace = Pace()
+    pace = CommitPace()
     pace.began(1.0)
     pace.ended(callers=32, seconds=0.0001)
     assert 0.0 < pace.wait_seconds(1.001) <= 0.010
@@ -27,7 +27,7 @@ def test_many_callers_make_commits_keep_apart_but_not_for_long() -> None:
 
 
 def test_pause_ends_when_the_crowd_is_gone() -> None:
-    pace = Pace()
+    pace = CommitPace()
     pace.began(1.0)
     pace.ended(callers=32, seconds=0.004)
     pace.began(1.01)

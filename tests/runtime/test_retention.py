@@ -152,7 +152,7 @@ def test_a_master_removes_what_ended_jobs_left_when_it_starts(tmp_path: Path) ->
                 left_by(storage, job.uid)
             number = int(ended.name.removeprefix("jobs/"))
             await served.jobs.CancelJob(CancelJobRequest(name=ended.name))
-            assert served.master.writer.committed.jobs[number].state.is_final
+            assert served.master.writer.committed.jobs[number].state.is_finished
         config = Config(
             state_dir=tmp_path / "state",
             listen=f"unix:{tmp_path}/s2",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ganger.wire.endpoints import read_endpoint
-from ganger_master.runtime.state_directory import Obstacle, StartError, StateDirectory, obstacle_of, storage_token
+from ganger_master.runtime.state_directory import MasterObstacle, StartError, StateDirectory, obstacle_of, storage_token
 
 
 def test_second_master_in_one_directory_is_refused_naming_the_first(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_missing_rights_are_told_apart_wherever_they_hide() -> None:
     hidden = RuntimeError("cannot open it")
     hidden.__cause__ = PermissionError()
     assert [obstacle_of(error) for error in (PermissionError(), hidden, FileNotFoundError())] == [
-        Obstacle.RIGHTS,
-        Obstacle.RIGHTS,
-        Obstacle.STATE,
+        MasterObstacle.RIGHTS,
+        MasterObstacle.RIGHTS,
+        MasterObstacle.STATE,
     ]

@@ -16,10 +16,10 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer, CancelJob, Command, Observe, OpenSession, SubmitJob, Tick
 from ganger_master.core.model import JobSpec, JobState
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.codec import Codec
-from ganger_master.store.contract import Batch, Problem, StoreError
+from ganger_master.store.contract import Problem, StoreBatch, StoreError
 from ganger_master.store.memory import MemoryStore
 
 SPEC = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
@@ -36,7 +36,7 @@ class GatedStore(MemoryStore):
         self.problem = Problem.FULL
         self.commits = 0
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: StoreBatch) -> None:
         assert self.gate.wait(10.0), "the gate stayed closed"
         if self.failures:
             self.failures -= 1
@@ -63,7 +63,7 @@ def run(story: Coroutine[Any, Any, None]) -> None:
 
 async def started(store: MemoryStore) -> Writer:
     clock = Clock()
-    writer = Writer(store, Settings(), clock, steady=clock)
+    writer = Writer(store, CoreSettings(), clock, steady=clock)
     await writer.start()
     return writer
 
@@ -150,7 +150,7 @@ def test_master_that_starts_shows_every_element_that_its_store_holds() -> None:
 def test_commits_that_fail_cost_daemons_neither_session_nor_answers() -> None:
     async def story() -> None:
         store, clock = GatedStore(), Clock()
-        writer = Writer(store, Settings(), clock, steady=clock)
+        writer = Writer(store, CoreSettings(), clock, steady=clock)
         await writer.start()
         opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
         assert isinstance(opened, SessionAnswer)
@@ -207,7 +207,7 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
 
     async def story() -> None:
         wall, steady = Clock(), Clock()
-        writer = Writer(store, Settings(), wall, steady=steady)
+        writer = Writer(store, CoreSettings(), wall, steady=steady)
         await writer.start()
         assert await writer.submit(submission(1)) == JobAnswer(1)
         (turn,) = writer.state.turns
@@ -236,7 +236,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
 
     async def story() -> None:
         store, clock = GatedStore(), Clock()
-        writer = Writer(store, Settings(), clock, steady=clock)
+        writer = Writer(store, CoreSettings(), clock, steady=clock)
         await writer.start()
         opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
         assert isinstance(opened, SessionAnswer)
@@ -258,7 +258,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             turn = await asyncio.wait_for(told.get(), 5.0)
             assert turn is not None
             assert (turn.number, turn.turn) == (1, late.turn)
-            assert turn.expires == clock.now + Settings().turn_lease_seconds
+            assert turn.expires == clock.now + CoreSettings().turn_lease_seconds
             assert writer.state.turns == {turn.turn: turn}
         await writer.close()
 
@@ -268,7 +268,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
 def test_an_alarm_that_is_due_goes_off_though_a_batch_ends_before_the_loop_comes_to_it() -> None:
     async def story() -> None:
         store, clock = MemoryStore(), Clock()
-        writer = Writer(store, Settings(), clock, steady=clock)
+        writer = Writer(store, CoreSettings(), clock, steady=clock)
         await writer.start()
         opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
         assert isinstance(opened, SessionAnswer)
@@ -362,7 +362,7 @@ def test_one_check_of_the_store_serves_all_calls_that_wait_for_it() -> None:
 def test_a_call_waits_for_a_check_that_begins_after_the_call_came() -> None:
     async def story() -> None:
         store, clock = OwnedStore(), Clock()
-        writer = Writer(store, Settings(), clock, steady=clock)
+        writer = Writer(store, CoreSettings(), clock, steady=clock)
         store.gate.clear()
         before = writer.ownership.check()
         await asyncio.sleep(0)
@@ -399,7 +399,7 @@ def test_a_batch_that_cannot_be_laid_out_is_refused_whole_and_what_is_durable_st
     class Fussy(GatedStore):
         breaks = False
 
-        def prepare(self, batch: Batch) -> Callable[[], None]:
+        def prepare(self, batch: StoreBatch) -> Callable[[], None]:
             if self.breaks:
                 self.breaks = False
                 raise TypeError("laid out wrong on purpose")

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from ganger.placement.candidates import candidates
 from ganger.resources.reasons import Reason, Refusal
-from ganger.scheduling import JobScheduler, Turn
+from ganger.scheduling import JobScheduler, PlacementLease
 from ganger.scheduling.cli import scheduler
 from ganger.scheduling.default import DefaultScheduler
 from kit.clusters import cluster, gang
@@ -18,8 +18,8 @@ from kit.clusters import cluster, gang
 PAGE = Path(__file__).parents[2] / "docs" / "job-schedulers.md"
 
 
-def turn(waited: float = 0.0, number: int = 1) -> Turn:
-    return Turn(number, "jobs/1", 1, gang(1), 0.5, waited_seconds=waited)
+def turn(waited: float = 0.0, number: int = 1) -> PlacementLease:
+    return PlacementLease(number, "jobs/1", 1, gang(1), 0.5, waited_seconds=waited)
 
 
 def example() -> JobScheduler:

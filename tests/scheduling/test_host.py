@@ -16,9 +16,9 @@ from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import NodeRow
 from ganger.resources.view import View
-from ganger.scheduling import JobScheduler, Proposal, Turn
+from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.default import DefaultScheduler
-from ganger.scheduling.host import Host
+from ganger.scheduling.host import SchedulerHost
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import convert
 from ganger.wire.endpoints import Endpoint
@@ -42,8 +42,8 @@ def on_a_master(tmp_path: Path, story: Callable[[Served], Coroutine[Any, Any, No
 @asynccontextmanager
 async def running(
     served: Served, make: Callable[[], JobScheduler] = DefaultScheduler, jobs: Sequence[str] = ()
-) -> AsyncIterator[Host]:
-    host = Host(lambda: Endpoint(served.master.address, served.master.token), make, jobs=jobs)
+) -> AsyncIterator[SchedulerHost]:
+    host = SchedulerHost(lambda: Endpoint(served.master.address, served.master.token), make, jobs=jobs)
     task = asyncio.create_task(host.run())
     try:
         yield host
@@ -68,29 +68,29 @@ def nodes_of(job: job_pb2.Job) -> list[str]:
 class Last(JobScheduler):
     """Wants the last node by name."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         last = max(view.names())
         return Proposal(candidates(view, turn.shape, only=[last]).candidates)
 
 
 class Broken(JobScheduler):
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         raise RuntimeError("this scheduler is broken on purpose")
 
 
 class Forgetful(JobScheduler):
-    def propose(self, turn: Turn, view: View) -> Proposal:  # type: ignore[return]
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:  # type: ignore[return]
         candidates(view, turn.shape)
 
 
 class Absurd(JobScheduler):
     """Keeps asking for what cannot be."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         good = DefaultScheduler().propose(turn, view).candidates[0]
         return Proposal((good[:1] * 2,) * 16)
 
-    def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         return self.propose(turn, view)
 
 
@@ -205,7 +205,7 @@ def test_host_finds_a_master_that_was_restarted(tmp_path: Path) -> None:
     async def told() -> None:
         async with serving(tmp_path) as first:
             address, token = first.master.address, first.master.token
-            host = Host(lambda: Endpoint(address, token))
+            host = SchedulerHost(lambda: Endpoint(address, token))
             task = asyncio.create_task(host.run())
             await host.mirror.reach(0, WAIT_SECONDS)
         async with serving(tmp_path) as second:
@@ -250,6 +250,6 @@ def test_who_was_refused_on_an_old_view_looks_at_the_one_its_turn_was_given_for_
         turn.lease.FromSeconds(20)
         await host._use(Master(), turn)
 
-    host = Host(lambda: Endpoint("", ""))
+    host = SchedulerHost(lambda: Endpoint("", ""))
     asyncio.run(told())
     assert asked == [["nodes/n0"], ["nodes/n1"]]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ganger_daemon.core import orders, turns
 from ganger_daemon.core import rotation as core
-from ganger_daemon.core.orders import Level, OrderKey, Wanted
-from ganger_daemon.core.rotation import NO_ROW, Member, Position, Rows, Switch
-from ganger_daemon.core.turns import Turn, agreement
+from ganger_daemon.core.orders import DesiredOrder, OrderKey, ParkLevel
+from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
+from ganger_daemon.core.turns import GangSlice, agreement
 from ganger_master.core.commands import ObservedRows
-from ganger_master.core.model import Intent, SuspendLevel
+from ganger_master.core.model import GangIntent, SuspendLevel
 from ganger_master.core.wanted import DesiredGang, DesiredRows
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import Doing, Ranks
@@ -30,7 +30,7 @@ class Standing:
     known: int = 0
     ordered_at: float = 0.0
     started_at: float | None = None
-    said: dict[str, Member | None] = field(default_factory=dict)
+    said: dict[str, SliceMember | None] = field(default_factory=dict)
     asked_at: float = 0.0
 
     @property
@@ -80,7 +80,7 @@ class DaemonTurns:
 
     def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
         takes_turns = self._set_of(ranks) is not None or ranks.switch != (0, 0)
-        return ranks.doing is not Doing.WAITING and takes_turns and told.intent is not Intent.STOP
+        return ranks.doing is not Doing.WAITING and takes_turns and told.intent is not GangIntent.STOP
 
     def waits(self, ranks: Ranks) -> bool:
         standing = self._set_of(ranks)
@@ -125,7 +125,7 @@ class DaemonTurns:
             if standing.started_at is None and all(map(self._has_begun, turn)):
                 standing.started_at = self.daemon.engine.now
 
-    def heard(self, number: int, order: Position | None) -> Member | None:
+    def heard(self, number: int, order: Position | None) -> SliceMember | None:
         standing = self.sets.get(number)
         if standing is None or not self.daemon.is_up:
             return None
@@ -169,7 +169,7 @@ class DaemonTurns:
         position, network, incarnation = standing.position, self.daemon.network, self.daemon.incarnation
         only_asks = position.switch.set_epoch < standing.newest.set_epoch or position.row == NO_ROW
 
-        def answered(said: Member | None) -> None:
+        def answered(said: SliceMember | None) -> None:
             if self.daemon.is_up and incarnation == self.daemon.incarnation and standing.number in self.sets:
                 standing.said[name] = said
 
@@ -190,7 +190,7 @@ class DaemonTurns:
 
     def _follow(self, ranks: Ranks, standing: Standing | None) -> None:
         told, physics = ranks.wanted, self.daemon.physics
-        if told.intent is Intent.STOP or (standing is None and ranks.switch == (0, 0)):
+        if told.intent is GangIntent.STOP or (standing is None and ranks.switch == (0, 0)):
             return
         obeyed = _wanted(ranks.order, ranks.switch)
         wanted = turns.next_order(
@@ -203,7 +203,7 @@ class DaemonTurns:
         )
         if wanted is None or wanted.order <= obeyed.order:
             return
-        intent, level = Intent[wanted.intent.name], SuspendLevel(wanted.level)
+        intent, level = GangIntent[wanted.intent.name], SuspendLevel(wanted.level)
         order = other(told, intent=intent, level=level, stop_sequence=wanted.stop_sequence)
         switch = (wanted.order.set_epoch, wanted.order.local_sequence)
         physics.follow(ranks, order, switch)
@@ -226,10 +226,10 @@ class DaemonTurns:
 
     # -- what is here -------------------------------------------------------------------------------------------------
 
-    def _member(self, standing: Standing) -> Member:
+    def _member(self, standing: Standing) -> SliceMember:
         alive = [one for one in self._members(standing) if self._wants_turns(one)]
-        running = [one for one in alive if one.doing is Doing.RUNNING and one.order.intent is Intent.RUN]
-        return Member(
+        running = [one for one in alive if one.doing is Doing.RUNNING and one.order.intent is GangIntent.RUN]
+        return SliceMember(
             standing.position,
             standing.known,
             standing.started_at is not None,
@@ -246,20 +246,20 @@ class DaemonTurns:
 
     @staticmethod
     def _wants_turns(ranks: Ranks) -> bool:
-        if not ranks.is_alive or ranks.wanted.intent is Intent.STOP:
+        if not ranks.is_alive or ranks.wanted.intent is GangIntent.STOP:
             return False
-        return ranks.wanted.intent is Intent.RUN or ranks.doing is not Doing.PARKED
+        return ranks.wanted.intent is GangIntent.RUN or ranks.doing is not Doing.PARKED
 
     @staticmethod
     def _rests_for_good(ranks: Ranks) -> bool:
-        return ranks.doing is Doing.PARKED and ranks.wanted.intent in (Intent.PARK, Intent.HAND_OVER)
+        return ranks.doing is Doing.PARKED and ranks.wanted.intent in (GangIntent.PARK, GangIntent.HAND_OVER)
 
     def _has_begun(self, ranks: Ranks) -> bool:
         if not self._wants_turns(ranks):
             return True
-        if ranks.wanted.intent is not Intent.RUN:
+        if ranks.wanted.intent is not GangIntent.RUN:
             return ranks.doing is Doing.PARKED
-        return ranks.doing is Doing.RUNNING and ranks.order.intent is Intent.RUN
+        return ranks.doing is Doing.RUNNING and ranks.order.intent is GangIntent.RUN
 
     def _here(self) -> list[Ranks]:
         ranks = self.daemon.physics.ranks
@@ -273,28 +273,28 @@ class DaemonTurns:
 
     def _new_standing(self, number: int) -> Standing:
         """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
-        mine = agreement(number, Switch()) >> 40
-        switches = [Switch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
-        position = Position(max(switches, default=Switch()))
+        mine = agreement(number, SliceSwitch()) >> 40
+        switches = [SliceSwitch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
+        position = Position(max(switches, default=SliceSwitch()))
         return Standing(number, position, ordered_at=self.daemon.engine.now)
 
 
-def _turn_of(standing: Standing, epoch: int) -> Turn:
+def _turn_of(standing: Standing, epoch: int) -> GangSlice:
     position, active = standing.position, standing.active
     changes = position.version < max(standing.matrices)
     has_row = active is not None and epoch in active.epochs
-    return Turn(
-        standing.number, position.switch, position.stops.get(epoch), Level(_level_of(standing)), changes, has_row
+    return GangSlice(
+        standing.number, position.switch, position.stops.get(epoch), ParkLevel(_level_of(standing)), changes, has_row
     )
 
 
-def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> Wanted:
+def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> DesiredOrder:
     """In the daemon's words."""
-    return Wanted(
+    return DesiredOrder(
         desired.uid,
         OrderKey(desired.epoch, desired.master_sequence, *switch),
-        orders.Intent[desired.intent.name],
-        Level(desired.level if desired.intent is Intent.PARK else SuspendLevel.NONE),
+        orders.OrderIntent[desired.intent.name],
+        ParkLevel(desired.level if desired.intent is GangIntent.PARK else SuspendLevel.NONE),
         desired.stop_sequence,
     )
 

@@ -7,8 +7,8 @@ from ganger.resources.values import Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.model import JobSpec, JobState
-from ganger_master.core.settings import Settings
-from ganger_master.planner.acting import Moving, Terms
+from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.acting import MigrationTerms, Moving
 from ganger_master.planner.attained import Attained
 from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.refused import NOTHING_KEPT_OUT
@@ -16,9 +16,9 @@ from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.together import Together
 from ganger_master.policies import policy_named
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
-from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.cluster import FaultCluster
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30
@@ -31,7 +31,7 @@ class Shared:
     """A cluster without faults, and the planner of `gandiva`, which hears of steps once a second."""
 
     def __init__(self, nodes: int, seed: int = 1) -> None:
-        self.cluster = Cluster(seed, [], Settings(policy="gandiva"), step_seconds=0.5)
+        self.cluster = FaultCluster(seed, [], CoreSettings(policy="gandiva"), step_seconds=0.5)
         turns: dict[str, DaemonTurns] = {}
         for number in range(1, nodes + 1):
             self.cluster.add_node(f"n{number}", SERVER, {"rotation": "yes"}, lambda one: DaemonTurns(one, turns))
@@ -76,7 +76,7 @@ class Shared:
             PLACEMENT,
             table,
             now,
-            Room(state.view.copy()),
+            CapacityIndex(state.view.copy()),
             before,
             self.together,
             4 * len(state.nodes),
@@ -87,9 +87,10 @@ class Shared:
             draining=tuple(state.draining),
         )
         if not found.changes:
-            terms = Terms(PLACEMENT, tuple(state.draining), holes=False)
+            terms = MigrationTerms(PLACEMENT, tuple(state.draining), holes=False)
             moved, self.moving, _, _ = plan_moves(
-                lambda kept_out, may_stop, found=found: found, terms, table, now, Room(state.view.copy()), self.moving,
+                lambda kept_out, may_stop, found=found: found, terms, table, now, CapacityIndex(state.view.copy()),
+                self.moving,
                 NOTHING_KEPT_OUT, False,
             )  # fmt: skip
             found = moved

@@ -11,9 +11,9 @@ from ganger.resources.values import Role, TaskShape
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
 from ganger_master.core.model import JobSpec, OutcomeKind
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from sim.rows_of_daemons import DaemonTurns
 
@@ -27,7 +27,7 @@ POLICIES = ("fifo", "fifo-backfill", "planner")
 class Restores:
     """An operator that copies the database now and then, and puts a copy in its place at random instants."""
 
-    cluster: Cluster
+    cluster: FaultCluster
     copies: list[dict[tuple[str, str], bytes]] = field(default_factory=list)
     count: int = 0
     keeps_ends: bool = True
@@ -92,7 +92,7 @@ class Restores:
         self.cluster.engine.after(0.2, self._look)
 
 
-def _cut_off(cluster: Cluster) -> None:
+def _cut_off(cluster: FaultCluster) -> None:
     """Stop a daemon, often for longer than lost_after, while its ranks live on."""
     daemon = cluster._pick(cluster.daemons)
     if daemon.is_up:
@@ -109,11 +109,11 @@ def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Resto
     """A storm drawn from the seed, with restores; then everything heals and every job must end."""
     policy = POLICIES[seed % len(POLICIES)]
     is_planned = policy == "planner"
-    settings = Settings(
+    settings = CoreSettings(
         policy="fifo" if is_planned else policy, lost_after_seconds=60.0, restored_wait_seconds=5.0,
         residue_bytes=_GIB // 4,
     )  # fmt: skip
-    cluster = Cluster(seed, [], settings, storm_of(seed), 0.5)
+    cluster = FaultCluster(seed, [], settings, storm_of(seed), 0.5)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         capabilities = {"packing": "yes", "rotation": "yes"} if is_planned else {}

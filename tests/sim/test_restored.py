@@ -20,16 +20,16 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.model import GangPhase, JobState, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.sim.checkers import RuleBrokenError
-from ganger_master.sim.cluster import Cluster
+from ganger_master.sim.cluster import FaultCluster
 from ganger_master.sim.restored import VOLATILE
 from msgspec.structs import replace
 from sim.test_stories import SERVER, cluster_of, ends, gang, job, job_of, phase, started
 
 
-def running() -> tuple[Cluster, int]:
+def running() -> tuple[FaultCluster, int]:
     cluster = cluster_of(1)
     return cluster, started(cluster, job_of(2))
 
@@ -84,14 +84,14 @@ def test_what_is_not_stored_is_found(harm: Callable[[State, int], None], said: s
 class Since(NamedTuple):
     """A cluster whose jobs have gone on since its database was copied. `jobs`: their numbers by what they did."""
 
-    cluster: Cluster
+    cluster: FaultCluster
     copy: dict[tuple[str, str], bytes]
     jobs: dict[str, int]
 
 
 def gone_on(seed: int = 1) -> Since:
-    settings = Settings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
-    cluster = Cluster(seed, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
+    settings = CoreSettings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    cluster = FaultCluster(seed, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
     cluster.run_for(5.0)
     jobs = {
         "stays": started(cluster, job_of(2, steps=400)),
@@ -113,8 +113,8 @@ def gone_on(seed: int = 1) -> Since:
     assert before is not None
     cluster.ask(CancelJob(jobs["cancelled"]))
     suspend(cluster, jobs["rests"])
-    assert cluster.run_until(lambda: job(cluster, jobs["ends"]).state.is_final, 60.0)
-    assert cluster.run_until(lambda: job(cluster, filler).state.is_final, 60.0)
+    assert cluster.run_until(lambda: job(cluster, jobs["ends"]).state.is_finished, 60.0)
+    assert cluster.run_until(lambda: job(cluster, filler).state.is_finished, 60.0)
     assert cluster.run_until(lambda: phase(cluster, jobs["starts"]) is GangPhase.RUNNING, 60.0)
     assert cluster.run_until(lambda: phase(cluster, jobs["resumes"]) is GangPhase.RUNNING, 60.0)
     cluster.ask(MoveJob(jobs["moves"]))
@@ -122,33 +122,33 @@ def gone_on(seed: int = 1) -> Since:
     assert cluster.run_until(lambda: phase(cluster, jobs["moves"]) is GangPhase.RUNNING, 60.0)
     jobs["unknown"] = started(cluster, job_of(1, steps=200))
     jobs["unknown and over"] = started(cluster, job_of(1, steps=5))
-    assert cluster.run_until(lambda: job(cluster, jobs["unknown and over"]).state.is_final, 60.0)
+    assert cluster.run_until(lambda: job(cluster, jobs["unknown and over"]).state.is_finished, 60.0)
     cluster.run_for(10.0)
     return Since(cluster, copy, jobs)
 
 
-def suspend(cluster: Cluster, number: int) -> None:
+def suspend(cluster: FaultCluster, number: int) -> None:
     cluster.ask(SuspendJob(number, SuspendLevel.OFFLOAD))
     assert cluster.run_until(lambda: job(cluster, number).suspended_level is SuspendLevel.OFFLOAD, 30.0)
 
 
-def by_operator(cluster: Cluster) -> OpenStore:
+def by_operator(cluster: FaultCluster) -> OpenStore:
     return OpenStore("", is_restored=True)
 
 
-def by_file(cluster: Cluster) -> OpenStore:
+def by_file(cluster: FaultCluster) -> OpenStore:
     return OpenStore("", marks=cluster.master.marks)
 
 
-def by_a_missing_file(cluster: Cluster) -> OpenStore:
+def by_a_missing_file(cluster: FaultCluster) -> OpenStore:
     return OpenStore("", must_have_marks=True)
 
 
-def by_daemons(cluster: Cluster) -> OpenStore:
+def by_daemons(cluster: FaultCluster) -> OpenStore:
     return OpenStore("")
 
 
-def settled(cluster: Cluster) -> None:
+def settled(cluster: FaultCluster) -> None:
     assert cluster.run_until(lambda: cluster.state.counters.restoring is not None, 30.0)
     assert cluster.run_until(lambda: cluster.state.counters.restoring is None, 60.0)
     cluster.run_for(5.0)
@@ -157,7 +157,7 @@ def settled(cluster: Cluster) -> None:
 @pytest.mark.parametrize("opened", [by_operator, by_file, by_a_missing_file, by_daemons])
 @pytest.mark.parametrize("with_journal", [True, False])
 def test_a_restored_master_runs_nothing_twice_and_takes_what_runs(
-    opened: Callable[[Cluster], OpenStore], with_journal: bool
+    opened: Callable[[FaultCluster], OpenStore], with_journal: bool
 ) -> None:
     cluster, copy, jobs = gone_on()
     highest = max(job.number for job in cluster.state.jobs.values())
@@ -244,8 +244,8 @@ def test_a_gang_on_a_node_that_was_not_waited_for_keeps_its_job_from_starting() 
 
 def test_a_gang_that_was_left_behind_stays_frozen_while_a_restored_master_waits_for_other_nodes() -> None:
     """Its job runs elsewhere since, which that master does not know yet: its answers renew no lease that has ended."""
-    settings = Settings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
-    cluster = Cluster(1, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
+    settings = CoreSettings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    cluster = FaultCluster(1, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
     cluster.run_for(5.0)
     number = started(cluster, job_of(2, steps=400))
     (behind,) = cluster.state.gangs[job(cluster, number).epoch].nodes

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger.resources.reasons import Kind, Reason
+from ganger.resources.reasons import Reason, RefusalKind
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobSpec, OutcomeKind, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.target import plan
 from ganger_master.policies.facts import Capacity
 from ganger_master.policies.order import ranked
-from ganger_master.policies.room import Room
-from ganger_master.sim.cluster import Cluster
+from ganger_master.policies.room import CapacityIndex
+from ganger_master.sim.cluster import FaultCluster
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 _GIB = 1 << 30
@@ -46,7 +46,7 @@ def test_the_scenario_prints_what_its_file_says(path: Path, request: pytest.Fixt
 def test_for_every_blocker_a_scenario_names_it_and_the_job_starts_once_it_is_gone() -> None:
     told = {path.stem: path.read_text() for path in SCENARIOS}
     for reason in Reason:
-        if reason.kind is Kind.BLOCKER:
+        if reason.kind is RefusalKind.BLOCKER:
             story = told[f"why_{reason.name.lower()}"]
             named = re.search(rf"^why (\d+)\n----\n{reason.name}:", story, re.MULTILINE)
             assert named, reason
@@ -65,14 +65,14 @@ def _told_again(text: str) -> str:
 
 class _Story:
     def __init__(self) -> None:
-        self._cluster: Cluster | None = None
-        self._settings = Settings()
+        self._cluster: FaultCluster | None = None
+        self._settings = CoreSettings()
         self._copy: dict[tuple[str, str], bytes] = {}
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> FaultCluster:
         if self._cluster is None:
-            self._cluster = Cluster(1, [], self._settings)
+            self._cluster = FaultCluster(1, [], self._settings)
         return self._cluster
 
     def tell(self, line: str) -> Iterator[str]:
@@ -81,11 +81,11 @@ class _Story:
         yield from getattr(self, f"_{verb}")(*[word for word in words if "=" not in word], **named)
 
     def _policy(self, name: str) -> Iterator[str]:
-        self._settings = Settings(policy=name)
+        self._settings = CoreSettings(policy=name)
         yield from ()
 
     def _quota(self, **devices: str) -> Iterator[str]:
-        self._settings = Settings(quota_devices={user: int(count) for user, count in devices.items()})
+        self._settings = CoreSettings(quota_devices={user: int(count) for user, count in devices.items()})
         yield from ()
 
     def _node(self, name: str, topology: str, type: str = "virtual", user: str = "") -> Iterator[str]:
@@ -118,7 +118,7 @@ class _Story:
             ("train", steps),
             (Role("worker", int(gpus), shape),),
             device_type=type,
-            locality=Locality(widest=Level[within]),
+            locality=Locality(widest=LocalityLevel[within]),
             priority=int(priority),
             max_failures=int(failures),
             gpu_memory_bytes=_GIB,
@@ -179,7 +179,7 @@ class _Story:
             table.put(job, state.gangs.get(job.epoch))
         capacity = Capacity(state.devices, 16.0, 64.0 * _GIB, 4)
         order, placement = state.policy.order, state.policy.placement
-        found = plan(order, placement, table, now, capacity, Room(state.view.copy()))
+        found = plan(order, placement, table, now, capacity, CapacityIndex(state.view.copy()))
         _, facts = table.facts(now)
         line = [int(facts.number[at]) for at in ranked(order, facts, now, capacity) if not facts.is_running[at]]
         told = commands.Line(tuple(line), state.settings.policy)

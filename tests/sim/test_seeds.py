@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Level, Locality, Role, TaskShape
-from ganger_master.core.effects import History
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from ganger_master.core.effects import HistoryRow
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from msgspec.structs import replace
 
@@ -19,12 +19,12 @@ _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=2 * _GIB)
 
 
-def run(seed: int, jobs: int, seconds: float, **more: float) -> Cluster:
+def run(seed: int, jobs: int, seconds: float, **more: float) -> FaultCluster:
     """A storm drawn from the seed, and `more` faults, users who meddle, then everything heals and every job must
     end."""
     storm = dataclasses.replace(faults.storm(Engine(seed)), **more)
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
-    cluster = Cluster(seed, nodes, Settings(lost_after_seconds=60.0), storm)
+    cluster = FaultCluster(seed, nodes, CoreSettings(lost_after_seconds=60.0), storm)
     dice = cluster.engine.random
     # What processes keep of their devices at OFFLOAD; one node cannot tell, and more is presumed there.
     cluster.physics.residue_bytes = 300 << 20
@@ -50,13 +50,13 @@ def run(seed: int, jobs: int, seconds: float, **more: float) -> Cluster:
     return cluster
 
 
-def run_elastic(seed: int, jobs: int, seconds: float) -> Cluster:
+def run_elastic(seed: int, jobs: int, seconds: float) -> FaultCluster:
     """The same with jobs that users give other numbers of devices as they run, on devices with room for two worlds of
     some of them and not of others."""
-    cluster = Cluster(
+    cluster = FaultCluster(
         seed,
         [(name, SERVER) for name in ("n1", "n2", "n3")],
-        Settings(lost_after_seconds=60.0),
+        CoreSettings(lost_after_seconds=60.0),
         faults.storm(Engine(seed)),
     )
     dice = cluster.engine.random
@@ -130,15 +130,15 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_how_long_a_job_will_run_changes_no_decision_before_it_ends() -> None:
-    def decisions(steps: int) -> tuple[list[History], float]:
-        cluster = Cluster(3, [("n1", SERVER), ("n2", SERVER)], Settings(policy="backfill"))
+    def decisions(steps: int) -> tuple[list[HistoryRow], float]:
+        cluster = FaultCluster(3, [("n1", SERVER), ("n2", SERVER)], CoreSettings(policy="backfill"))
         cluster.run_for(5.0)
         dice = cluster.engine.random
         for number in range(12):
             # On one node, so that all its pieces are free at once when it has ended.
             role = Role("worker", dice.choice([1, 2, 3, 4]), TaskShape(1, 2_000, 4 * _GIB))
             command = ("train", str(steps if number == 1 else 30))
-            cluster.submit(JobSpec(command, (role,), locality=Locality(widest=Level.NODE)))
+            cluster.submit(JobSpec(command, (role,), locality=Locality(widest=LocalityLevel.NODE)))
             cluster.run_for(dice.uniform(0.0, 5.0))
         ended = cluster.run_until(lambda: cluster.oracle.trainings["uid-2"].step == steps, 300.0)
         assert ended

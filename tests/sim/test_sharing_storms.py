@@ -6,9 +6,9 @@ import pytest
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.ranks import OPAQUE
 from sim.rows_of_daemons import DaemonTurns
@@ -17,11 +17,11 @@ _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
 
 
-def run(seed: int, jobs: int, seconds: float, rotation: str = "yes", opaque: float = 0.0) -> Cluster:
+def run(seed: int, jobs: int, seconds: float, rotation: str = "yes", opaque: float = 0.0) -> FaultCluster:
     """A storm drawn from the seed, plans of all kinds, users who meddle; then everything heals and every job must
     end. Without `rotation` no daemon switches rows; `opaque` is the share of jobs that cannot rest."""
     storm = faults.storm(Engine(seed))
-    cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         cluster.add_node(

@@ -11,9 +11,9 @@ from ganger.resources.values import Role, TaskShape
 from ganger_master.core.capacity import has_place
 from ganger_master.core.model import JobSpec
 from ganger_master.core.restarts import is_backing_off
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Faults
 from sim.rows_of_daemons import DaemonTurns
@@ -31,7 +31,7 @@ _LONGEST_S = 20.0
 class Watch:
     """Looks every second at the head of the queue: how long it has waited beside a place where it could start."""
 
-    cluster: Cluster
+    cluster: FaultCluster
     since: dict[int, float] = field(default_factory=dict)
     longest: float = 0.0
 
@@ -56,7 +56,7 @@ def job_of(gpus: int, steps: int) -> JobSpec:
 
 def run_watched(seed: int, policy: str, jobs: int) -> float:
     """Nothing but the store and the alarms is slow: the longest that the head of the queue waited for nothing."""
-    cluster = Cluster(seed, [("n1", SERVER), ("n2", SERVER)], Settings(policy=policy), SLOW)
+    cluster = FaultCluster(seed, [("n1", SERVER), ("n2", SERVER)], CoreSettings(policy=policy), SLOW)
     watch = Watch(cluster)
     cluster.run_for(30.0)
     watch.look()
@@ -74,7 +74,7 @@ def run(seed: int, jobs: int, seconds: float) -> None:
     """A storm drawn from the seed behind such a store, with plans of all kinds and users who meddle; then everything
     heals and every job must end."""
     storm = replace(faults.storm(Engine(seed)), slow_commit=0.4, slow_commit_seconds=4.0, together=True, late_alarm=0.3)
-    cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         rotation = "yes" if seed % 2 else "no"

@@ -9,16 +9,16 @@ from functools import partial
 import pytest
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, Level, Locality, Role, TaskShape
+from ganger.resources.values import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.resources.view import View
-from ganger.scheduling import JobScheduler, Proposal, Turn
+from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.default import DefaultScheduler
 from ganger_master.approval.reservations import SECONDS_BEFORE
 from ganger_master.core.commands import ResumeJob, SuspendJob
 from ganger_master.core.model import JobSpec, JobState, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE, Faults
 
@@ -33,21 +33,21 @@ DELAYS = 240.0
 class Passing(JobScheduler):
     """Says that devices are missing, whatever is free."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         return Proposal((), (Refusal(Reason.GPUS),))
 
 
 class Absurd(JobScheduler):
     """Asks for what never adds up."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         return Proposal(((Claim(next(view.names()), 1, (0, 0), 1, 0, (1,)),),))
 
 
 class Stubborn(JobScheduler):
     """Asks for the first devices of the first node, held or not."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         tasks = turn.shape.tasks
         cores = (2_000 * tasks, 0)
         return Proposal(((Claim(next(view.names()), (1 << tasks) - 1, cores, 4 * _GIB * tasks, 0, (tasks,)),),))
@@ -67,9 +67,12 @@ def job_of(gpus: int, steps: int, scheduler: str = "", locality: Locality | None
     return JobSpec(("train", str(steps)), roles, scheduler=scheduler, locality=locality or Locality())
 
 
-def cluster_of(seed: int, nodes: int, policy: str, of: Faults) -> Cluster:
-    cluster = Cluster(
-        seed, [(f"n{number}", SERVER) for number in range(nodes)], Settings(lost_after_seconds=60.0, policy=policy), of
+def cluster_of(seed: int, nodes: int, policy: str, of: Faults) -> FaultCluster:
+    cluster = FaultCluster(
+        seed,
+        [(f"n{number}", SERVER) for number in range(nodes)],
+        CoreSettings(lost_after_seconds=60.0, policy=policy),
+        of,
     )
     for name, make in OWN.items():
         cluster.add_scheduler(name, make)
@@ -79,11 +82,11 @@ def cluster_of(seed: int, nodes: int, policy: str, of: Faults) -> Cluster:
     return cluster
 
 
-def small_jobs(cluster: Cluster, schedulers: Sequence[str] = ANY) -> Iterator[None]:
+def small_jobs(cluster: FaultCluster, schedulers: Sequence[str] = ANY) -> Iterator[None]:
     """One after the other, each as its turn of the dice says; some are suspended and resumed soon after."""
     dice = cluster.engine.random
     while True:
-        wish = Locality(wish=Level.SOCKET, patience_seconds=20.0) if dice.random() < 0.2 else None
+        wish = Locality(wish=LocalityLevel.SOCKET, patience_seconds=20.0) if dice.random() < 0.2 else None
         cluster.submit(job_of(dice.choice([1, 1, 1, 2, 3]), dice.randint(5, 40), dice.choice(schedulers), wish))
         holding = [job.number for job in cluster.state.jobs.values() if job.state is JobState.HOLDING]
         if holding and dice.random() < 0.15:
@@ -107,7 +110,7 @@ def test_a_gang_of_the_whole_cluster_is_not_starved_by_small_jobs_that_keep_comi
     for _ in range(4 * nodes):
         next(coming)
     cluster.unleash()
-    wish = Locality(wish=Level.SOCKET, patience_seconds=100.0) if seed % 2 else None
+    wish = Locality(wish=LocalityLevel.SOCKET, patience_seconds=100.0) if seed % 2 else None
     wanted = cluster.submit(job_of(4 * nodes, 10, own, wish))
     deadline = cluster.engine.now + SECONDS_BEFORE + LONGEST + DELAYS
     while not (wanted.number and cluster.state.jobs[wanted.number].start_time):

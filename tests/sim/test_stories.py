@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.resources.reasons import Reason
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Level, Locality, Role, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import JobAnswer, NodeAnswer, Refused
 from ganger_master.core.commands import (
     CancelJob,
@@ -18,9 +18,9 @@ from ganger_master.core.commands import (
     UncordonNode,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
-from ganger_master.core.settings import Settings
-from ganger_master.sim.cluster import Cluster
+from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.settings import CoreSettings
+from ganger_master.sim.cluster import FaultCluster
 from ganger_master.sim.faults import Faults, Network
 from ganger_master.sim.ranks import OPAQUE
 from msgspec.structs import replace
@@ -35,13 +35,13 @@ def job_of(gpus: int, steps: int = 60, *, millicores: int = 2_000, memory: int =
     )
 
 
-def cluster_of(nodes: int = 2, settings: Settings | None = None) -> Cluster:
-    cluster = Cluster(1, [(f"n{number}", SERVER) for number in range(1, nodes + 1)], settings)
+def cluster_of(nodes: int = 2, settings: CoreSettings | None = None) -> FaultCluster:
+    cluster = FaultCluster(1, [(f"n{number}", SERVER) for number in range(1, nodes + 1)], settings)
     cluster.run_for(5.0)
     return cluster
 
 
-def started(cluster: Cluster, spec: JobSpec, user: str = "") -> int:
+def started(cluster: FaultCluster, spec: JobSpec, user: str = "") -> int:
     submission = cluster.submit(spec, user)
     number = submission.number
     assert cluster.run_until(lambda: submission.number > 0, 10.0)
@@ -50,13 +50,13 @@ def started(cluster: Cluster, spec: JobSpec, user: str = "") -> int:
     return number
 
 
-def cut_off(cluster: Cluster, *nodes: str) -> None:
+def cut_off(cluster: FaultCluster, *nodes: str) -> None:
     """Lose every message between the master and these nodes."""
     for name in nodes:
         cluster.daemons[name].network = Network(cluster.engine, Faults(lose=1.0))
 
 
-def goes_on_elsewhere(cluster: Cluster, number: int) -> None:
+def goes_on_elsewhere(cluster: FaultCluster, number: int) -> None:
     """Cut the node of a job off until it is lost: the job goes on elsewhere, and nothing of it stays on that node."""
     held = gang(cluster, number)
     assert held is not None
@@ -69,21 +69,21 @@ def goes_on_elsewhere(cluster: Cluster, number: int) -> None:
     assert not cluster.state.gangs_on[here]
 
 
-def job(cluster: Cluster, number: int) -> Job:
+def job(cluster: FaultCluster, number: int) -> JobRecord:
     return cluster.state.jobs[number]
 
 
-def gang(cluster: Cluster, number: int) -> Gang | None:
+def gang(cluster: FaultCluster, number: int) -> Gang | None:
     return cluster.state.gangs.get(job(cluster, number).epoch)
 
 
-def phase(cluster: Cluster, number: int) -> GangPhase | None:
+def phase(cluster: FaultCluster, number: int) -> GangPhase | None:
     held = gang(cluster, number) if number in cluster.state.jobs else None
     return held.phase if held is not None else None
 
 
-def ends(cluster: Cluster, number: int, state: JobState = JobState.SUCCEEDED) -> None:
-    assert cluster.run_until(lambda: job(cluster, number).state.is_final, 500.0), job(cluster, number)
+def ends(cluster: FaultCluster, number: int, state: JobState = JobState.SUCCEEDED) -> None:
+    assert cluster.run_until(lambda: job(cluster, number).state.is_finished, 500.0), job(cluster, number)
     assert job(cluster, number).state is state
     cluster.check()
 
@@ -171,7 +171,7 @@ def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epo
 
 
 def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     for daemon in cluster.daemons.values():
         daemon.storage_proved = True
     number = started(cluster, job_of(4))
@@ -188,7 +188,7 @@ def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> N
 
 
 def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_calls() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=None))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=None))
     daemon = cluster.daemons["n1"]
     daemon.network = Network(cluster.engine, Faults(lose=1.0))
     assert cluster.run_until(lambda: cluster.state.nodes["n1"].silent, 100.0)
@@ -203,7 +203,7 @@ def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_call
 
 
 def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_node_is_given_up() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(2, steps=25))
     held = gang(cluster, number)
     assert held is not None
@@ -216,13 +216,13 @@ def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_
 
 
 def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(4, steps=200))
     goes_on_elsewhere(cluster, number)
 
 
 def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhere() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0, grace_seconds=30.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0, grace_seconds=30.0))
     number = started(cluster, replace(job_of(4, steps=200), command=(OPAQUE, "200")))
     cluster.physics.trapping.add(job(cluster, number).uid)
     goes_on_elsewhere(cluster, number)
@@ -230,7 +230,7 @@ def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhe
 
 @pytest.mark.parametrize("command", ["train", OPAQUE])
 def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(command: str) -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, replace(job_of(4, steps=200), command=(command, "200")))
     held = gang(cluster, number)
     assert held is not None
@@ -250,7 +250,7 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
 def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_their_nodes(
     nodes: int, cut_off_s: float, reason: str
 ) -> None:
-    cluster = cluster_of(nodes, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(nodes, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     numbers = [started(cluster, job_of(4, steps=300)) for _ in range(2)]
     epochs = [job(cluster, number).epoch for number in numbers]
     away = [cluster.state.gangs[epoch].nodes[0] for epoch in epochs]
@@ -270,7 +270,7 @@ def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_thei
 
 
 def test_half_of_the_nodes_that_are_dead_are_lost_after_twice_the_time_and_their_jobs_go_on_elsewhere() -> None:
-    cluster = cluster_of(4, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(4, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     numbers = [started(cluster, job_of(4, steps=100)) for _ in range(2)]
     away = [cluster.state.gangs[job(cluster, number).epoch].nodes[0] for number in numbers]
     for name in away:
@@ -283,7 +283,7 @@ def test_half_of_the_nodes_that_are_dead_are_lost_after_twice_the_time_and_their
 
 
 def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_clock_has_run_anew() -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(4, steps=200))
     (away,) = cluster.state.gangs[job(cluster, number).epoch].nodes
     (back,) = {"n1", "n2"} - {away}
@@ -298,7 +298,7 @@ def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_cl
 
 
 def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_never_runs_twice() -> None:
-    cluster = cluster_of(1, Settings(lost_after_seconds=60.0))
+    cluster = cluster_of(1, CoreSettings(lost_after_seconds=60.0))
     # It reports no checkpoints, and no other node falls silent, so that the former master has nothing to write: it has
     # to look whose the store is.
     number = started(cluster, replace(job_of(4), command=(OPAQUE, "300")))
@@ -315,7 +315,7 @@ def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_nev
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from(is_running: bool) -> None:
-    cluster = cluster_of(2, Settings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(4, steps=200))
     training = cluster.oracle.trainings["uid-1"]
     assert cluster.run_until(lambda: training.known == 20, 60.0)
@@ -411,11 +411,11 @@ def test_cancel_ends_a_job_in_every_phase(seconds: float) -> None:
     assert cluster.state.rows["n1"].free_mask == 0b1111
 
 
-def first_blocker(cluster: Cluster, number: int) -> Reason:
+def first_blocker(cluster: FaultCluster, number: int) -> Reason:
     return explain(cluster.state, number, cluster.master.now()).blockers[0].reason
 
 
-def waits_for(cluster: Cluster, spec: JobSpec, reason: Reason, user: str = "") -> int:
+def waits_for(cluster: FaultCluster, spec: JobSpec, reason: Reason, user: str = "") -> int:
     submission = cluster.submit(spec, user)
     assert cluster.run_until(lambda: submission.number > 0, 10.0)
     cluster.run_for(10.0)
@@ -447,7 +447,7 @@ def test_why_names_locality() -> None:
     cluster = cluster_of(1)
     # Two small jobs land on different sockets, so that no socket has two devices left.
     holders = [started(cluster, job_of(1, steps=500)), started(cluster, job_of(1, steps=500))]
-    near = replace(job_of(2), locality=Locality(widest=Level.SOCKET))
+    near = replace(job_of(2), locality=Locality(widest=LocalityLevel.SOCKET))
     submission = cluster.submit(near)
     cluster.run_for(10.0)
     number = submission.number
@@ -478,7 +478,7 @@ def test_why_names_who_goes_first() -> None:
 
 
 def test_why_names_a_used_up_quota() -> None:
-    cluster = cluster_of(1, Settings(quota_devices={"ann": 2}))
+    cluster = cluster_of(1, CoreSettings(quota_devices={"ann": 2}))
     first = started(cluster, job_of(2, steps=500), "ann")
     number = waits_for(cluster, job_of(1), Reason.QUOTA, "ann")
     cluster.ask(CancelJob(first))
@@ -486,7 +486,7 @@ def test_why_names_a_used_up_quota() -> None:
 
 
 def test_why_names_a_daemon_that_cannot_become_the_user() -> None:
-    cluster = Cluster(1, [])
+    cluster = FaultCluster(1, [])
     cluster.add_node("n1", SERVER, {"switch_user": "no", "user": "root"})
     cluster.run_for(5.0)
     number = waits_for(cluster, job_of(1), Reason.CANNOT_SWITCH_USER, "ann")
@@ -510,7 +510,7 @@ def test_why_names_storage_that_the_node_does_not_see() -> None:
 
 
 def test_why_names_a_reservation() -> None:
-    cluster = cluster_of(1, Settings(policy="backfill"))
+    cluster = cluster_of(1, CoreSettings(policy="backfill"))
     first = started(cluster, job_of(3, steps=2_000))
     large = waits_for(cluster, job_of(4), Reason.GPUS)
     cluster.run_for(150.0)

@@ -6,9 +6,9 @@ from ganger.resources.topology import parse_topology
 from ganger.resources.values import Claim, Role, TaskShape
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan
-from ganger_master.core.model import Gang, GangPhase, Job, JobSpec, JobState, SuspendLevel
-from ganger_master.core.settings import Settings
-from ganger_master.sim.cluster import Cluster
+from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.settings import CoreSettings
+from ganger_master.sim.cluster import FaultCluster
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30
@@ -20,7 +20,7 @@ class Story:
     """Nodes n1, n2, ...; nobody but the plans here starts a job."""
 
     def __init__(self, nodes: int) -> None:
-        self.cluster = Cluster(1, [], Settings())
+        self.cluster = FaultCluster(1, [], CoreSettings())
         self.turns: dict[str, DaemonTurns] = {}
         for number in range(1, nodes + 1):
             self.cluster.add_node(
@@ -40,7 +40,7 @@ class Story:
         assert self.cluster.run_until(lambda: submission.number > 0, 10.0)
         return submission.number
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> JobRecord:
         return self.cluster.state.jobs[number]
 
     def gang(self, number: int) -> Gang:
@@ -82,7 +82,7 @@ class Story:
 
     def all_end(self) -> None:
         jobs = self.cluster.state.jobs
-        assert self.cluster.run_until(lambda: all(job.state.is_final for job in jobs.values()), 1_000.0), jobs
+        assert self.cluster.run_until(lambda: all(job.state.is_finished for job in jobs.values()), 1_000.0), jobs
         assert all(job.state is JobState.SUCCEEDED for job in self.cluster.state.jobs.values())
         self.cluster.check()
 

@@ -9,9 +9,9 @@ from ganger.resources.topology import parse_topology
 from ganger.resources.values import Role, TaskShape
 from ganger_daemon.core.rotation import Position
 from ganger_master.core.model import JobSpec
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.sim import faults
-from ganger_master.sim.cluster import Cluster, require_progress
+from ganger_master.sim.cluster import FaultCluster, require_progress
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import OPAQUE
@@ -23,7 +23,7 @@ SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=256 * 
 
 @dataclass
 class Storm:
-    cluster: Cluster
+    cluster: FaultCluster
     switches: int = 0
 
 
@@ -42,7 +42,7 @@ def run(seed: int, jobs: int, seconds: float, **more: float) -> Storm:
     seed some jobs cannot rest."""
     opaque = 0.1 if seed % 2 else 0.0
     storm_of_seed = replace(faults.storm(Engine(seed)), **more)
-    cluster = Cluster(seed, [], Settings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), storm_of_seed, 0.5)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), storm_of_seed, 0.5)
     storm = Storm(cluster)
     by_node: dict[str, DaemonTurns] = {}
 

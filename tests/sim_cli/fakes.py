@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.report.outcomes import Run, outcomes
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.workload import Workload
@@ -15,7 +15,7 @@ from ganger_master.sim.traces.workload import Workload
 Progress = Callable[[int, int], None]
 
 
-def one_by_one(jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress) -> Run:
+def one_by_one(jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress) -> Run:
     """All jobs at once, each ending after its duration."""
     progress(len(jobs), len(jobs))
     done = outcomes(jobs, jobs.submit_s, jobs.submit_s + jobs.duration_s, jobs.duration_s)
@@ -23,32 +23,34 @@ def one_by_one(jobs: Workload, servers: Servers, policy: str, options: Options, 
 
 
 def threads_of_linear_algebra(
-    jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress
+    jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress
 ) -> Run:
     assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
     return one_by_one(jobs, servers, policy, options, progress)
 
 
-def killed_if_srtf(jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress) -> Run:
+def killed_if_srtf(jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress) -> Run:
     if policy == "srtf":
         os.kill(os.getpid(), signal.SIGKILL)
     return one_by_one(jobs, servers, policy, options, progress)
 
 
-def leaves(jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress) -> Run:
+def leaves(jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress) -> Run:
     os._exit(3)
 
 
-def fails(jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress) -> Run:
+def fails(jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress) -> Run:
     raise RuntimeError("the planner has no plan")
 
 
-def runs_out_of_memory(jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress) -> Run:
+def runs_out_of_memory(
+    jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress
+) -> Run:
     raise MemoryError
 
 
 def says_who_it_is_and_stays(
-    jobs: Workload, servers: Servers, policy: str, options: Options, progress: Progress
+    jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress
 ) -> Run:
     progress(os.getpid(), 0)
     threading.Event().wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.sim.acceptable import acceptable
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
 from ganger_master.sim.traces.workload import Labels, Workload, workload
@@ -117,5 +117,5 @@ def test_what_is_taken_runs_to_its_end(is_ideal: bool) -> None:
     ]
     jobs, _ = acceptable(jobs_of(*rows), MIXED, is_ideal)
     assert 10 < len(jobs) < 60
-    run = simulate(jobs, MIXED, "fifo-backfill", Options(ideal=is_ideal))
+    run = simulate(jobs, MIXED, "fifo-backfill", ReplayOptions(ideal=is_ideal))
     assert run.outcomes.finished.all()

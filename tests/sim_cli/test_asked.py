@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.asked import Load, Part, jobs_at, material, with_drawn_run_times, with_run_times
+from ganger_master.sim.asked import Load, TraceSelection, jobs_at, material, with_drawn_run_times, with_run_times
 from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles
-from ganger_master.sim.traces.reader import Wanted
+from ganger_master.sim.traces.reader import RowFilter
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import workload
@@ -54,14 +54,14 @@ def test_a_run_time_that_one_row_lacks_follows_from_its_model_or_is_drawn(tmp_pa
     path = tmp_path / "t.csv"
     header = "job_id,submit_time_s,gpus,duration_s,model,iterations\n"
     path.write_text(f"{header}a,0,1,9,,\nb,0,1,,gnmt,100\nc,0,1,,,\n")
-    assert material(str(path), SERVERS, Part()).jobs.job_ids == ("a", "b")
-    jobs = jobs_at(material(str(path), SERVERS, Part(draws_durations=True)), Load(), 0)
+    assert material(str(path), SERVERS, TraceSelection()).jobs.job_ids == ("a", "b")
+    jobs = jobs_at(material(str(path), SERVERS, TraceSelection(draws_durations=True)), Load(), 0)
     assert jobs.job_ids == ("a", "b", "c")
     assert jobs.duration_s[:2].tolist() == [9.0, 100 * synergy_profiles()["gnmt"].step_s]
 
 
 def test_the_example_comes_with_the_package_and_offers_what_is_asked() -> None:
-    source = material("example", SERVERS, Part())
+    source = material("example", SERVERS, TraceSelection())
     assert (source.rows, len(source.jobs), source.apart, source.findings) == (478, 478, 0, ())
     assert offered_load(jobs_at(source, Load(0.8), 0), SERVERS.gpus) == pytest.approx(0.8)
     assert str(Load()) == "as recorded"
@@ -75,33 +75,33 @@ def test_a_file_called_example_is_meant_before_the_packaged_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "example").write_text("job_id,submit_time_s,gpus,duration_s\na,0,1,1\n")
-    assert material("example", SERVERS, Part()).jobs.job_ids == ("a",)
+    assert material("example", SERVERS, TraceSelection()).jobs.job_ids == ("a",)
 
 
 def test_a_trace_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"job_id,submit_time_s,gpus,duration_s\na,0,1,1\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    assert material("-", SERVERS, Part()).trace == "standard input"
+    assert material("-", SERVERS, TraceSelection()).trace == "standard input"
 
 
 def test_how_much_was_read_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("job_id,submit_time_s,gpus,duration_s\n" + "".join(f"{job},0,1,1\n" for job in range(100_000)))
     told: list[tuple[int, int]] = []
-    material(str(path), SERVERS, Part(), progress=lambda read, there: told.append((read, there)))
+    material(str(path), SERVERS, TraceSelection(), progress=lambda read, there: told.append((read, there)))
     size = path.stat().st_size
     assert told[-1] == (size, size)
     assert 3 <= len(told) == len(set(told))
 
 
 def test_a_seed_decides_what_is_drawn_and_nothing_else() -> None:
-    source = material("example", SERVERS, Part(drawn=50))
+    source = material("example", SERVERS, TraceSelection(drawn=50))
     assert (source.jobs_of_a_run, source.apart) == (50, 428)
     one, same, other = (jobs_at(source, Load(), seed) for seed in (1, 1, 2))
     assert one == same
     assert len(one) == len(other) == 50
     assert set(one.job_ids) != set(other.job_ids)
-    whole = material("example", SERVERS, Part())
+    whole = material("example", SERVERS, TraceSelection())
     first, second = (jobs_at(whole, Load(), seed) for seed in (1, 2))
     assert first.model != second.model
     assert first.with_columns(model=second.model, iterations=second.iterations) == second
@@ -111,7 +111,7 @@ def test_a_seed_decides_what_is_drawn_and_nothing_else() -> None:
 def test_every_trace_beside_the_project_can_be_run(path: Path) -> None:
     is_sia = path.stem == "jobs_sia_workloads"
     where = {"suite": "sia_philly", "workload": "1"} if is_sia else {}
-    part = Part(Wanted(where=where), first=100, draws_durations=is_sia)
+    part = TraceSelection(RowFilter(where=where), first=100, draws_durations=is_sia)
     source = material(str(path), SERVERS, part)
     jobs = jobs_at(source, Load(0.7), 0)
     assert len(jobs) == min(100, len(source.jobs))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ganger_master.sim.asked import Load, Material, Part
-from ganger_master.sim.parallel import Cell, RunError, run_all
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.asked import Load, Material, TraceSelection
+from ganger_master.sim.parallel import RunCell, RunError, run_all
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import workload
@@ -29,7 +29,7 @@ SOURCE = Material(
     apart=0,
     findings=(),
     ignored_columns=(),
-    part=Part(),
+    part=TraceSelection(),
 )
 
 
@@ -38,10 +38,10 @@ def runs(
     simulate: Callable[..., Run],
     seeds: int = 1,
     workers: int = 2,
-    progress: Callable[[Cell, int], None] | None = None,
-) -> Generator[tuple[Cell, Run]]:
-    cells = [Cell(policy, Load(), seed) for policy in policies for seed in range(seeds)]
-    return run_all(cells, SOURCE, lambda cell: Options(seed=cell.seed), simulate, workers, progress)
+    progress: Callable[[RunCell, int], None] | None = None,
+) -> Generator[tuple[RunCell, Run]]:
+    cells = [RunCell(policy, Load(), seed) for policy in policies for seed in range(seeds)]
+    return run_all(cells, SOURCE, lambda cell: ReplayOptions(seed=cell.seed), simulate, workers, progress)
 
 
 def is_alive(pid: int) -> bool:
@@ -53,7 +53,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_every_run_comes_back_with_what_it_was_asked_for() -> None:
-    told: dict[Cell, int] = {}
+    told: dict[RunCell, int] = {}
     found = dict(runs(["fifo", "srtf"], fakes.one_by_one, seeds=2, workers=3, progress=told.__setitem__))
     assert {(cell.policy, cell.seed) for cell in found} == {("fifo", 0), ("fifo", 1), ("srtf", 0), ("srtf", 1)}
     for cell, run in found.items():
@@ -100,7 +100,7 @@ def _runs_policies(process: psutil.Process) -> bool:
 def test_who_stops_asking_ends_all_processes(error: type[BaseException]) -> None:
     pids: list[int] = []
 
-    def note(cell: Cell, pid: int) -> None:
+    def note(cell: RunCell, pid: int) -> None:
         pids.append(pid)
         if len(pids) == 2:
             raise error

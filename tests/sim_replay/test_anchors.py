@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 from ganger_master.bench.anchors import gone_on
-from ganger_master.sim.anchors import ANCHORS, TRACES, Row, figures, judged, prepared, table
+from ganger_master.sim.anchors import ANCHORS, TRACES, AnchorRow, figures, judged, prepared, table
 
 CSV = "job_id,submit_time_s,gpus,duration_s,gpu_spec,priority,vc\n"
 
 
-def row(policy: str, jct_s: float, waiting_s: float, load: float = 1.0) -> Row:
-    return Row(TRACES[0], load, 0, policy, 10, 64, jct_s, waiting_s, waiting_s / 2, 0, 0.1)
+def row(policy: str, jct_s: float, waiting_s: float, load: float = 1.0) -> AnchorRow:
+    return AnchorRow(TRACES[0], load, 0, policy, 10, 64, jct_s, waiting_s, waiting_s / 2, 0, 0.1)
 
 
-def cell_rows(ours: tuple[float, float], load: float = 1.0) -> list[Row]:
+def cell_rows(ours: tuple[float, float], load: float = 1.0) -> list[AnchorRow]:
     rows = [row(name, 100.0 + place, 50.0 - place, load) for place, name in enumerate(ANCHORS)]
     return [*rows, row("ganger", *ours, load), row("srtf", 80.0, 10.0, load)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import workload
@@ -14,7 +14,7 @@ ONE_GPU = servers_from_flags(nodes=1, gpus_per_node=1)
 def test_who_is_suspended_trains_no_more_while_its_state_is_saved() -> None:
     costs = SwitchCosts(start_s=2.0, suspend_s=30.0, resume_s=4.0)
     jobs = workload(["long", "short"], [0.0, 500.0], [1, 1], [1000.0, 100.0])
-    found = simulate(jobs, ONE_GPU, "srtf", Options(costs=costs, plan_every_s=1.0)).outcomes
+    found = simulate(jobs, ONE_GPU, "srtf", ReplayOptions(costs=costs, plan_every_s=1.0)).outcomes
     # The short one starts once the state of the long one is saved; that goes on from the step it had at 500 s.
     assert found.end_s == pytest.approx([1000.0 + 2.0 + 30.0 + (2.0 + 100.0) + (2.0 + 4.0), 500.0 + 30.0 + 2.0 + 100.0])
     assert found.overhead_s == pytest.approx([2.0 + 30.0 + 2.0 + 4.0, 2.0])
@@ -25,7 +25,7 @@ def test_in_turns_nobody_trains_on_the_way_to_host_memory_and_back() -> None:
     costs = SwitchCosts(start_s=0.0, offload_s=3.0, restore_s=2.0)
     jobs = workload(["a", "b"], [0.0, 0.0], [1, 1], [2000.0, 2000.0], numbers={"memory_bytes": [4 << 30] * 2})
     one_gpu = servers_from_flags(nodes=1, gpus_per_node=1, gpu_memory=16 << 30)
-    found = simulate(jobs, one_gpu, "gandiva", Options(costs=costs)).outcomes
+    found = simulate(jobs, one_gpu, "gandiva", ReplayOptions(costs=costs)).outcomes
     assert found.service_s - found.overhead_s == pytest.approx([2000.0, 2000.0])
     # One device: all of its time is somebody's step or somebody's switch.
     assert found.end_s.max() == pytest.approx(4000.0 + found.overhead_s.sum(), abs=0.1)
@@ -37,20 +37,20 @@ def test_in_turns_nobody_trains_on_the_way_to_host_memory_and_back() -> None:
 def test_the_time_between_plans_that_stop_somebody_runs_from_the_last_one_that_did() -> None:
     two_gpus = servers_from_flags(nodes=1, gpus_per_node=2)
     jobs = workload(["old", "fits", "first", "second"], [0.0, 1_000.0, 1_010.0, 1_020.0], [1] * 4, [9_000.0] * 4)
-    found = simulate(jobs, two_gpus, "las", Options(costs=SwitchCosts(suspend_s=3.0))).outcomes
+    found = simulate(jobs, two_gpus, "las", ReplayOptions(costs=SwitchCosts(suspend_s=3.0))).outcomes
     # The plan for the second job stopped nobody, so that the third one need not wait; for it somebody was stopped.
     assert found.start_delay_s == pytest.approx([0.0, 0.0, 3.0, 1_310.0 + 3.0 - 1_020.0])
 
 
 def test_whoever_waits_is_weighed_again_after_that_time_though_nothing_happens() -> None:
     jobs = workload(["old", "young"], [0.0, 0.0], [1, 1], [9_000.0, 9_000.0])
-    found = simulate(jobs, ONE_GPU, "las", Options()).outcomes
+    found = simulate(jobs, ONE_GPU, "las", ReplayOptions()).outcomes
     assert found.start_delay_s.max() < 700.0
     assert found.preemptions.sum() > 20
 
 
 def test_a_plan_that_is_due_is_made_though_one_before_it_was_awaited_earlier() -> None:
     jobs = workload(["a", "b", "c"], [0.0, 0.0, 10.0], [1, 1, 1], [9_000.0] * 3)
-    found = simulate(jobs, ONE_GPU, "las", Options(costs=SwitchCosts(suspend_s=3.0))).outcomes
+    found = simulate(jobs, ONE_GPU, "las", ReplayOptions(costs=SwitchCosts(suspend_s=3.0))).outcomes
     # Since the first plan the next was due at 300 s; for the third job somebody was stopped after ten.
     assert found.start_delay_s == pytest.approx([0.0, 13.0, 310.0 + 3.0 - 10.0])

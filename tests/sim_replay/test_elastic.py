@@ -9,7 +9,7 @@ import pytest
 from ganger_master.core.invariants import violations
 from ganger_master.sim.replay.clock import INSTANT_S
 from ganger_master.sim.replay.losses import Losses
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.replay.scaling import Scaling
 from ganger_master.sim.traces.profiles import elasticflow_speeds
@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 SERVERS = servers_from_flags(nodes=2, gpus_per_node=8)
-OPTIONS = Options(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0, profile_s=10.0)
+OPTIONS = ReplayOptions(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0, profile_s=10.0)
 
 
 def scaling(model: str, gpus: int, batch: float = np.nan) -> Scaling:
@@ -97,7 +97,7 @@ def test_optimus_grows_a_job_that_is_alone_and_it_ends_sooner() -> None:
 class Watched(_Replay):
     """Looks at the whole state after every batch."""
 
-    def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS) -> None:
+    def __init__(self, jobs: Workload, policy: str, options: ReplayOptions = OPTIONS) -> None:
         self.sizes: set[tuple[int, int]] = set()
         super().__init__(jobs, SERVERS, policy, options, None)
 
@@ -172,8 +172,8 @@ def test_optimus_serves_elastic_jobs_sooner_than_an_order_that_leaves_them_their
     assert means["optimus"] < means["tiresias"]
 
 
-@pytest.mark.parametrize("options", [Options(ideal=True), Options(round_s=300.0)], ids=["ideal", "rounds"])
-def test_optimus_runs_ideally_and_in_rounds(options: Options) -> None:
+@pytest.mark.parametrize("options", [ReplayOptions(ideal=True), ReplayOptions(round_s=300.0)], ids=["ideal", "rounds"])
+def test_optimus_runs_ideally_and_in_rounds(options: ReplayOptions) -> None:
     replay = Watched(busy(3), "optimus", options)
     replay.run()
     assert replay.ledger.outcomes().finished.all()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from ganger_master.core.invariants import violations
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.traces.profiles import elasticflow_speeds
@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 
 ONE = servers_from_flags(nodes=1, gpus_per_node=8)
 COSTS = SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0, offload_s=0.5, restore_s=0.5, move_s=1.5)
-OPTIONS = Options(costs=COSTS)
+OPTIONS = ReplayOptions(costs=COSTS)
 GROWS = ["fifo+elastic", "las+elastic", "gandiva"]
 SCALES = ("resnet50", 256.0)
 # Four times its batch a second on four GPUs is what it would take; this one makes next to nothing of them.
@@ -107,7 +107,7 @@ def test_under_gandiva_who_takes_turns_keeps_its_size_until_it_has_gpus_of_its_o
 class Watched(_Replay):
     """Looks at the whole state after every batch."""
 
-    def __init__(self, jobs: Workload, policy: str, options: Options) -> None:
+    def __init__(self, jobs: Workload, policy: str, options: ReplayOptions) -> None:
         self.sizes: set[tuple[int, int]] = set()
         super().__init__(jobs, servers_from_flags(nodes=2, gpus_per_node=4), policy, options, None)
 
@@ -140,7 +140,7 @@ def test_every_job_ends_in_sizes_that_it_accepts_and_nothing_is_promised_twice(
     jobs = jobs_of(
         *[(float(at), gpus, max(1, gpus - less), min(8, gpus + more), s) for at, gpus, less, more, s in sorted(rows)]
     )
-    replay = Watched(jobs, policy, Options(costs=COSTS, plan_every_s=plan_every_s))
+    replay = Watched(jobs, policy, ReplayOptions(costs=COSTS, plan_every_s=plan_every_s))
     replay.run()
     assert replay.ledger.outcomes().finished.all()
     # Times are whole microseconds, of several times as much work where a job has more GPUs.
@@ -162,6 +162,6 @@ def test_the_same_run_comes_out_the_same_and_in_rounds_too() -> None:
     one, again = run(jobs_of(*rows), "gandiva"), run(jobs_of(*rows), "gandiva")
     assert one.end_s.tolist() == again.end_s.tolist()
     assert one.resizes.sum() > 0
-    in_rounds = Watched(jobs_of(*rows), "fifo+elastic", Options(costs=COSTS, round_s=300.0))
+    in_rounds = Watched(jobs_of(*rows), "fifo+elastic", ReplayOptions(costs=COSTS, round_s=300.0))
     in_rounds.run()
     assert len(in_rounds.sizes) > len(rows)

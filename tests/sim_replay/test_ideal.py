@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.policies.facts import Floats
-from ganger_master.sim.replay.options import FREE, Options
+from ganger_master.sim.replay.options import FREE, ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -34,7 +34,9 @@ def test_runs_of_the_published_file_give_the_published_figures(
     policy: str, round_s: float | None, jct: float, makespan: float
 ) -> None:
     jobs = read_trace(TRACE).workload
-    run = simulate(jobs, servers_from_flags(nodes=8, gpus_per_node=8), policy, Options(ideal=True, round_s=round_s))
+    run = simulate(
+        jobs, servers_from_flags(nodes=8, gpus_per_node=8), policy, ReplayOptions(ideal=True, round_s=round_s)
+    )
     assert round(float(run.outcomes.jct_s.mean()), 1) == jct
     assert float(run.outcomes.end_s.max() - jobs.submit_s.min()) == makespan
 
@@ -86,15 +88,15 @@ def _workload(rows: Sequence[tuple[float, int, float]]) -> Workload:
     return workload([str(number) for number in range(len(rows))], arrivals, gpus, durations)
 
 
-def _options(round_s: float | None) -> Options:
-    return Options(ideal=True, round_s=None if round_s is None else float(round_s))
+def _options(round_s: float | None) -> ReplayOptions:
+    return ReplayOptions(ideal=True, round_s=None if round_s is None else float(round_s))
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "las2d"])
 def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -> None:
     """Neither where each job looks for its own place otherwise."""
     rows = [(7 * number, 1 + number % 4, 45 + number) for number in range(20)]
-    options = Options(round_s=30.0, costs=FREE)
+    options = ReplayOptions(round_s=30.0, costs=FREE)
     run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, options)
     assert not (run.outcomes.first_start_s % 30).any()
     assert not (run.outcomes.end_s % 30).any()
@@ -104,11 +106,11 @@ def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -
 def test_who_comes_just_after_a_round_has_begun_waits_for_the_next_one(policy: str) -> None:
     """Though those for whom it made room start then, once that is free."""
     rows = [(0, 1, 100), (61, 1, 50), (62, 2, 50)]
-    run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, Options(round_s=60.0))
+    run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, ReplayOptions(round_s=60.0))
     assert run.outcomes.first_start_s.tolist() == [0.0, 120.0, 120.0]
 
 
 def test_more_jobs_may_end_at_once_than_are_kept() -> None:
     rows = [(0, 1, 10)] * 1_010 + [(20, 1_020, 10)]
-    run = simulate(_workload(rows), servers_from_flags(nodes=16, gpus_per_node=64), "srtf", Options(ideal=True))
+    run = simulate(_workload(rows), servers_from_flags(nodes=16, gpus_per_node=64), "srtf", ReplayOptions(ideal=True))
     assert run.outcomes.end_s.tolist() == [10.0] * 1_010 + [30.0]

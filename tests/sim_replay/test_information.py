@@ -9,7 +9,7 @@ import pytest
 from ganger_master.core.commands import Command, ProposePlan, RequestGang
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.sim.replay.clock import EPOCH_S
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -26,7 +26,7 @@ class _Recorded(_Replay):
     def __init__(self, jobs: Workload, policy: str) -> None:
         self.told: list[bytes] = []
         self.decided = 0
-        super().__init__(jobs, servers_from_flags(nodes=2, gpus_per_node=4), policy, Options(), None)
+        super().__init__(jobs, servers_from_flags(nodes=2, gpus_per_node=4), policy, ReplayOptions(), None)
 
     def send(self, command: Command) -> object:
         self.told.append(f"{self.clock.now!r} {command!r}".encode())

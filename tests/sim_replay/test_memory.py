@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 import pytest
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import workload
@@ -37,7 +37,7 @@ def test_nothing_is_held_for_jobs_that_are_long_gone(policy: str) -> None:
         draw.choice([1, 1, 2, 4, 8], JOBS),
         draw.uniform(20.0, 800.0, JOBS),
     )
-    replay = _Replay(jobs, servers_from_flags(nodes=4, gpus_per_node=8), policy, Options(), None)
+    replay = _Replay(jobs, servers_from_flags(nodes=4, gpus_per_node=8), policy, ReplayOptions(), None)
     replay.run()
     found = dict(held(replay))
     assert found["State.jobs"] >= 1_000, "those that ended last are kept"

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from ganger_master.sim.replay.moves import Moves
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -20,7 +20,7 @@ from sim_replay.test_promises import ROWS, Watched
 
 FOUR_BY_FOUR = servers_from_flags(nodes=4, gpus_per_node=4, gpu_memory=16 << 30)
 COSTS = SwitchCosts(start_s=2.0, suspend_s=3.0, resume_s=4.0, offload_s=0.5, restore_s=0.5, move_s=1.5)
-OPTIONS = Options(costs=COSTS, plan_every_s=300.0)
+OPTIONS = ReplayOptions(costs=COSTS, plan_every_s=300.0)
 LONG_S = 10_000.0
 
 
@@ -40,7 +40,7 @@ def filled(durations: Sequence[float], large_s: float = 1_000.0, priorities: Seq
     )
 
 
-def run(jobs: Workload, policy: str, options: Options = OPTIONS) -> Outcomes:
+def run(jobs: Workload, policy: str, options: ReplayOptions = OPTIONS) -> Outcomes:
     outcomes = simulate(jobs, FOUR_BY_FOUR, policy, options).outcomes
     assert outcomes.finished.all()
     assert outcomes.job_ids == jobs.job_ids

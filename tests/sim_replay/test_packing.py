@@ -9,11 +9,11 @@ from ganger.placement.claims import resplit_cores
 from ganger.resources.fit import demand
 from ganger.resources.view import View
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import packs as of_packs
 from ganger_master.planner.packs import JobRates, Packs, is_settled, whole_again
 from ganger_master.sim.replay.footprints import Footprints
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.report.figures import figures
 from ganger_master.sim.traces.servers import servers_from_flags
@@ -29,10 +29,12 @@ def jobs(*models: str, seconds: float = HOURS) -> Workload:
     return workload(map(str, range(count)), [0.0] * count, [1] * count, [seconds] * count, labels={"model": models})
 
 
-def options(rows: Workload) -> Options:
+def options(rows: Workload) -> ReplayOptions:
     """Of the seeds by which two find memory on one GPU."""
     most = 0.4 * SERVERS.groups[0].configuration_set.device_memory_bytes
-    return Options(seed=next(seed for seed in range(100) if Footprints(rows, SERVERS, seed).memory_bytes(0) < most))
+    return ReplayOptions(
+        seed=next(seed for seed in range(100) if Footprints(rows, SERVERS, seed).memory_bytes(0) < most)
+    )
 
 
 def packs_of(replay: _Replay) -> Packs:
@@ -63,7 +65,7 @@ def test_jobs_that_use_all_of_a_gpu_do_not_stay_together() -> None:
 
 
 def naive_whole_again(
-    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
+    running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
     """Everybody is looked at, wherever no core is free, too."""
     free = dict(zip(view.nodes, view.millicores, strict=True))
@@ -85,7 +87,7 @@ def test_who_gets_its_cores_back_is_found_as_if_everybody_were_looked_at() -> No
     found = []
 
     def both(
-        running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
+        running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
     ) -> Iterator[Change]:
         changes = list(whole_again(running, busy, view, seen))
         assert changes == list(naive_whole_again(running, busy, view, seen))
@@ -114,10 +116,12 @@ def test_once_nobody_waits_they_go_apart() -> None:
 
 def test_without_switching_costs_or_places_nothing_is_measured_and_nobody_packed() -> None:
     rows = jobs(*["vae"] * 8)
-    packed, alone = [simulate(rows, SERVERS, policy, Options(ideal=True)) for policy in ("ganger", "ganger-alone")]
+    packed, alone = [
+        simulate(rows, SERVERS, policy, ReplayOptions(ideal=True)) for policy in ("ganger", "ganger-alone")
+    ]
     assert packed.outcomes.end_s.tolist() == alone.outcomes.end_s.tolist()
 
 
 def test_with_no_interval_between_plans_all_jobs_end() -> None:
     rows = jobs(*["vae"] * 6, seconds=300.0)
-    assert simulate(rows, SERVERS, "ganger", Options(plan_every_s=0.0)).outcomes.end_s.max() < 1200.0
+    assert simulate(rows, SERVERS, "ganger", ReplayOptions(plan_every_s=0.0)).outcomes.end_s.max() < 1200.0

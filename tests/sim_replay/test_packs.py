@@ -12,9 +12,9 @@ from ganger_master.core.commands import CancelJob, Change, Command, ProposePlan
 from ganger_master.planner.packs import Packs
 from ganger_master.policies.introspect.slicing import quantum_s
 from ganger_master.sim.replay.footprints import Footprints
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.replay.windows import WINDOW_S, Windows
+from ganger_master.sim.replay.windows import WINDOW_S, ModelledRates
 from ganger_master.sim.report.figures import figures
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -43,7 +43,7 @@ class _Answered(_Replay):
 
 
 def replayed(rows: Workload, seed: int = 0) -> _Replay:
-    replay = _Replay(rows, SERVERS, "gandiva", Options(seed=seed), None)
+    replay = _Replay(rows, SERVERS, "gandiva", ReplayOptions(seed=seed), None)
     replay.run()
     return replay
 
@@ -64,7 +64,7 @@ def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
 
 def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> None:
     models = ["vae", "superres", "rhn", "scrnn"] * 10
-    replay = _Answered(jobs(*models, seconds=1500.0), SERVERS, "gandiva", Options(), None)
+    replay = _Answered(jobs(*models, seconds=1500.0), SERVERS, "gandiva", ReplayOptions(), None)
     replay.run()
     assert [change for change in replay.refused if change.kind == "RESUME"] == []
     assert packs_of(replay).kept >= 2
@@ -72,7 +72,7 @@ def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> 
 
 def test_who_has_a_gpu_to_itself_again_has_its_cores_again() -> None:
     rows = jobs(*["vae"] * 8).with_columns(duration_s=[4000.0] + [600.0] * 7)
-    replay = _Replay(rows, SERVERS, "gandiva", Options(), None)
+    replay = _Replay(rows, SERVERS, "gandiva", ReplayOptions(), None)
     while replay.ledger.ended < 7 or any(not pack.is_kept for pack in packs_of(replay).packs):
         replay.clock.run_instant()
         replay._settle()
@@ -120,7 +120,7 @@ def test_rates_beside_others_are_those_of_the_published_law_but_for_its_error() 
 
 
 def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None:
-    windows = Windows(Footprints(jobs("vae", "vae"), SERVERS, 0), 0)
+    windows = ModelledRates(Footprints(jobs("vae", "vae"), SERVERS, 0), 0)
     windows.trains(1, 0.0, 1.0, frozenset(), 1)
     windows.now = 10.0 * WINDOW_S
     alone = windows.alone(1)
@@ -139,7 +139,7 @@ def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None
 
 def after_room_appeared(model: str, seed: int = 0) -> _Replay:
     """Five jobs of one model on four GPUs, two of them packed; then one that has a GPU to itself ends."""
-    replay = _Replay(jobs(*[model] * 5, seconds=20_000.0), SERVERS, "gandiva", Options(seed=seed), None)
+    replay = _Replay(jobs(*[model] * 5, seconds=20_000.0), SERVERS, "gandiva", ReplayOptions(seed=seed), None)
 
     def run_until(is_done: Callable[[], bool]) -> None:
         while not is_done() and replay.clock.next_time() is not None:

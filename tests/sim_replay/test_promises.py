@@ -10,7 +10,7 @@ import pytest
 from ganger_master.core.invariants import violations
 from ganger_master.policies import NAMES
 from ganger_master.policies.order.aging import WEEK_S, with_aging
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -28,7 +28,7 @@ POLICIES = (
     "las+proportional",
 )
 # Plans often, switching that takes a while: much is under way when something else happens.
-OPTIONS = Options(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0)
+OPTIONS = ReplayOptions(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0)
 
 ROWS = st.lists(
     st.tuples(
@@ -46,7 +46,7 @@ ROWS = st.lists(
 class Watched(_Replay):
     """Looks at the whole state after every batch."""
 
-    def __init__(self, jobs: Workload, servers: Servers, policy: str, options: Options) -> None:
+    def __init__(self, jobs: Workload, servers: Servers, policy: str, options: ReplayOptions) -> None:
         super().__init__(jobs, servers, policy, options, None)
 
     def _finish(self) -> None:

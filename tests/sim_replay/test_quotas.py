@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.quotas import as_settings
-from ganger_master.sim.replay.options import FREE, Options, SwitchCosts
+from ganger_master.sim.replay.options import FREE, ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
@@ -24,10 +24,10 @@ EVERY = (*POLICIES, "las+packs", "ganger+defrag", "drf+elastic", "las2d+synergy-
 YEAR_S = 365 * 86_400.0
 COSTS = SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0)
 WAYS = {
-    "plans often": Options(costs=COSTS, plan_every_s=20.0),
-    "ideal": Options(ideal=True),
-    "in rounds": Options(round_s=30.0),
-    "ideal, in rounds": Options(ideal=True, round_s=30.0),
+    "plans often": ReplayOptions(costs=COSTS, plan_every_s=20.0),
+    "ideal": ReplayOptions(ideal=True),
+    "in rounds": ReplayOptions(round_s=30.0),
+    "ideal, in rounds": ReplayOptions(ideal=True, round_s=30.0),
 }
 
 
@@ -35,7 +35,7 @@ class Bounded(Watched):
     """Counts what users hold after every batch, by the gangs there are."""
 
     def __init__(
-        self, jobs: Workload, policy: str, options: Options, quotas: Mapping[str, int], servers: Servers = SERVERS
+        self, jobs: Workload, policy: str, options: ReplayOptions, quotas: Mapping[str, int], servers: Servers = SERVERS
     ) -> None:
         self.most: Counter[str] = Counter()
         self.limits = as_settings(quotas)
@@ -102,7 +102,7 @@ def crowd(seed: int, jobs: int = 40) -> Workload:
 
 @pytest.mark.parametrize("policy", sorted({*NAMES, *EVERY}))
 def test_in_a_crowd_who_has_a_quota_uses_it_up_and_holds_no_more(policy: str) -> None:
-    replay = Bounded(crowd(3), policy, Options(), {"ann": 5})
+    replay = Bounded(crowd(3), policy, ReplayOptions(), {"ann": 5})
     replay.run()
     assert (replay.most["ann"], replay.ledger.outcomes().finished.all()) == (5, True)
     assert replay.most["bob"] > 5
@@ -131,7 +131,7 @@ def test_two_users_share_a_cluster_as_their_quotas_say() -> None:
     servers = servers_from_flags(nodes=1, gpus_per_node=8)
 
     def ends(policy: str, quotas: dict[str, int]) -> list[float]:
-        run = simulate(jobs, servers, policy, Options(costs=FREE, quotas=quotas))
+        run = simulate(jobs, servers, policy, ReplayOptions(costs=FREE, quotas=quotas))
         return [float(end) for end in run.outcomes.end_s]
 
     for policy in ("fifo", "fifo-backfill", "srtf", "tetris"):
@@ -153,7 +153,7 @@ def test_nobody_is_stopped_for_who_could_not_start() -> None:
     servers = servers_from_flags(nodes=1, gpus_per_node=8)
 
     def stops(**quotas: int) -> list[int]:
-        return simulate(jobs, servers, "las", Options(quotas=quotas)).outcomes.preemptions.tolist()
+        return simulate(jobs, servers, "las", ReplayOptions(quotas=quotas)).outcomes.preemptions.tolist()
 
     assert stops()[0] > 0
     assert stops(ann=8) == stops()
@@ -175,7 +175,7 @@ def test_of_very_many_beyond_their_quotas_the_next_starts_within_seconds_and_tim
         list((duration_s | {"year": YEAR_S}).values()),
         labels={"user": ["ann"] * 150 + ["bob"] * 50},
     )
-    run = simulate(jobs, SERVERS, policy, Options(costs=FREE, quotas={"ann": 1, "bob": 5}))
+    run = simulate(jobs, SERVERS, policy, ReplayOptions(costs=FREE, quotas={"ann": 1, "bob": 5}))
     ends = dict(zip(run.outcomes.job_ids, run.outcomes.end_s, strict=True))
     work = [duration_s[job] for job in bobs]
     assert max(ends[job] for job in bobs) < sum(work) / 5 + max(work) + 6.0 * len(bobs) / 5

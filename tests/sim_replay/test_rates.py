@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger.resources.values import Claim, Level
+from ganger.resources.values import Claim, LocalityLevel
 from ganger_master.core.model import Gang, GangPhase, GangRole, Piece
-from ganger_master.sim.replay.rates import Rates, without_arenas
+from ganger_master.sim.replay.rates import TrueRates, without_arenas
 from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
 from ganger_master.sim.traces.workload import workload
 
@@ -14,7 +14,7 @@ GB = 1_000_000_000
 SYNERGY = without_arenas(servers_from_flags(nodes=4, gpus_per_node=8))
 
 
-def gang(*claims: Claim, level: Level = Level.NODE) -> Gang:
+def gang(*claims: Claim, level: LocalityLevel = LocalityLevel.NODE) -> Gang:
     pieces = tuple(Piece(claim, claim) for claim in claims)
     return Gang(1, 1, GangRole.ACTIVE, GangPhase.RUNNING, pieces, level, 0.0)
 
@@ -26,7 +26,7 @@ def claim(cores: float, gigabytes: float, mask: int = 1, node: str = "node-0") -
 def rate(model: str, made: Gang, gpus: int = 1, servers: Servers = SYNERGY, **columns: object) -> float:
     numbers = {name: [value] for name, value in columns.items() if name != "gpu_type"}
     labels = {"model": [model], "gpu_type": [str(columns.get("gpu_type", ""))]}
-    return Rates(workload(["0"], [0.0], [gpus], [1.0], numbers=numbers, labels=labels), servers).rate(0, made)  # type: ignore[arg-type]
+    return TrueRates(workload(["0"], [0.0], [gpus], [1.0], numbers=numbers, labels=labels), servers).rate(0, made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_cores_and_memory_do_to_a_job_what_is_published_of_its_model(
 
 
 def test_a_gang_goes_as_fast_as_its_slowest_piece() -> None:
-    apart = gang(claim(9, 62.5), claim(2, 62.5, node="node-1"), level=Level.CLUSTER)
-    near = gang(claim(2, 62.5), claim(2, 62.5, node="node-1"), level=Level.CLUSTER)
+    apart = gang(claim(9, 62.5), claim(2, 62.5, node="node-1"), level=LocalityLevel.CLUSTER)
+    near = gang(claim(2, 62.5), claim(2, 62.5, node="node-1"), level=LocalityLevel.CLUSTER)
     assert rate("res18", apart, 2) == rate("res18", near, 2) < 0.72 + 1e-9
 
 
@@ -70,16 +70,16 @@ def test_gangs_that_lie_apart_lose_what_chronus_measured(gpus: int, nodes: int, 
     racked = without_arenas(
         servers_from_description({"servers": [{"name": "node", "nodes": 4, "gpus_per_node": 8, "nodes_per_rack": 4}]})
     )
-    found = rate("alexnet", gang(*claims, level=Level.RACK), gpus, racked)
+    found = rate("alexnet", gang(*claims, level=LocalityLevel.RACK), gpus, racked)
     assert found == pytest.approx(measured)
-    together = gang(claim(3 * gpus, 62.5 * gpus, (1 << gpus) - 1), level=Level.NVLINK)
+    together = gang(claim(3 * gpus, 62.5 * gpus, (1 << gpus) - 1), level=LocalityLevel.NVLINK)
     assert rate("alexnet", together, gpus, racked) == 1.0
 
 
 def test_further_apart_is_never_faster() -> None:
     found = [
         rate("", gang(claim(6, 125, 3), claim(6, 125, 3, "node-1"), level=level), 4)
-        for level in (Level.RACK, Level.FABRIC, Level.CLUSTER)
+        for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
     ]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
@@ -106,5 +106,5 @@ def test_a_policy_knows_only_the_profiles_of_jobs_that_were_profiled() -> None:
     jobs = workload(
         ["0", "1", "2"], [0.0, 0.0, 0.0], [1, 1, 1], labels={"model": ["alexnet", "alexnet", "nobody-knows"]}
     )
-    known = Rates(jobs, SYNERGY).known(lambda numbers: numbers != 2)
+    known = TrueRates(jobs, SYNERGY).known(lambda numbers: numbers != 2)
     assert known.position(np.array([1, 2, 3])).tolist() == [0, -1, -1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.core.commands import ProposePlan
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -31,7 +31,7 @@ def jobs(*each: tuple[float, int, float]) -> Workload:
 
 
 def test_six_equal_jobs_on_four_gpus_get_two_thirds_each() -> None:
-    found = simulate(jobs(*[(0.0, 1, 3600.0)] * 6), cluster(), "gandiva", Options(costs=COSTS)).outcomes
+    found = simulate(jobs(*[(0.0, 1, 3600.0)] * 6), cluster(), "gandiva", ReplayOptions(costs=COSTS)).outcomes
     shares = 3600.0 / found.jct_s
     assert shares == pytest.approx(np.full(6, 4 / 6), rel=0.03)
     jain = shares.sum() ** 2 / (6 * (shares**2).sum())
@@ -42,8 +42,8 @@ def test_six_equal_jobs_on_four_gpus_get_two_thirds_each() -> None:
 
 def test_a_newcomer_gets_its_first_batches_within_a_quantum() -> None:
     many = [(0.0, 1, 20_000.0)] * 4 + [(1000.0 + 130.0 * at, 1, 600.0) for at in range(4)]
-    found = simulate(jobs(*many), cluster(), "gandiva", Options(costs=COSTS)).outcomes
-    first_come = simulate(jobs(*many), cluster(), "fifo", Options(costs=COSTS)).outcomes
+    found = simulate(jobs(*many), cluster(), "gandiva", ReplayOptions(costs=COSTS)).outcomes
+    first_come = simulate(jobs(*many), cluster(), "fifo", ReplayOptions(costs=COSTS)).outcomes
     switch = COSTS.offload_s + COSTS.restore_s
     assert found.start_delay_s[4:].max() <= QUANTUM_S + switch
     assert first_come.start_delay_s[4:].min() > 10_000.0
@@ -57,11 +57,11 @@ def test_a_gang_that_wants_everything_gets_its_turn_and_is_whole() -> None:
 
 
 def test_a_quantum_is_as_long_as_fifty_switches_take_and_as_a_round_if_there_are_rounds() -> None:
-    slow = Options(costs=SwitchCosts(offload_s=2.0, restore_s=3.0))
+    slow = ReplayOptions(costs=SwitchCosts(offload_s=2.0, restore_s=3.0))
     replay = _Replay(jobs((0.0, 1, 60.0)), cluster(), "gandiva", slow, None)
     assert replay.planning.sharing is not None
     assert replay.planning.sharing.quantum_s(replay.nodes.switch_s) == 250.0
-    rounds = Options(round_s=300.0)
+    rounds = ReplayOptions(round_s=300.0)
     found = simulate(jobs(*[(0.0, 1, 3000.0)] * 6), cluster(), "gandiva", rounds).outcomes
     assert set(found.first_start_s % 300.0) <= {0.0, COSTS.offload_s}
 
@@ -74,7 +74,7 @@ def test_nobody_is_stopped_for_a_lower_priority() -> None:
 
 
 def test_no_quantum_is_planned_while_everybody_has_room() -> None:
-    replay = _Counted(jobs((0.0, 2, 5000.0), (5.0, 2, 5000.0)), cluster(), "gandiva", Options(), None)
+    replay = _Counted(jobs((0.0, 2, 5000.0), (5.0, 2, 5000.0)), cluster(), "gandiva", ReplayOptions(), None)
     replay.run()
     assert replay.plans == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import workload
@@ -14,7 +14,7 @@ def test_work_left_decides_between_gangs_alike_only_with_the_srtf_term(
     policy: str, first_of_those_who_wait: str
 ) -> None:
     jobs = workload(["running", "long", "short"], [0, 10, 20], [4, 4, 4], [1000, 5000, 50])
-    run = simulate(jobs, servers_from_flags(nodes=1, gpus_per_node=4), policy, Options())
+    run = simulate(jobs, servers_from_flags(nodes=1, gpus_per_node=4), policy, ReplayOptions())
     starts = dict(zip(run.outcomes.job_ids, run.outcomes.first_start_s.tolist(), strict=True))
     assert starts["running"] == 0
     assert min(("long", "short"), key=starts.__getitem__) == first_of_those_who_wait

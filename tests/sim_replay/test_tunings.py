@@ -11,7 +11,7 @@ from ganger_master.core.commands import Command, ProposePlan
 from ganger_master.core.invariants import violations
 from ganger_master.policies.tune.catalogue import TUNINGS
 from ganger_master.sim.replay import run as replay
-from ganger_master.sim.replay.options import FREE, Options, SwitchCosts
+from ganger_master.sim.replay.options import FREE, ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.reproduce.synergy_traces import ROUNDS, public_trace
@@ -94,7 +94,7 @@ def test_whatever_is_tuned_all_jobs_end_and_nothing_is_promised_twice(
     jobs: Workload, tuning: str, order: str, round_s: float | None, costs: SwitchCosts, topology: str
 ) -> None:
     servers = servers_from_flags(nodes=2, gpus_per_node=4, topology=topology)
-    options = Options(rates="profiles", round_s=round_s, costs=costs, profile_s=100.0, plan_every_s=60.0)
+    options = ReplayOptions(rates="profiles", round_s=round_s, costs=costs, profile_s=100.0, plan_every_s=60.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "_Replay", _Watched)
         run = simulate(jobs, servers, f"{order}+{tuning}", options)
@@ -117,20 +117,20 @@ def test_who_is_never_tuned_runs_at_the_recorded_pace_whatever_rates_are_asked_f
     servers = servers_from_flags(nodes=2, gpus_per_node=8)
     for policy in ("srtf", "fifo+first-fit"):
         recorded = simulate(jobs, servers, policy)
-        assert _ends(simulate(jobs, servers, policy, Options(rates="profiles"))) == _ends(recorded)
-    never = Options(rates="profiles", profile_s=1e6)
+        assert _ends(simulate(jobs, servers, policy, ReplayOptions(rates="profiles"))) == _ends(recorded)
+    never = ReplayOptions(rates="profiles", profile_s=1e6)
     share = simulate(jobs, servers, "srtf+proportional", never)
     unknown = simulate(jobs, servers, "srtf+synergy-tune", never)
     assert _ends(unknown) == _ends(share)
     assert unknown.end_s == unknown.outcomes.end_s.max()
-    tuned = simulate(jobs, servers, "srtf+synergy-tune", Options(rates="profiles", profile_s=0.0))
+    tuned = simulate(jobs, servers, "srtf+synergy-tune", ReplayOptions(rates="profiles", profile_s=0.0))
     assert tuned.outcomes.jct_s.mean() < share.outcomes.jct_s.mean()
 
 
 def test_a_profile_that_comes_late_speeds_up_who_runs_already() -> None:
     jobs = workload(["0"], [0.0], [1], [3_000.0], labels={"model": ["res18"]})
     servers = servers_from_flags(nodes=1, gpus_per_node=8)
-    options = Options(rates="profiles", costs=FREE, profile_s=600.0)
+    options = ReplayOptions(rates="profiles", costs=FREE, profile_s=600.0)
     run = simulate(jobs, servers, "fifo+synergy-tune", options)
     # 600 s at its share, the rest with nine cores, 2.4 times as fast.
     assert float(run.outcomes.end_s[0]) == pytest.approx(600 + 2_400 / 2.4)
@@ -138,4 +138,4 @@ def test_a_profile_that_comes_late_speeds_up_who_runs_already() -> None:
 
 def test_an_ideal_cluster_knows_no_cores() -> None:
     with pytest.raises(ValueError, match="nothing but GPUs"):
-        Options(ideal=True, rates="profiles")
+        ReplayOptions(ideal=True, rates="profiles")

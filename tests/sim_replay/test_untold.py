@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger_master.core.commands import Command
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 
@@ -14,7 +14,7 @@ from tests.sim_replay.test_vain_plans import crowd
 class _Heard(_Replay):
     def __init__(self, policy: str, tells: bool) -> None:
         self.said: list[tuple[float, Command]] = []
-        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, Options(), None)
+        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions(), None)
         self.state.tells = tells
 
     def send(self, command: Command) -> object:

@@ -11,20 +11,20 @@ from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.anywhere import ANYWHERE
 from ganger_master.sim.replay import run
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.planning import NOTHING_PLANNED, Planning
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
 JOBS = 60
-OPTIONS = Options()
+OPTIONS = ReplayOptions()
 
 
 class _Counted(_Replay):
     """Keeps what the core was told and when, and how many passes were made."""
 
-    def __init__(self, jobs: Workload, policy: str, options: Options = OPTIONS, nodes: int = 3) -> None:
+    def __init__(self, jobs: Workload, policy: str, options: ReplayOptions = OPTIONS, nodes: int = 3) -> None:
         self.told: list[tuple[float, Command]] = []
         self.passes = 0
         super().__init__(jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, options, None)
@@ -75,7 +75,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
 def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     policy: str, round_s: float | None
 ) -> None:
-    jobs, options = crowd(), Options(ideal=True, round_s=round_s)
+    jobs, options = crowd(), ReplayOptions(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
     with (
@@ -91,7 +91,7 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
 @pytest.mark.parametrize("round_s", [None, 300.0])
 @pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
 def test_who_is_known_to_be_chosen_is_started_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
-    jobs, options = crowd(), Options(ideal=True, round_s=round_s)
+    jobs, options = crowd(), ReplayOptions(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
     with (
@@ -107,7 +107,7 @@ def test_who_is_known_to_be_chosen_is_started_as_if_all_had_been_ranked(policy: 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
 def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_what_is_free(policy: str) -> None:
-    jobs, options = crowd(), Options(ideal=True)
+    jobs, options = crowd(), ReplayOptions(ideal=True)
     some = _Counted(jobs, policy, options)
     some.run()
     with patch.object(Planning, "_starts_nobody", lambda self: False):
@@ -122,7 +122,7 @@ def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_w
 
 def test_ganger_does_not_take_back_what_it_did_for_those_who_had_waited() -> None:
     """Each round is settled by few plans: one that stops, one that starts, and what those lead to."""
-    replay = _Counted(crowd(), "ganger", Options(ideal=True, round_s=300.0))
+    replay = _Counted(crowd(), "ganger", ReplayOptions(ideal=True, round_s=300.0))
     replay.run()
     plans = Counter(at for at, command in replay.told if isinstance(command, ProposePlan))
     assert max(plans.values()) <= 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -34,7 +34,7 @@ def stream(days: int) -> Workload:
 )
 def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy: str) -> None:
     jobs = stream(12)
-    large = simulate(jobs, SERVERS, policy, Options()).outcomes.take(np.array([jobs.job_ids.index("large")]))
+    large = simulate(jobs, SERVERS, policy, ReplayOptions()).outcomes.take(np.array([jobs.job_ids.index("large")]))
     # Those that run by then end first.
     assert large.start_delay_s[0] < WEEK_S + DAY_S
 
@@ -43,7 +43,7 @@ def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy
 def test_as_other_simulators_have_it_the_gang_waits_until_nobody_comes_any_more(policy: str) -> None:
     """So the test above can fail."""
     jobs = stream(12)
-    run = simulate(jobs, SERVERS, policy, Options(ideal=True))
+    run = simulate(jobs, SERVERS, policy, ReplayOptions(ideal=True))
     assert run.outcomes.start_delay_s[jobs.job_ids.index("large")] > 10 * DAY_S
 
 
@@ -56,7 +56,7 @@ def test_those_who_are_stopped_for_a_gang_do_not_start_where_it_was_to_be() -> N
         [4, *[1] * small],
         [3_600.0, *[3.0 * every_s] * small],
     )
-    found = simulate(jobs, SERVERS, "optimus", Options()).outcomes
+    found = simulate(jobs, SERVERS, "optimus", ReplayOptions()).outcomes
     assert found.start_delay_s[jobs.job_ids.index("large")] < 3_600.0
     assert found.preemptions.sum() <= 2
 
@@ -69,6 +69,6 @@ def test_who_waits_too_long_is_kept_room_beside_those_who_are_stopped_for_others
     arrivals = np.sort(dice.integers(0, 2_000_000, 24))
     gpus = dice.choice([1, 1, 2, 3, 4, 8, 12], 24)
     jobs = workload([str(number) for number in range(24)], arrivals, gpus, dice.choice([3e4, 3e5, 9e5], 24))
-    run = simulate(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, Options())
+    run = simulate(jobs, servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions())
     assert run.outcomes.finished.all()
     assert run.outcomes.preemptions.any()

@@ -11,7 +11,7 @@ from ganger_master.core import queue
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.state import State
 from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -25,7 +25,7 @@ class _Told(_Replay):
 
     def __init__(self, policy: str) -> None:
         self.told: list[tuple[float, Command]] = []
-        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, Options(), None)
+        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions(), None)
 
     def send(self, command: Command) -> object:
         self.told.append((self.clock.now, command))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.policies.fragmentation import Demand, fragmented_gpus
+from ganger_master.policies.fragmentation import GangMix, fragmented_gpus
 from ganger_master.sim.report.documents import as_json, write_jobs, write_series
 from ganger_master.sim.report.fairness import finish_time_fairness, mean_contention
 from ganger_master.sim.report.figures import figures
@@ -168,7 +168,7 @@ def test_contention_is_that_counted_second_by_second(rows: list[tuple[int, int]]
     assert mean_contention(submit, end) == pytest.approx(naive)
 
 
-def naive_fragments(demand: Demand, node: tuple[int, int, int, int, int]) -> float:
+def naive_fragments(demand: GangMix, node: tuple[int, int, int, int, int]) -> float:
     """FGD's definition, kind by kind."""
     free, millicores, memory, devices, kind_of_gpu = node
     expected = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger_master.sim.report.series import Recorder, StepSeries
+from ganger_master.sim.report.series import SeriesRecorder, StepSeries
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def test_series_that_make_no_sense_are_refused(times: list[float], values: list[
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=300))
 def test_recording_holds_few_steps_and_loses_no_area(changes: list[tuple[int, int]]) -> None:
-    recorder = Recorder(0.0, 1.0, most_steps=8)
+    recorder = SeriesRecorder(0.0, 1.0, most_steps=8)
     area, now, value = 0.0, 0.0, 1.0
     for wait, new in changes:
         area += value * wait
@@ -77,6 +77,6 @@ def test_recording_holds_few_steps_and_loses_no_area(changes: list[tuple[int, in
 
 
 def test_time_does_not_go_back() -> None:
-    recorder = Recorder(5.0)
+    recorder = SeriesRecorder(5.0)
     with pytest.raises(AssertionError, match="time went back"):
         recorder.record(4.0, 1.0)

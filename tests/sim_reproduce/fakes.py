@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 
 def by_seed(setting: Setting) -> Sequence[Row]:
@@ -34,8 +34,8 @@ def fails_at_seed_zero(setting: Setting, part: Row) -> Sequence[Row]:
     return more_with_the_seed(setting, part)
 
 
-def mean_figure(rows: Sequence[Row]) -> Found:
-    return Found({"figure": interval([row["figure"] for row in rows])}, len(rows), load=0.9)
+def mean_figure(rows: Sequence[Row]) -> MeasuredRows:
+    return MeasuredRows({"figure": interval([row["figure"] for row in rows])}, len(rows), load=0.9)
 
 
 GOOD = Experiment("good", by_seed, more_with_the_seed, mean_figure)

@@ -12,7 +12,7 @@ import pytest
 from ganger_master.sim.reproduce.approvals import asked_of
 from ganger_master.sim.reproduce.claims import claims, meets, middle
 from ganger_master.sim.reproduce.cpu_poster import CORES
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting, measured
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting, measured
 from ganger_master.sim.reproduce.migration import pause_s
 from ganger_master.sim.reproduce.registry import EXPERIMENTS
 from models.published import DATA, TRACES
@@ -20,7 +20,7 @@ from models.published import DATA, TRACES
 QUICK = Setting(TRACES, DATA, is_quick=True)
 
 
-def found(name: str, parts: Callable[[Row], bool] = lambda part: True) -> Found:
+def found(name: str, parts: Callable[[Row], bool] = lambda part: True) -> MeasuredRows:
     """Of the quick form, or of some of its parts."""
     experiment = EXPERIMENTS[name]
     if experiment.missing(QUICK):
@@ -29,7 +29,7 @@ def found(name: str, parts: Callable[[Row], bool] = lambda part: True) -> Found:
     return experiment.conclude(rows)
 
 
-def names_what_is_judged(name: str, one: Found) -> bool:
+def names_what_is_judged(name: str, one: MeasuredRows) -> bool:
     """Every figure with a threshold, and every one of the paper's that is a number, has ours beside it or is text."""
     return claims()[name].figures <= set(one.ours)
 

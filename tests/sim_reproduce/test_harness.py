@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ganger.cli.main import run as ganger
 from ganger_master.sim.report.seeds import Interval
-from ganger_master.sim.reproduce.claims import Claim, claims, meets
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Setting
+from ganger_master.sim.reproduce.claims import PaperClaim, claims, meets
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Setting
 from ganger_master.sim.reproduce.journal import Journal
 from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
 from ganger_master.sim.reproduce.results import HEADINGS, Result, as_cells, as_json, document
@@ -22,8 +22,10 @@ from sim_reproduce import fakes
 NOWHERE = Setting(Path("nowhere"), Path("nowhere"))
 
 
-def claim(name: str) -> Claim:
-    return Claim(name, "a claim", "nobody", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}})
+def claim(name: str) -> PaperClaim:
+    return PaperClaim(
+        name, "a claim", "nobody", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}}
+    )
 
 
 def results(
@@ -140,19 +142,19 @@ def test_a_figure_nobody_measured_is_our_mistake() -> None:
 def test_no_figure_that_is_not_known_meets_anything() -> None:
     for comparison in ("at_least", "at_most", "above", "below"):
         assert not meets({"a": {comparison: 1.0}}, {"a": math.nan})
-    told = as_json(Result(claim("x"), Found({"figure": math.nan}, 1)))
+    told = as_json(Result(claim("x"), MeasuredRows({"figure": math.nan}, 1)))
     assert told["ours"] == {"figure": None}
     json.dumps(told, allow_nan=False)
 
 
 def test_nobody_beats_what_nobody_asks_for() -> None:
-    modest = Claim("x", "a claim", "nobody", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
-    assert as_json(Result(modest, Found({"figure": 2.0}, 1)))["beats"] is None
+    modest = PaperClaim("x", "a claim", "nobody", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
+    assert as_json(Result(modest, MeasuredRows({"figure": 2.0}, 1)))["beats"] is None
 
 
 def test_table_and_page_say_what_was_left_out() -> None:
     made = [
-        Result(claim("ran"), Found({"figure": 3.5}, 5, load={"one": 0.5})),
+        Result(claim("ran"), MeasuredRows({"figure": 3.5}, 5, load={"one": 0.5})),
         Result(claim("left"), skipped="nobody | knows how"),
     ]
     assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")

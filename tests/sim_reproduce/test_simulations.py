@@ -8,11 +8,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ganger_master.models.server_speed import Mode, ServerPoint
+from ganger_master.models.server_speed import ServerPoint, UpdateMode
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Profiles, Tuning, gangs, pieces, proportionally
+from ganger_master.policies.tune import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
 from ganger_master.policies.tune.proportional import PROPORTIONAL
 from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
 from ganger_master.sim.reproduce import slots, t4_jobs, tasks
@@ -41,7 +41,7 @@ def test_rounds_end_jobs_when_the_oracle_of_ideal_clusters_does(
     """Jobs that cores do not help, on four GPUs."""
     jobs.sort(key=lambda job: job[0])
     theirs = ideal([IdealJob(str(n), at, 1, long) for n, (at, long) in enumerate(jobs)], 4, orders[1], 300)
-    nodes = Nodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
+    nodes = TuningNodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
     ours = RoundJobs(
         np.array([at for at, _ in jobs], float),
         np.array([long for _, long in jobs], float),
@@ -54,7 +54,7 @@ def test_rounds_end_jobs_when_the_oracle_of_ideal_clusters_does(
 def test_a_job_that_gets_more_cores_ends_sooner() -> None:
     """One of two uses cores: with all three that the other leaves it is three times as fast as with two of four."""
     known = Profiles(np.array([1.0, 2.0, 3.0]), np.array([1.0]), np.array([[[1.0]] * 3, [[1.0], [2.0], [6.0]]]))
-    nodes = Nodes(np.array([2]), np.array([4.0]), np.array([2.0]))
+    nodes = TuningNodes(np.array([2]), np.array([4.0]), np.array([2.0]))
     jobs = RoundJobs(np.zeros(2), np.array([3600.0, 3600.0]), gangs([1, 1], [0, 1], known))
     assert ends(jobs, nodes, ORDERS["fifo"], PROPORTIONAL).tolist() == [3600.0, 3600.0]
     assert ends(jobs, nodes, ORDERS["fifo"], SYNERGY_TUNE).tolist() == [3600.0, 1200.0]
@@ -64,11 +64,11 @@ def test_a_job_that_moves_loses_what_a_move_takes() -> None:
     """Of two jobs that were apart one joins the other when a third comes: whatever servers are called, one has moved,
     and needs a round more for half a minute."""
 
-    def place(run: Gangs, servers: Nodes) -> Pieces:
+    def place(run: Gangs, servers: TuningNodes) -> Pieces:
         where = {1: [0], 2: [0, 1], 3: [1, 1, 0]}[len(run)]
         return proportionally(servers, pieces(np.arange(len(run)), np.array(where), run.gpus))
 
-    nodes = Nodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
+    nodes = TuningNodes(np.array([2, 2]), np.array([2.0, 2.0]), np.array([2.0, 2.0]))
     jobs = RoundJobs(np.array([0.0, 0.0, 300.0]), np.full(3, 900.0), gangs([1] * 3, [0] * 3, FLAT))
     moving = Tuning("moving", SYNERGY_TUNE.tune, place)
     free, paid = (through_rounds(jobs, nodes, ORDERS["fifo"], moving, move_s=cost).end_s for cost in (0.0, 30.0))
@@ -164,15 +164,15 @@ TOY = slots.Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
     ],
 )
 def test_a_step_takes_computing_and_the_busiest_link(counts: list[list[int]], seconds: float) -> None:
-    assert slots.step_seconds(TOY, np.array(counts), Mode.ASYNCHRONOUS) == pytest.approx(seconds)
+    assert slots.step_seconds(TOY, np.array(counts), UpdateMode.ASYNCHRONOUS) == pytest.approx(seconds)
 
 
 def test_synchronous_workers_share_a_batch() -> None:
     """Two of them compute half as long each, and make one batch together."""
     counts = np.array([[1, 1], [1, 1]])
-    assert slots.step_seconds(TOY, counts, Mode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
-    assert slots.batches_per_second(TOY, counts, Mode.SYNCHRONOUS) == pytest.approx(1 / 2.5)
-    assert slots.batches_per_second(TOY, counts, Mode.ASYNCHRONOUS) == pytest.approx(2 / 3)
+    assert slots.step_seconds(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
+    assert slots.batches_per_second(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(1 / 2.5)
+    assert slots.batches_per_second(TOY, counts, UpdateMode.ASYNCHRONOUS) == pytest.approx(2 / 3)
 
 
 def slot_jobs(count: int) -> slots.SlotJobs:
@@ -180,7 +180,7 @@ def slot_jobs(count: int) -> slots.SlotJobs:
     return slots.SlotJobs(
         np.zeros(count),
         [TOY] * count,
-        [Mode.ASYNCHRONOUS] * count,
+        [UpdateMode.ASYNCHRONOUS] * count,
         np.full(count, 1000.0),
         np.tile(np.array([[1.0, 0.0], [1.0, 1.0]]), (count, 1, 1)),
         [(point,)] * count,
@@ -216,8 +216,8 @@ TOY_APPLICATION = t4_jobs.Application(
 )
 
 
-def t4_job(submit_s: int, gpus: int = 1) -> t4_jobs.Job:
-    return t4_jobs.Job(TOY_APPLICATION, submit_s, gpus, 8)
+def t4_job(submit_s: int, gpus: int = 1) -> t4_jobs.T4Job:
+    return t4_jobs.T4Job(TOY_APPLICATION, submit_s, gpus, 8)
 
 
 def way(gpus: list[int]) -> t4_jobs.Way:
@@ -255,9 +255,9 @@ def test_a_job_that_is_given_other_places_loses_a_restart_and_one_that_is_not_ke
 def test_batches_between_measured_ones_are_interpolated_and_large_ones_added_up() -> None:
     assert TOY_APPLICATION.iteration(20, 0) == 100.0
     assert TOY_APPLICATION.seconds((1,), 6) == (1.0, 0.0)
-    assert TOY_APPLICATION.split(32, 1, one_accumulates=False) == t4_jobs.Batch(8, 3)
-    assert TOY_APPLICATION.step_seconds((1,), t4_jobs.Batch(8, 3)) == 4.0
-    assert TOY_APPLICATION.split(8, 1, one_accumulates=True) == t4_jobs.Batch(4, 1)
+    assert TOY_APPLICATION.split(32, 1, one_accumulates=False) == t4_jobs.T4Batch(8, 3)
+    assert TOY_APPLICATION.step_seconds((1,), t4_jobs.T4Batch(8, 3)) == 4.0
+    assert TOY_APPLICATION.split(8, 1, one_accumulates=True) == t4_jobs.T4Batch(4, 1)
 
 
 @settings(max_examples=30)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError, rows_of
-from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
+from ganger_master.sim.traces.findings import RowFinding, RowFindingCounts, RowFindingKind, TraceError, rows_of
+from ganger_master.sim.traces.reader import Reading, RowFilter, read_stream, read_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ HEADER = "job_id,submit_time_s,gpus,duration_s"
 
 def read(text: str | bytes, **wanted: object) -> Reading:
     data = text.encode() if isinstance(text, str) else text
-    return read_stream(io.BytesIO(data), "t.csv", Wanted(**wanted))  # type: ignore[arg-type]
+    return read_stream(io.BytesIO(data), "t.csv", RowFilter(**wanted))  # type: ignore[arg-type]
 
 
 def refusal(text: str | bytes, **wanted: object) -> str:
@@ -100,7 +100,7 @@ def test_one_mistake_refuses_the_file_with_its_line_or_is_left_out_if_asked(row:
     assert refusal(text) == f"t.csv: line 3: {what}"
     reading = read(text, skip_mistakes=True)
     assert reading.workload.job_ids == ("a", "c")
-    assert reading.findings == (Finding(Kind.SKIPPED, what, 1, (3,)),)
+    assert reading.findings == (RowFinding(RowFindingKind.SKIPPED, what, 1, (3,)),)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_mistake_in_an_optional_column_is_one_too(column: str, value: str, what:
 def test_row_nothing_can_run_is_left_out_and_counted(row: str, what: str) -> None:
     reading = read(rows("a,0,1,9", row))
     assert (reading.rows, reading.workload.job_ids) == (2, ("a",))
-    assert reading.findings == (Finding(Kind.SKIPPED, what, 1, (3,)),)
+    assert reading.findings == (RowFinding(RowFindingKind.SKIPPED, what, 1, (3,)),)
 
 
 def test_a_blank_run_time_stays_unknown_for_it_may_follow_from_the_rest_of_the_row() -> None:
@@ -231,9 +231,9 @@ def test_too_many_mistakes_end_the_reading_and_are_said_to() -> None:
 
 
 def test_the_first_lines_are_named_whatever_the_order_they_were_noted_in() -> None:
-    tally = Tally()
-    tally.note(Kind.SKIPPED, "x", np.array([9, 4, 8, 7]))
-    tally.note(Kind.SKIPPED, "x", [3, 0, 5])
+    tally = RowFindingCounts()
+    tally.note(RowFindingKind.SKIPPED, "x", np.array([9, 4, 8, 7]))
+    tally.note(RowFindingKind.SKIPPED, "x", [3, 0, 5])
     (finding,) = tally.findings()
     assert (finding.rows, finding.lines) == (7, (3, 4, 5, 7, 8))
 
@@ -267,7 +267,7 @@ class Endless(io.RawIOBase):
 def test_file_larger_than_may_be_kept_is_refused_after_the_limit_not_after_its_end() -> None:
     stream = Endless(b"%d,0,1,9\n")
     with pytest.raises(TraceError, match="more than 20,000 jobs: take a window of the trace"):
-        read_stream(io.BufferedReader(stream), "huge.csv", Wanted(most_jobs=20_000))
+        read_stream(io.BufferedReader(stream), "huge.csv", RowFilter(most_jobs=20_000))
     assert stream.taken < 2_000_000
 
 
@@ -309,9 +309,9 @@ def test_window_and_choice_leave_out_and_count() -> None:
 )
 def test_every_published_job_file_is_read(path: Path) -> None:
     where = {"suite": "sia_philly", "workload": "1"} if "sia_workloads" in path.name else {}
-    reading = read_trace(path, Wanted(where=where))
+    reading = read_trace(path, RowFilter(where=where))
     assert len(reading.workload) > 0
-    assert reading.rows == len(reading.workload) + rows_of(reading.findings, Kind.SKIPPED)
+    assert reading.rows == len(reading.workload) + rows_of(reading.findings, RowFindingKind.SKIPPED)
     with path.open() as file:
         assert reading.rows == sum(1 for line in file if line.strip()) - 1
 
@@ -348,7 +348,7 @@ def test_rows_are_counted_as_one_by_one(table: list[list[str]]) -> None:
             read(text, skip_mistakes=True)
         return
     reading = read(text, skip_mistakes=True)
-    assert rows_of(reading.findings, Kind.SKIPPED) == len(table) - len(kept)
+    assert rows_of(reading.findings, RowFindingKind.SKIPPED) == len(table) - len(kept)
     assert sorted(reading.workload.job_ids) == sorted(kept)
     for job, job_id in enumerate(reading.workload.job_ids):
         row = kept[job_id]

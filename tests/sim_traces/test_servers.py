@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from ganger_master.sim.traces.servers import (
-    ClusterError,
+    ServersFileError,
     servers_from_description,
     servers_from_file,
     servers_from_flags,
@@ -46,7 +46,7 @@ def test_file_gives_kinds_of_servers_with_names_that_sort_as_their_numbers(tmp_p
     assert names[9:14] == ["old-09", "old-10", "old-11", "new-0", "new-1"]
     new = servers.groups[1].configuration_set
     assert (new.device_memory_bytes, dict(new.dimensions)) == (32 << 30, {"disk_mb_per_s": 500})
-    assert {group.level for group in new.groups} == {Level.SWITCH, Level.SOCKET}
+    assert {group.level for group in new.groups} == {LocalityLevel.SWITCH, LocalityLevel.SOCKET}
     view = servers.view()
     assert [view.row(name).rack for name in ("new-0", "new-1", "new-2", "old-00")] == [
         "new-rack-0",
@@ -61,7 +61,7 @@ def test_file_gives_kinds_of_servers_with_names_that_sort_as_their_numbers(tmp_p
 
 
 def test_everything_wrong_is_told_at_once_with_its_place() -> None:
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(ServersFileError) as caught:
         servers_from_description(
             {
                 "servers": [
@@ -93,7 +93,7 @@ def test_everything_wrong_is_told_at_once_with_its_place() -> None:
 
 
 def test_flags_are_called_by_their_names() -> None:
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(ServersFileError) as caught:
         servers_from_flags(gpus_per_node=65, cores_per_node="many")
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
         "--nodes",
@@ -125,12 +125,12 @@ def test_flags_are_called_by_their_names() -> None:
 def test_file_that_describes_no_cluster_is_refused_by_name(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(ServersFileError) as caught:
         servers_from_file(path)
     assert what in str(caught.value)
     assert "cluster.yaml" in str(caught.value)
 
 
 def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="cannot be read"):
+    with pytest.raises(ServersFileError, match="cannot be read"):
         servers_from_file(tmp_path / "none.yaml")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.traces.findings import Kind
+from ganger_master.sim.traces.findings import RowFindingKind
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import servers_from_description
 from ganger_master.sim.traces.statistics import offered_load, percentile, size_class, statistics, text
@@ -199,7 +199,7 @@ def test_gangs_larger_than_the_cluster_are_left_out_with_their_lines() -> None:
     )
     kept, findings = that_fit(made, CLUSTER)
     assert kept.job_ids == ("a", "c")
-    assert {finding.kind for finding in findings} == {Kind.SKIPPED}
+    assert {finding.kind for finding in findings} == {RowFindingKind.SKIPPED}
     assert sorted(map(str, findings)) == [
         "line 3: needs more GPUs than the 16 of the cluster's servers",
         "line 5: needs more GPUs than the 8 of the cluster's servers of type T4",

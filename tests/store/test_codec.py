@@ -27,5 +27,5 @@ def test_bodies_with_fields_that_a_former_version_stored_are_read_without_them()
     changes = drive.state.take_changes()
     store.commit(Codec().batch(changes.puts, changes.removes, ()))
     elements = Codec().elements(store.load())
-    assert {"Job", "Gang"} <= {type(element).__name__ for element in elements}
+    assert {"JobRecord", "Gang"} <= {type(element).__name__ for element in elements}
     assert Codec().elements(with_former_fields(store.load())) == elements

@@ -10,7 +10,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from ganger_master.store import migrate
-from ganger_master.store.contract import Batch, HistoryEntry, Problem, StoreError
+from ganger_master.store.contract import HistoryEntry, Problem, StoreBatch, StoreError
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import metadata
 from msgspec.structs import astuple
@@ -62,7 +62,7 @@ def test_what_was_written_under_the_first_schema_is_kept_by_this_one(tmp_path: P
 def test_database_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     store = SqlStore(url_of(tmp_path / "state" / "ganger.db"))
     store.open()
-    store.commit(Batch({"counters": [("a", "1")]}))
+    store.commit(StoreBatch({"counters": [("a", "1")]}))
     store.close()
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state").iterdir())
 
@@ -128,11 +128,11 @@ def test_locked_database_refuses_the_batch_and_takes_the_next(tmp_path: Path, mo
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError) as refused:
-        store.commit(Batch({"counters": [("a", "1")]}))
+        store.commit(StoreBatch({"counters": [("a", "1")]}))
     assert refused.value.problem is Problem.LOCKED
     other.execute("ROLLBACK")
     other.close()
-    store.commit(Batch({"counters": [("a", "2")]}))
+    store.commit(StoreBatch({"counters": [("a", "2")]}))
     assert [row.columns for row in store.load()] == [{"body": "2"}]
     store.close()
 
@@ -141,16 +141,16 @@ def test_full_disk_refuses_the_batch_keeps_the_rest_and_recovers(tmp_path: Path)
     path = tmp_path / "ganger.db"
     store = SqlStore(url_of(path))
     store.open()
-    store.commit(Batch({"counters": [("kept", "1")]}))
+    store.commit(StoreBatch({"counters": [("kept", "1")]}))
     connection = store._open_connection()  # the page limit of SQLite stands in for a full disk
     pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
     connection.commit()
     with pytest.raises(StoreError) as refused:
-        store.commit(Batch({"job_specs": [("jobs/1", "x" * 1_000_000)]}))
+        store.commit(StoreBatch({"job_specs": [("jobs/1", "x" * 1_000_000)]}))
     assert refused.value.problem is Problem.FULL
     connection.exec_driver_sql("PRAGMA max_page_count=1000000")
     connection.commit()
-    store.commit(Batch({"job_specs": [("jobs/1", "x" * 1_000_000)]}))
+    store.commit(StoreBatch({"job_specs": [("jobs/1", "x" * 1_000_000)]}))
     assert {row.key for row in store.load()} == {"kept", "jobs/1"}
     store.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
-from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, Store, StoreError
+from ganger_master.store.contract import HistoryEntry, Problem, Row, Store, StoreBatch, StoreError
 from ganger_master.store.memory import MemoryStore
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import COLUMNS
@@ -76,8 +76,8 @@ def job(number: int, state: str = "PENDING", revision: int = 1, end_time: float 
     return f"jobs/{number}", number, f"uid-{number}", "u", state, revision, 0, 1.5, end_time, '{"ä": "☃"}'
 
 
-def jobs(*rows: Row, history: Sequence[HistoryEntry] = ()) -> Batch:
-    return Batch({"jobs": rows}, history=history)
+def jobs(*rows: Row, history: Sequence[HistoryEntry] = ()) -> StoreBatch:
+    return StoreBatch({"jobs": rows}, history=history)
 
 
 def happened(sequence: int, subject: str = "jobs/1", time: float | None = None) -> HistoryEntry:
@@ -102,7 +102,9 @@ def test_new_store_is_empty(reopen: Opener) -> None:
 def test_committed_batch_is_there_after_reopening_value_for_value(reopen: Opener) -> None:
     store = reopen()
     store.commit(
-        Batch({"counters": [counter("next_job", 2**62)], "jobs": [job(1), job(2, end_time=0.25)]}, {}, [happened(1)])
+        StoreBatch(
+            {"counters": [counter("next_job", 2**62)], "jobs": [job(1), job(2, end_time=0.25)]}, {}, [happened(1)]
+        )
     )
     store.close()
     again = reopen()
@@ -126,7 +128,7 @@ def test_times_and_texts_come_back_as_they_were(told: list[tuple[float, str]]) -
             HistoryEntry(number, time, "jobs/1", "told", "user:u", text, json.dumps({"said": text}))
             for number, (time, text) in enumerate(told, 1)
         ]
-        store.commit(Batch({"counters": [("said", told[0][1])]}, history=written))
+        store.commit(StoreBatch({"counters": [("said", told[0][1])]}, history=written))
         assert list(store.history("", 0, 100)) == written
         assert contents(store) == {("counters", "said"): {"body": told[0][1]}}
         store.close()
@@ -135,13 +137,13 @@ def test_times_and_texts_come_back_as_they_were(told: list[tuple[float, str]]) -
 def test_put_replaces_and_remove_takes_away(reopen: Opener) -> None:
     store = reopen()
     store.commit(jobs(job(1), job(2)))
-    store.commit(Batch({"jobs": [job(1, "HOLDING", 2)]}, {"jobs": ["jobs/2", "jobs/9"]}))
+    store.commit(StoreBatch({"jobs": [job(1, "HOLDING", 2)]}, {"jobs": ["jobs/2", "jobs/9"]}))
     assert contents(store) == {("jobs", "jobs/1"): columns_of(job(1, "HOLDING", 2))}
 
 
 def test_empty_batch_changes_nothing(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch())
+    store.commit(StoreBatch())
     assert contents(store) == {}
 
 
@@ -154,7 +156,7 @@ def test_large_batch_is_kept_whole(reopen: Opener) -> None:
 
 def test_history_is_read_in_order_by_subject_and_page(reopen: Opener) -> None:
     store = reopen()
-    store.commit(Batch(history=[happened(n, f"jobs/{n % 2}") for n in range(1, 9)]))
+    store.commit(StoreBatch(history=[happened(n, f"jobs/{n % 2}") for n in range(1, 9)]))
     assert [e.sequence for e in store.history("", 2, 3)] == [3, 4, 5]
     assert [e.sequence for e in store.history("jobs/1", 1, 2)] == [3, 5]
     assert store.history("jobs/7", 0, 9) == []
@@ -189,13 +191,13 @@ def test_former_master_is_fenced_off(reopen: Opener) -> None:
     former = reopen()
     if isinstance(former, MemoryStore):
         pytest.skip("memory has one master")
-    former.commit(Batch({"counters": [counter("a", 1)]}))
+    former.commit(StoreBatch({"counters": [counter("a", 1)]}))
     former.check_owner()
     newer = reopen()
-    for used in (former.check_owner, lambda: former.commit(Batch({"counters": [counter("a", 2)]}))):
+    for used in (former.check_owner, lambda: former.commit(StoreBatch({"counters": [counter("a", 2)]}))):
         with pytest.raises(StoreError) as refused:
             used()
         assert refused.value.problem is Problem.FENCED
     newer.check_owner()
     assert contents(newer) == {("counters", "a"): {"body": "1"}}
-    newer.commit(Batch({"counters": [counter("a", 3)]}))
+    newer.commit(StoreBatch({"counters": [counter("a", 3)]}))

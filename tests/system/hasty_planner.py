@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ganger.scheduling.running import until_stopped
 from ganger.wire.endpoints import find_endpoint
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 from ganger_master.planning.run import Planner
 from ganger_master.runtime import logs
 
-HASTY = Pace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
+HASTY = TrialPace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.console.exits import Exit
+from ganger.console.exits import ExitCode
 from kit.certified import Authority
 from kit.cluster import GANGER, Cluster
 from kit.machines import Machine, apart, here
@@ -136,12 +136,12 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
     # Each user's own, and an operator's.
     for refused in (("cancel", moved.id), ("logs", moved.id), ("move", moved.id), ("why", moved.id)):
         done = cluster.try_("bob", *refused)
-        assert done.returncode == Exit.NOT_PERMITTED, done
+        assert done.returncode == ExitCode.NOT_PERMITTED, done
         assert "jobs/1 is ann's: only that user and operators may do this; this certificate is of user 'bob'" in (
             done.stderr
         )
     done = cluster.try_("bob", "drain", "n0", "-m", "mine")
-    assert done.returncode == Exit.NOT_PERMITTED
+    assert done.returncode == ExitCode.NOT_PERMITTED
     assert "DrainNode is for operators" in done.stderr
     listed = {job["name"]: job for job in cluster.asked("bob", "queue")}
     assert (listed[moved.name]["user"], listed[moved.name]["spec"]["command"]) == ("ann", [])
@@ -206,10 +206,10 @@ def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCl
     world = cluster.authority.issue("user", "ann", to="open")
     (world / "key.pem").chmod(0o644)
     cases = (
-        (ended, Exit.NOT_PERMITTED, r"cert\.pem expired on"),
-        (other, Exit.NOT_PERMITTED, r"its certificate was not made by the authority in .*other-user-ann/ca\.pem"),
-        (world, Exit.NOT_PERMITTED, r"key\.pem can be read by others \(mode 0644\): chmod 600 it"),
-        (tmp_path / "nowhere", Exit.NOT_PERMITTED, r"there is no .*nowhere/cert\.pem"),
+        (ended, ExitCode.NOT_PERMITTED, r"cert\.pem expired on"),
+        (other, ExitCode.NOT_PERMITTED, r"its certificate was not made by the authority in .*other-user-ann/ca\.pem"),
+        (world, ExitCode.NOT_PERMITTED, r"key\.pem can be read by others \(mode 0644\): chmod 600 it"),
+        (tmp_path / "nowhere", ExitCode.NOT_PERMITTED, r"there is no .*nowhere/cert\.pem"),
     )
     for tls, code, said in cases:
         done = cluster.try_("ann", "queue", tls=tls)
@@ -224,17 +224,17 @@ def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCl
                 "--state-dir",
                 str(tmp_path / "d"),
             ],
-            Exit.NOT_PERMITTED,
+            ExitCode.NOT_PERMITTED,
             r"of nodes/n0, this daemon is nodes/n7: give it --node n0",
         ),
         (
             ["master", "--tls", mine, "--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "m")],
-            Exit.NOT_PERMITTED,
+            ExitCode.NOT_PERMITTED,
             r"is the certificate of daemon 'n0', here one of role master is needed",
         ),
         (
             ["master", "--listen", "198.18.0.1:0", "--state-dir", str(tmp_path / "m")],
-            Exit.USAGE,
+            ExitCode.USAGE,
             "without certificates",
         ),
     ):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.arena import VARIABLE, arena_variable, make_arena
-from ganger.injob.page import Level, Order, Page, Phase, Word
+from ganger.injob.page import Page, PageOrderKind, PageParkLevel, PagePhase, Word
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_SECONDS = 60.0
@@ -83,7 +83,7 @@ class Rank:
         stop_at: int = 0,
         save_at: int = 0,
         checkpoint: Path | None = None,
-        order: int = Order.RUN,
+        order: int = PageOrderKind.RUN,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Rank:
         self.page.write_order(sequence, order, stop_seq=stop, level=level)
 
     def stop(self, sequence: int, level: int, **details: Any) -> None:
-        self.order(sequence, Order.STOP, level, stop=sequence, details=details)
+        self.order(sequence, PageOrderKind.STOP, level, stop=sequence, details=details)
 
     def reached(self, sequence: int) -> int:
         """Wait until the order is carried out; returns the step."""
@@ -190,7 +190,10 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     sys.argv = plan["arguments"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     if plan["stop_at"]:
-        _while_making(plan["stop_at"], lambda page: page.write_order(2, Order.STOP, stop_seq=2, level=Level.CHECKPOINT))
+        _while_making(
+            plan["stop_at"],
+            lambda page: page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT),
+        )
     if plan["save_at"]:
         _while_making(plan["save_at"], lambda page: page.request_checkpoint(5))
     if plan["agent"]:
@@ -209,7 +212,7 @@ def _while_making(step: int, act: Callable[[Page], None]) -> None:
 
     def hook(optimizer: object, args: object, kwargs: object) -> None:
         nonlocal is_due
-        if is_due and page.get(Word.STEP) == step - 1 and page.get(Word.PHASE) != Phase.REPLAY:
+        if is_due and page.get(Word.STEP) == step - 1 and page.get(Word.PHASE) != PagePhase.REPLAY:
             is_due = False
             act(page)
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Error, Level, Order, Word
+from ganger.injob.page import Error, PageOrderKind, PageParkLevel, Word
 from kit.images import verify_image
 from training.harness import Rank, run_in_parts
 
@@ -82,16 +82,16 @@ def test_half_a_sum_survives_a_suspend_in_host_memory(
     tmp_path: Path, script: tuple[Path, bool], undisturbed: str, step: int
 ) -> None:
     rank = _stopped(tmp_path / "run", script, step)
-    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     assert rank.reached(3) == step
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed
 
 
 def test_half_a_sum_survives_a_move(tmp_path: Path, script: tuple[Path, bool], undisturbed: str) -> None:
     source = _stopped(tmp_path / "source", script, 4)
-    source.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    source.order(3, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=2)
     assert source.reached(3) == 4
     assert source.arena_fd is not None
     restore = {"kind": "arena", "step": 4, "size": source.page.get(Word.ARENA_SIZE)}

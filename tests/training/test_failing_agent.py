@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Level, Opaque, Order, State, Word
+from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, PageOrderKind, PageParkLevel, PageState, Word
 from training.harness import Rank, Rendezvous, end_together, undisturbed
 
 pytestmark = pytest.mark.torch
@@ -84,7 +84,7 @@ def test_a_job_whose_agent_has_failed_goes_on_counting_its_steps_and_obeys_no_st
     text = LOOP.format(before=BREAK.format(name=FAILING["counting bytes"])).replace("range(2)", "range(200)")
     rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=True)
     rank.wait_word(Word.OPAQUE, Opaque.AGENT_FAILED)
-    rank.stop(2, Level.PAUSE)
+    rank.stop(2, PageParkLevel.PAUSE)
     rank.at_step(1100)
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.ACK_SEQ) == 0
@@ -185,7 +185,7 @@ def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: s
     ]
     for rank in ranks:
         rank.at_step(12)
-        rank.stop(2, Level.PAUSE)
+        rank.stop(2, PageParkLevel.PAUSE)
     assert len({rank.reached(2) for rank in ranks}) == 1
     for rank in ranks:
         assert rank.page.get(Word.OPAQUE) == Opaque.NO, rank.output()
@@ -194,7 +194,7 @@ def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: s
             assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE
             said = json.loads((rank.directory / f"rank-{rank.rank}.no-CHECKPOINT.json").read_text())
             assert "sharded" in said["message"]
-        rank.order(3, Order.RUN)
+        rank.order(3, PageOrderKind.RUN)
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
     assert "trained" in ranks[0].output()
 
@@ -208,11 +208,11 @@ def test_an_attached_sharded_job_refuses_the_stop_with_its_reason_and_is_not_sto
     ]
     for rank in ranks:
         rank.at_step(2)
-        rank.stop(2, Level.OFFLOAD)
+        rank.stop(2, PageParkLevel.OFFLOAD)
     for rank in ranks:
-        rank.wait_word(Word.STATE, State.PAUSED)
+        rank.wait_word(Word.STATE, PageState.PAUSED)
         assert not rank.page.get(Word.CAPABILITIES) & Capability.OFFLOAD
         said = json.loads((rank.directory / f"rank-{rank.rank}.no-OFFLOAD.json").read_text())
         assert said["message"].startswith("it failed once: ")
-        rank.order(3, Order.RUN)
+        rank.order(3, PageOrderKind.RUN)
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import CHECKPOINT_BIT, EXIT_NO_STATE, Capability, Error, Level, Order, State, Word
+from ganger.injob.page import (
+    CHECKPOINT_BIT,
+    EXIT_NO_STATE,
+    Capability,
+    Error,
+    PageOrderKind,
+    PageParkLevel,
+    PageState,
+    Word,
+)
 from kit.images import verify_image
 from training.harness import Rank, undisturbed, wait_until
 
@@ -72,9 +81,9 @@ def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     # the stop at step 3 has no directory to save to, so it is refused; the next order finds the rank there
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
     before = _anonymous_bytes(rank.process.pid or 0)
-    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     assert rank.reached(3) == 3
-    assert rank.page.get(Word.STATE) == State.OFFLOADED
+    assert rank.page.get(Word.STATE) == PageState.OFFLOADED
     freed = rank.page.get(Word.OFFLOADED_BYTES)
     assert freed >= 0.99 * STATE_BYTES
     assert before - _anonymous_bytes(rank.process.pid or 0) >= 0.9 * STATE_BYTES
@@ -82,7 +91,7 @@ def test_offload_frees_the_memory_it_reports_and_training_goes_on_alike(
     assert rank.arena_fd is not None
     assert verify_image(rank.arena_fd).step == 3
     assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) >= STATE_BYTES
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -116,7 +125,7 @@ def test_a_stop_writes_nothing_into_the_files_of_a_process_that_did_not_inherit_
     (tmp_path / "parent.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD.format(files=files))
     rank = Rank(tmp_path / "run", tmp_path / "parent.py", [tmp_path], arena_bytes=ARENA_BYTES)
-    rank.stop(2, Level.OFFLOAD)
+    rank.stop(2, PageParkLevel.OFFLOAD)
     assert rank.end() == 0, rank.output()
     assert "trained" in rank.output()
     assert rank.page.get(Word.LOCK) == 0
@@ -127,9 +136,9 @@ def test_a_parked_state_is_written_to_storage_without_waking_up(tmp_path: Path, 
     path, agent = script
     rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=2)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     rank.reached(3)
-    rank.order(4, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
+    rank.order(4, PageOrderKind.STOP, PageParkLevel.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
     assert rank.end() == 75
     assert verify_image(tmp_path / "saved/rank-0.shard").step == 2
     restore = {"kind": "checkpoint", "path": str(tmp_path / "saved"), "step": 2}
@@ -143,10 +152,10 @@ def test_a_state_handed_over_while_it_is_filled_goes_on_elsewhere(tmp_path: Path
     restore = {"kind": "arena", "step": 0, "size": 0}
     source = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=4)
     destination = Rank(
-        tmp_path / "destination", path, agent=agent, arena_bytes=ARENA_BYTES, restore=restore, order=Order.WAIT
+        tmp_path / "destination", path, agent=agent, arena_bytes=ARENA_BYTES, restore=restore, order=PageOrderKind.WAIT
     )
     source.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    source.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    source.order(3, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=2)
     copied = 0
     assert source.arena_fd is not None
     assert destination.arena_fd is not None
@@ -156,10 +165,10 @@ def test_a_state_handed_over_while_it_is_filled_goes_on_elsewhere(tmp_path: Path
             os.pwrite(destination.arena_fd, os.pread(source.arena_fd, filled - copied, copied), copied)
             copied = filled
             destination.page.set(Word.ARENA_AVAILABLE, copied)
-    destination.wait_word(Word.STATE, State.READY)
+    destination.wait_word(Word.STATE, PageState.READY)
     assert destination.page.get(Word.RESTORED_STEP) == 4
-    assert source.page.get(Word.STATE) == State.HANDED_OVER
-    destination.order(2, Order.RUN)
+    assert source.page.get(Word.STATE) == PageState.HANDED_OVER
+    destination.order(2, PageOrderKind.RUN)
     assert destination.end() == 0, destination.output()
     source.kill()
     assert source.output() + destination.output() == undisturbed(tmp_path, path)
@@ -169,9 +178,9 @@ def test_an_aborted_hand_over_goes_on_in_place(tmp_path: Path, script: tuple[Pat
     path, agent = script
     rank = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=1)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=2)
     rank.reached(3)
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -182,12 +191,12 @@ def test_an_arena_that_is_too_small_is_reported_and_the_rank_stays_paused(
     path, agent = script
     rank = Rank(tmp_path / "parked", path, agent=agent, arena_bytes=1 << 20, stop_at=2)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     rank.wait_word(Word.ERROR, Error.ARENA_TOO_SMALL)
     # the error is told before the rank is back in its place
-    rank.wait_word(Word.STATE, State.PAUSED)
+    rank.wait_word(Word.STATE, PageState.PAUSED)
     assert "--gpu-memory" in (tmp_path / "parked/rank-0.error.json").read_text()
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -199,23 +208,23 @@ def test_a_move_after_an_offload_hands_over_the_newer_state(tmp_path: Path, scri
     path.write_text(path.read_text().replace("torch.randn(12, 1024)", "torch.randn(120, 1024)"))
     rank = Rank(tmp_path / "source", path, agent=agent, arena_bytes=ARENA_BYTES, stop_at=1)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     assert rank.reached(3) == 1
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     rank.at_step(2)
-    rank.order(5, Order.STOP, Level.HAND_OVER, stop=5)
+    rank.order(5, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=5)
     step = rank.reached(5)
     assert step > 1
     assert rank.arena_fd is not None
     assert verify_image(rank.arena_fd).step == step
     # handed over while it is parked: the image is there already
-    rank.order(6, Order.STOP, Level.OFFLOAD, stop=5)
+    rank.order(6, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=5)
     rank.reached(6)
-    rank.order(7, Order.STOP, Level.HAND_OVER, stop=5)
+    rank.order(7, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=5)
     assert rank.reached(7) == step
     assert rank.page.get(Word.ARENA_FILLED) == rank.page.get(Word.ARENA_SIZE) > 0
     assert verify_image(rank.arena_fd).step == step
-    rank.order(8, Order.RUN)
+    rank.order(8, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -236,11 +245,13 @@ def test_a_disk_without_room_is_named_and_training_goes_on(tmp_path: Path, small
     path.write_text(FORMS["attached"])
     rank = Rank(tmp_path / "parked", path, stop_at=2)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(small_disk / "saved")})
+    rank.order(
+        3, PageOrderKind.STOP, PageParkLevel.CHECKPOINT, stop=2, details={"checkpoint": str(small_disk / "saved")}
+    )
     rank.wait_word(Word.ERROR, Error.STORAGE_FULL)
-    rank.wait_word(Word.STATE, State.PAUSED)
+    rank.wait_word(Word.STATE, PageState.PAUSED)
     assert list((small_disk / "saved").iterdir()) == []
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -252,10 +263,10 @@ def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_byte
     directory = tmp_path / "going-on"
     (directory / "orders").mkdir(parents=True)
     (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/saved-{{step}}"}}')
-    rank = Rank(directory, path, arena_bytes=arena_bytes, order=Order.WAIT)
-    wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
+    rank = Rank(directory, path, arena_bytes=arena_bytes, order=PageOrderKind.WAIT)
+    wait_until(lambda: rank.page.get(Word.STATE) == PageState.READY, "ready")
     rank.page.request_checkpoint(5)
-    rank.order(2, Order.RUN)
+    rank.order(2, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
     step = rank.page.get(Word.CHECKPOINT_STEP)
@@ -273,10 +284,10 @@ def test_a_checkpoint_that_fails_while_training_goes_on_is_reported_by_its_numbe
     directory = tmp_path / "going-on"
     (directory / "orders").mkdir(parents=True)
     (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/no directory/{{step}}"}}')
-    rank = Rank(directory, path, arena_bytes=arena_bytes, order=Order.WAIT)
-    wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
+    rank = Rank(directory, path, arena_bytes=arena_bytes, order=PageOrderKind.WAIT)
+    wait_until(lambda: rank.page.get(Word.STATE) == PageState.READY, "ready")
     rank.page.request_checkpoint(5)
-    rank.order(2, Order.RUN)
+    rank.order(2, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.page.get(Word.CHECKPOINT_FAILED) == 5 | CHECKPOINT_BIT
     assert rank.page.get(Word.ERROR) == Error.STORAGE_FAILED
@@ -289,10 +300,10 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     )
     rank = Rank(tmp_path / "parked", path, stop_at=2)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.order(3, Order.STOP, Level.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
+    rank.order(3, PageOrderKind.STOP, PageParkLevel.CHECKPOINT, stop=2, details={"checkpoint": str(tmp_path / "saved")})
     wait_until(lambda: "File too large" in (tmp_path / "parked/rank-0.error.json").read_text(), "the error")
     assert list((tmp_path / "saved").iterdir()) == []
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == undisturbed(tmp_path, path)
 
@@ -330,6 +341,6 @@ def test_threads_follow_a_retune(tmp_path: Path, script: tuple[Path, bool]) -> N
     rank.page.retune(9, 2, 3)
     rank.wait_word(Word.RETUNE_DONE, 9)
     assert rank.page.get(Word.THREADS_APPLIED) == 2
-    rank.order(4, Order.RUN)
+    rank.order(4, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output().endswith("threads 2\n")

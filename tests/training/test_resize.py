@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ganger.injob.page import Capability, Error, Level, Order, Word
+from ganger.injob.page import Capability, Error, PageOrderKind, PageParkLevel, Word
 from ganger.training.replicas import why_not_replicated
-from ganger.training.state import Training
+from ganger.training.state import TrainingObjects
 from training.harness import Rank, Rendezvous, end_together, wait_until
 
 pytestmark = pytest.mark.torch
@@ -91,7 +91,7 @@ def test_worlds_of_two_one_three_and_two_do_the_steps_of_one_that_never_changed(
     for rank in three:
         # Told to save, but not where: it rests where it is, and hears the next order there.
         rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-        rank.order(3, Order.STOP, Level.OFFLOAD, stop=2)
+        rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
     step = {rank.reached(3) for rank in three}.pop()
     assert {rank.page.get(Word.RESIZE_DIVIDES) for rank in three} == {6}
     # Four steps a pass: it is in the second of three.
@@ -102,14 +102,14 @@ def test_worlds_of_two_one_three_and_two_do_the_steps_of_one_that_never_changed(
     restore = {"kind": "arena", "step": step, "size": 0}
     last = [
         Rank(tmp_path / "last", script, rank=rank, world=2, rendezvous=store2, restore=restore,
-             arena_bytes=ARENA_BYTES, order=Order.WAIT)
+             arena_bytes=ARENA_BYTES, order=PageOrderKind.WAIT)
         for store2 in [Rendezvous()] for rank in range(2)
     ]  # fmt: skip
     for source, destination in zip(three, last, strict=False):
         _carry(source, destination)
     for rank in last:
         assert rank.reached(1) == step
-        rank.order(2, Order.RUN)
+        rank.order(2, PageOrderKind.RUN)
     assert end_together(last) == [0, 0], "".join(rank.output() for rank in last)
     for rank in three:
         rank.kill()
@@ -161,8 +161,8 @@ def test_a_model_that_is_sharded_over_the_ranks_is_said_not_to_be_replicated() -
         pass
 
     plain = torch.nn.Linear(1, 1)
-    assert why_not_replicated(Training(models={"model": plain})) == ""
+    assert why_not_replicated(TrainingObjects(models={"model": plain})) == ""
     sharded = torch.nn.Sequential(plain, FullyShardedDataParallel())
-    assert "model.1 is sharded" in why_not_replicated(Training(models={"model": sharded}))
+    assert "model.1 is sharded" in why_not_replicated(TrainingObjects(models={"model": sharded}))
     optimizer = ZeroRedundancyOptimizer(plain.parameters(), lr=0.1)
-    assert "zero is sharded" in why_not_replicated(Training(optimizers={"zero": optimizer}))
+    assert "zero is sharded" in why_not_replicated(TrainingObjects(optimizers={"zero": optimizer}))

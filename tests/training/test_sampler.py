@@ -9,7 +9,7 @@ import pytest
 import torch
 from ganger.training.job import attach
 from ganger.training.loader import ElasticLoader
-from ganger.training.sampler import Slice
+from ganger.training.sampler import SampleRange
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,11 +67,11 @@ def test_each_global_batch_is_the_same_for_any_number_of_ranks(
     length: int, world: int, per: int, number: int, drop_last: bool
 ) -> None:
     batch = world * per
-    alone = Slice(length, batch, 0, 1, True, drop_last)
+    alone = SampleRange(length, batch, 0, 1, True, drop_last)
     order = alone.order(7, number)
     assert sorted(order) == list(range(length))
     for start in alone.starts():
-        cuts = [Slice(length, batch, rank, world, True, drop_last) for rank in range(world)]
+        cuts = [SampleRange(length, batch, rank, world, True, drop_last) for rank in range(world)]
         parts = [cut.batch(order, start) for cut in cuts]
         assert [len(part) for part in parts] == [cut.count(start) for cut in cuts]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -165,7 +165,7 @@ def test_random_augmentation_in_workers_depends_neither_on_their_number_nor_on_a
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of the number of ranks"):
-        Slice(10, 5, 0, 2, True, False)
+        SampleRange(10, 5, 0, 2, True, False)
 
 
 def test_a_pass_goes_on_in_batches_of_another_size() -> None:

@@ -12,24 +12,24 @@ import torch
 from ganger.training.image import ArenaSink, ArenaSource, open_image, write_image
 from ganger.training.job import attach
 from ganger.training.randomness import capture_random, restore_random
-from ganger.training.state import Restored, StateMismatchError, Training, capture, restore
+from ganger.training.state import Restored, StateMismatchError, TrainingObjects, capture, restore
 from torch import nn
 
-Make = Callable[[], Training]
+Make = Callable[[], TrainingObjects]
 
 
-def _image(training: Training, position: dict[str, Any] | None = None) -> bytearray:
+def _image(training: TrainingObjects, position: dict[str, Any] | None = None) -> bytearray:
     plan = capture(training, position or {}).plan(step=3, samples=9, rank=0, world=1)
     arena = bytearray(plan.total_bytes)
     write_image(plan, ArenaSink(memoryview(arena), lambda filled: None))
     return arena
 
 
-def _restore(training: Training, arena: bytearray) -> Restored:
+def _restore(training: TrainingObjects, arena: bytearray) -> Restored:
     return restore(training, open_image(ArenaSource(memoryview(arena), lambda needed: None)))
 
 
-def _train(training: Training, steps: int) -> None:
+def _train(training: TrainingObjects, steps: int) -> None:
     model, optimizer = training.models["model"], training.optimizers["optimizer"]
     for _ in range(steps):
         optimizer.zero_grad()
@@ -39,11 +39,11 @@ def _train(training: Training, steps: int) -> None:
             scheduler.step()
 
 
-def _simple(make_optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Training:
+def _simple(make_optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> TrainingObjects:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2))
     optimizer = make_optimizer(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
-    return Training({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
+    return TrainingObjects({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -91,7 +91,7 @@ def test_restoring_keeps_the_identity_and_address_of_parameters_and_optimizer_st
 
 
 def test_optimizer_state_of_a_higher_precision_than_its_parameter_loses_no_bit() -> None:
-    training = Training({"model": nn.Linear(3, 3).to(torch.bfloat16)})
+    training = TrainingObjects({"model": nn.Linear(3, 3).to(torch.bfloat16)})
     parameter = next(training.models["model"].parameters())
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter] = {"master": torch.randn(3, 3)}
@@ -100,7 +100,7 @@ def test_optimizer_state_of_a_higher_precision_than_its_parameter_loses_no_bit()
     fresh_model = nn.Linear(3, 3).to(torch.bfloat16)
     fresh_parameter = next(fresh_model.parameters())
     fresh = torch.optim.SGD([fresh_parameter], lr=0.5)
-    _restore(Training({"model": fresh_model}, {"optimizer": fresh}), arena)
+    _restore(TrainingObjects({"model": fresh_model}, {"optimizer": fresh}), arena)
     assert torch.equal(fresh.state[fresh_parameter]["master"], optimizer.state[parameter]["master"])
     assert fresh.param_groups[0]["lr"] == 0.1
 
@@ -116,11 +116,11 @@ class _Tied(nn.Module):
 
 def test_tied_weights_are_stored_once_and_stay_tied() -> None:
     model = _Tied()
-    captured = capture(Training({"model": model}), {})
+    captured = capture(TrainingObjects({"model": model}), {})
     assert sum(tensor.numel() == 40 for tensor in captured.tensors) == 1
-    arena = _image(Training({"model": model}))
+    arena = _image(TrainingObjects({"model": model}))
     fresh = _Tied()
-    _restore(Training({"model": fresh}), arena)
+    _restore(TrainingObjects({"model": fresh}), arena)
     assert fresh.head.weight is fresh.embedding.weight
     assert torch.equal(fresh.head.weight, model.head.weight)
 
@@ -128,7 +128,7 @@ def test_tied_weights_are_stored_once_and_stay_tied() -> None:
 def test_buffers_that_state_dict_leaves_out_are_restored_too() -> None:
     model, fresh = _Tied(), _Tied()
     model.scratch += 5
-    _restore(Training({"model": fresh}), _image(Training({"model": model})))
+    _restore(TrainingObjects({"model": fresh}), _image(TrainingObjects({"model": model})))
     assert fresh.scratch.tolist() == [5, 5, 5]
 
 
@@ -137,7 +137,7 @@ def test_the_scale_of_a_gradient_scaler_comes_back() -> None:
     scaler.scale(torch.ones(1))
     scaler.update(new_scale=123.0)
     fresh = torch.amp.GradScaler("cpu")
-    _restore(Training(scalers={"scaler": fresh}), _image(Training(scalers={"scaler": scaler})))
+    _restore(TrainingObjects(scalers={"scaler": fresh}), _image(TrainingObjects(scalers={"scaler": scaler})))
     assert fresh.get_scale() == 123.0
 
 
@@ -145,7 +145,7 @@ def test_lazy_modules_are_initialized_by_the_restore() -> None:
     model = nn.LazyLinear(3)
     model(torch.randn(2, 7))
     fresh = nn.LazyLinear(3)
-    _restore(Training({"model": fresh}), _image(Training({"model": model})))
+    _restore(TrainingObjects({"model": fresh}), _image(TrainingObjects({"model": model})))
     assert torch.equal(fresh.weight, model.weight)
 
 
@@ -153,7 +153,7 @@ def test_gradients_are_part_of_the_state() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     fresh = nn.Linear(2, 2)
-    _restore(Training({"model": fresh}), _image(Training({"model": model})))
+    _restore(TrainingObjects({"model": fresh}), _image(TrainingObjects({"model": model})))
     assert model.weight.grad is not None
     assert fresh.weight.grad is not None
     assert torch.equal(fresh.weight.grad, model.weight.grad)
@@ -169,16 +169,16 @@ def test_every_random_generator_goes_on_alike() -> None:
 def test_registered_tensors_and_generators_come_back() -> None:
     generator, tensor = torch.Generator().manual_seed(5), torch.arange(3)
     torch.rand(1, generator=generator)
-    arena = _image(Training(objects={"generator": generator, "tensor": tensor}))
+    arena = _image(TrainingObjects(objects={"generator": generator, "tensor": tensor}))
     fresh_generator, fresh_tensor = torch.Generator(), torch.zeros(3, dtype=torch.int64)
-    _restore(Training(objects={"generator": fresh_generator, "tensor": fresh_tensor}), arena)
+    _restore(TrainingObjects(objects={"generator": fresh_generator, "tensor": fresh_tensor}), arena)
     assert fresh_tensor.tolist() == [0, 1, 2]
     assert torch.rand(1, generator=fresh_generator) == torch.rand(1, generator=generator)
 
 
 def test_objects_not_registered_yet_are_left_for_later() -> None:
-    arena = _image(Training(objects={"counter": torch.tensor([4])}), {"epoch": 2})
-    restored = _restore(Training(), arena)
+    arena = _image(TrainingObjects(objects={"counter": torch.tensor([4])}), {"epoch": 2})
+    restored = _restore(TrainingObjects(), arena)
     assert restored.unclaimed["counter"].item() == 4
     assert restored.position == {"epoch": 2}
 
@@ -198,21 +198,21 @@ def test_going_on_on_another_model_of_device_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_another_model_is_refused_with_the_names_that_differ() -> None:
-    arena = _image(Training({"model": nn.Linear(2, 2)}))
+    arena = _image(TrainingObjects({"model": nn.Linear(2, 2)}))
     with pytest.raises(StateMismatchError, match="bias"):
-        _restore(Training({"model": nn.Linear(2, 2, bias=False)}), arena)
+        _restore(TrainingObjects({"model": nn.Linear(2, 2, bias=False)}), arena)
     with pytest.raises(StateMismatchError, match=r"\(2, 2\)"):
-        _restore(Training({"model": nn.Linear(3, 2)}), arena)
+        _restore(TrainingObjects({"model": nn.Linear(3, 2)}), arena)
 
 
 def test_schedulers_with_functions_and_nested_schedulers_come_back() -> None:
-    def make() -> Training:
+    def make() -> TrainingObjects:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
         cool = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
         both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], [3])
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return Training({}, {"optimizer": optimizer}, {"both": both, "plateau": plateau})
+        return TrainingObjects({}, {"optimizer": optimizer}, {"both": both, "plateau": plateau})
 
     first, second = make(), make()
     first.optimizers["optimizer"].step()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Level, Order, State, Word
+from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word
 from training.harness import Rank, undisturbed, wait_until
 
 pytestmark = pytest.mark.torch
@@ -53,8 +53,10 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, bool]:
 
 
 def _ready(directory: Path, script: tuple[Path, bool], restore: dict[str, object]) -> Rank:
-    rank = Rank(directory, script[0], agent=script[1], restore=restore, arena_bytes=ARENA_BYTES, order=Order.WAIT)
-    wait_until(lambda: rank.page.get(Word.STATE) == State.READY, "ready")
+    rank = Rank(
+        directory, script[0], agent=script[1], restore=restore, arena_bytes=ARENA_BYTES, order=PageOrderKind.WAIT
+    )
+    wait_until(lambda: rank.page.get(Word.STATE) == PageState.READY, "ready")
     return rank
 
 
@@ -63,11 +65,11 @@ def test_saved_to_storage_twice_without_a_step_between(tmp_path: Path, script: t
     first = Rank(tmp_path / "first", script[0], agent=script[1], stop_at=step, checkpoint=tmp_path / "one")
     assert first.end() == 75, first.output()
     again = _ready(tmp_path / "again", script, {"kind": "checkpoint", "path": str(tmp_path / "one"), "step": step})
-    again.stop(2, Level.CHECKPOINT, checkpoint=str(tmp_path / "two"))
+    again.stop(2, PageParkLevel.CHECKPOINT, checkpoint=str(tmp_path / "two"))
     assert again.end() == 75, again.output()
     assert again.page.get(Word.CHECKPOINT_STEP) == step
     last = _ready(tmp_path / "last", script, {"kind": "checkpoint", "path": str(tmp_path / "two"), "step": step})
-    last.order(2, Order.RUN)
+    last.order(2, PageOrderKind.RUN)
     assert last.end() == 0, last.output()
     assert first.output() + again.output() + last.output() == undisturbed(tmp_path, script[0])
 
@@ -76,9 +78,9 @@ def test_suspended_and_moved_on_without_a_step_between(tmp_path: Path, script: t
     first = Rank(tmp_path / "first", script[0], agent=script[1], stop_at=4, checkpoint=tmp_path / "one")
     assert first.end() == 75, first.output()
     again = _ready(tmp_path / "again", script, {"kind": "checkpoint", "path": str(tmp_path / "one"), "step": 4})
-    again.stop(2, Level.OFFLOAD)
+    again.stop(2, PageParkLevel.OFFLOAD)
     assert again.reached(2) == 4
-    again.order(3, Order.STOP, Level.HAND_OVER, stop=2)
+    again.order(3, PageOrderKind.STOP, PageParkLevel.HAND_OVER, stop=2)
     assert again.reached(3) == 4
     assert again.arena_fd is not None
     restore = {"kind": "arena", "step": 4, "size": again.page.get(Word.ARENA_SIZE)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Capability, Level, Order, State, Word
+from ganger.injob.page import Capability, PageOrderKind, PageParkLevel, PageState, Word
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
@@ -168,11 +168,11 @@ print(sizes)
     # step 3 and 4 are made inside no_suspend, so the third boundary is step 5
     part = tmp_path / "run"
     (part / "orders").mkdir(parents=True)
-    rank = Rank(part, script, order=Order.WAIT)
-    rank.wait_word(Word.STATE, State.READY)
-    rank.order(2, Order.STOP, Level.PAUSE, stop=2)
+    rank = Rank(part, script, order=PageOrderKind.WAIT)
+    rank.wait_word(Word.STATE, PageState.READY)
+    rank.order(2, PageOrderKind.STOP, PageParkLevel.PAUSE, stop=2)
     assert rank.reached(2) == 0
-    rank.order(3, Order.RUN)
+    rank.order(3, PageOrderKind.RUN)
     assert rank.end() == 0, rank.output()
     assert rank.output() == "1\n2\n3\n4\n5\n6\n[]\n"
     assert rank.page.get(Word.STEP) == 4

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import EXIT_NO_STATE, Capability, Level, Word
+from ganger.injob.page import EXIT_NO_STATE, Capability, PageParkLevel, Word
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
@@ -198,7 +198,7 @@ def test_a_parked_state_of_such_a_script_that_is_carried_elsewhere_all_the_same_
     )
     rank = Rank(tmp_path / "run", script, agent=True, arena_bytes=1 << 24)
     rank.at_step(3)
-    rank.stop(2, Level.HAND_OVER)
+    rank.stop(2, PageParkLevel.HAND_OVER)
     step = rank.reached(2)
     restore = {"kind": "arena", "step": step, "size": rank.page.get(Word.ARENA_SIZE)}
     again = Rank(tmp_path / "again", script, agent=True, restore=restore, arena_fd=rank.arena_fd)

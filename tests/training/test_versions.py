@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import MAGIC, VERSION, Order, Page, Word
+from ganger.injob.page import MAGIC, VERSION, Page, PageOrderKind, Word
 from training.harness import Rank
 
 pytestmark = pytest.mark.torch
@@ -20,7 +20,7 @@ def other(tmp_path: Path) -> dict[str, str]:
     """The environment of a rank that was launched by another version."""
     path = tmp_path / "rank-0.page"
     page = Page.create(str(path), epoch=1, rank=0, world=1)
-    page.write_order(1, Order.RUN)
+    page.write_order(1, PageOrderKind.RUN)
     page.set(Word.MAGIC, MAGIC << 16 | VERSION + 1)
     return {"GANGER_PAGE": str(path), "GANGER_JOB_DIR": str(tmp_path)}
 

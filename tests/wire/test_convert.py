@@ -11,8 +11,8 @@ from ganger.resources.values import (
     ConfigurationSet,
     DeviceGroup,
     GangShape,
-    Level,
     Locality,
+    LocalityLevel,
     NodeRow,
     Role,
     Socket,
@@ -34,7 +34,7 @@ numbers = st.lists(u32, max_size=4).map(tuple)
 sizes = st.lists(u64, max_size=4).map(tuple)
 nodes = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
 words = st.text("abc-", max_size=8)
-levels = st.sampled_from(Level)
+levels = st.sampled_from(LocalityLevel)
 shapes = st.builds(TaskShape, gpus=u32, millicores=u32, memory_bytes=u64)
 roles = st.builds(Role, words, u32, shapes)
 localities = st.builds(Locality, levels, st.none() | levels, st.integers(0, 10**6).map(float))

@@ -6,7 +6,16 @@ import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire.errors import CertificateInvalid, RoleNotPermitted, from_status, to_status
-from ganger.wire.roles import LOCAL, ROLES, Identity, Role, check_call, check_local_call, identity_of, is_name
+from ganger.wire.roles import (
+    LOCAL,
+    ROLES,
+    CallerIdentity,
+    CallerRole,
+    check_call,
+    check_local_call,
+    identity_of,
+    is_name,
+)
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -23,7 +32,7 @@ JOBS, NODES, AGENTS, PEERS = (
     "/ganger.agent.v1.AgentService",
     "/ganger.agent.v1.PeerService",
 )
-ANN = Identity(Role.USER, "ann")
+ANN = CallerIdentity(CallerRole.USER, "ann")
 
 
 def test_the_table_names_exactly_the_methods_of_the_services() -> None:
@@ -33,8 +42,8 @@ def test_the_table_names_exactly_the_methods_of_the_services() -> None:
 @pytest.mark.parametrize("method", sorted(ROLES))
 def test_a_method_is_for_its_roles_and_for_no_other(method: str) -> None:
     assert ROLES[method], "a method that nobody may call"
-    for role in Role:
-        caller = Identity(role, "x")
+    for role in CallerRole:
+        caller = CallerIdentity(role, "x")
         if role in ROLES[method]:
             check_call(method, caller)
         else:
@@ -46,23 +55,23 @@ def test_a_method_is_for_its_roles_and_for_no_other(method: str) -> None:
 @pytest.mark.parametrize(
     ("role", "method"),
     [
-        (Role.USER, f"{NODES}/DrainNode"),
-        (Role.USER, f"{NODES}/RecordDecisions"),
-        (Role.USER, "/ganger.v1.SchedulingService/WatchCluster"),
-        (Role.USER, f"{AGENTS}/CreateSession"),
-        (Role.USER, f"{PEERS}/ReadLog"),
-        (Role.DAEMON, f"{JOBS}/CreateJob"),
-        (Role.DAEMON, f"{JOBS}/GetJob"),
-        (Role.DAEMON, f"{JOBS}/ReadLog"),
-        (Role.DAEMON, f"{NODES}/DrainNode"),
-        (Role.SCHEDULER, f"{JOBS}/CancelJob"),
-        (Role.PLANNER, f"{JOBS}/CreateJob"),
-        (Role.MASTER, f"{JOBS}/CreateJob"),
-        (Role.OPERATOR, f"{AGENTS}/Reconcile"),
-        (Role.OPERATOR, f"{PEERS}/SwitchRow"),
+        (CallerRole.USER, f"{NODES}/DrainNode"),
+        (CallerRole.USER, f"{NODES}/RecordDecisions"),
+        (CallerRole.USER, "/ganger.v1.SchedulingService/WatchCluster"),
+        (CallerRole.USER, f"{AGENTS}/CreateSession"),
+        (CallerRole.USER, f"{PEERS}/ReadLog"),
+        (CallerRole.DAEMON, f"{JOBS}/CreateJob"),
+        (CallerRole.DAEMON, f"{JOBS}/GetJob"),
+        (CallerRole.DAEMON, f"{JOBS}/ReadLog"),
+        (CallerRole.DAEMON, f"{NODES}/DrainNode"),
+        (CallerRole.SCHEDULER, f"{JOBS}/CancelJob"),
+        (CallerRole.PLANNER, f"{JOBS}/CreateJob"),
+        (CallerRole.MASTER, f"{JOBS}/CreateJob"),
+        (CallerRole.OPERATOR, f"{AGENTS}/Reconcile"),
+        (CallerRole.OPERATOR, f"{PEERS}/SwitchRow"),
     ],
 )
-def test_what_a_role_never_may(role: Role, method: str) -> None:
+def test_what_a_role_never_may(role: CallerRole, method: str) -> None:
     assert role not in ROLES[method]
 
 
@@ -78,12 +87,12 @@ def test_a_refusal_says_who_may() -> None:
 
 def test_a_refusal_names_all_who_may() -> None:
     with pytest.raises(RoleNotPermitted, match=r"ListJobs is for users, operators, schedulers and planners; "):
-        check_call(f"{JOBS}/ListJobs", Identity(Role.MASTER, "m"))
+        check_call(f"{JOBS}/ListJobs", CallerIdentity(CallerRole.MASTER, "m"))
 
 
 def test_no_role_may_call_a_method_that_is_not_in_the_table() -> None:
     with pytest.raises(RoleNotPermitted, match="is for no role"):
-        check_call("/some.Service/Method", Identity(Role.OPERATOR, "o"))
+        check_call("/some.Service/Method", CallerIdentity(CallerRole.OPERATOR, "o"))
 
 
 def test_the_token_does_for_all_but_what_daemons_say() -> None:
@@ -96,8 +105,11 @@ def test_the_token_does_for_all_but_what_daemons_say() -> None:
                 check_local_call(method)
 
 
-@pytest.mark.parametrize("identity", [ANN, Identity(Role.DAEMON, "n-1.rack_2"), Identity(Role.USER, "ann@lab.example")])
-def test_a_certificate_names_whom_it_was_made_for(identity: Identity) -> None:
+@pytest.mark.parametrize(
+    "identity",
+    [ANN, CallerIdentity(CallerRole.DAEMON, "n-1.rack_2"), CallerIdentity(CallerRole.USER, "ann@lab.example")],
+)
+def test_a_certificate_names_whom_it_was_made_for(identity: CallerIdentity) -> None:
     assert identity_of(["https://elsewhere", identity.uri, "spiffe://lab/ann"]) == identity
 
 

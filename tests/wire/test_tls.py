@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from ganger.certificates import CertificateError, issue, make_authority
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import (
     AUTHORITY,
@@ -40,8 +40,8 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def test_a_certificate_is_checked_by_shaking_hands_with_itself(authority: Authority) -> None:
-    for role in Role:
-        assert check_directory(authority.issue(role, "x")) == Identity(role, "x")
+    for role in CallerRole:
+        assert check_directory(authority.issue(role, "x")) == CallerIdentity(role, "x")
 
 
 def test_a_certificate_says_role_name_and_hosts_and_for_how_long(authority: Authority) -> None:
@@ -67,30 +67,30 @@ def test_nothing_is_written_over(authority: Authority, tmp_path: Path) -> None:
     assert (tmp_path / "authority" / "ca-key.pem").read_bytes() == key
     out = authority.issue("user", "ann")
     with pytest.raises(CertificateError, match="is there already"):
-        issue(tmp_path / "authority", Identity(Role.USER, "ann"), (), 1.0, out)
+        issue(tmp_path / "authority", CallerIdentity(CallerRole.USER, "ann"), (), 1.0, out)
 
 
 @pytest.mark.parametrize(
     ("role", "hosts", "days", "said"),
     [
-        (Role.DAEMON, (), 1.0, "name the host"),
-        (Role.USER, ("n1",), 1.0, "leave --host out"),
-        (Role.DAEMON, ("n1:7070",), 1.0, "leave the port out"),
-        (Role.DAEMON, ("a b",), 1.0, "neither a host name nor an IP address"),
-        (Role.USER, (), 9_999.0, "take fewer --days"),
+        (CallerRole.DAEMON, (), 1.0, "name the host"),
+        (CallerRole.USER, ("n1",), 1.0, "leave --host out"),
+        (CallerRole.DAEMON, ("n1:7070",), 1.0, "leave the port out"),
+        (CallerRole.DAEMON, ("a b",), 1.0, "neither a host name nor an IP address"),
+        (CallerRole.USER, (), 9_999.0, "take fewer --days"),
     ],
 )
 def test_what_cannot_be_issued_is_said(
-    authority: Authority, tmp_path: Path, role: Role, hosts: tuple[str, ...], days: float, said: str
+    authority: Authority, tmp_path: Path, role: CallerRole, hosts: tuple[str, ...], days: float, said: str
 ) -> None:
     with pytest.raises(CertificateError, match=said):
-        issue(tmp_path / "authority", Identity(role, "x"), hosts, days, tmp_path / "out")
+        issue(tmp_path / "authority", CallerIdentity(role, "x"), hosts, days, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_who_has_no_authority_is_told_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="`ganger certs init"):
-        issue(tmp_path, Identity(Role.USER, "x"), (), 1.0, tmp_path / "out")
+        issue(tmp_path, CallerIdentity(CallerRole.USER, "x"), (), 1.0, tmp_path / "out")
 
 
 def encrypted(directory: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_certificate_of_another_authority_is_said(authority: Authority, tmp_pa
 
 def test_a_certificate_of_another_role_is_said(authority: Authority) -> None:
     with pytest.raises(EndpointError, match=r"is the certificate of user 'ann'.*--role master"):
-        check_directory(authority.issue("user", "ann"), (Role.MASTER,))
+        check_directory(authority.issue("user", "ann"), (CallerRole.MASTER,))
 
 
 @pytest.mark.parametrize(("days", "level"), [(3.0, "WARNING"), (300.0, "INFO")])
@@ -212,13 +212,15 @@ def test_a_server_of_another_name_is_said(authority: Authority) -> None:
     assert "does not name the host 127.0.0.1: issue it with --host 127.0.0.1" in said
 
 
-@pytest.mark.parametrize(("role", "other"), [(Role.MASTER, Role.DAEMON), (Role.DAEMON, Role.MASTER)])
+@pytest.mark.parametrize(
+    ("role", "other"), [(CallerRole.MASTER, CallerRole.DAEMON), (CallerRole.DAEMON, CallerRole.MASTER)]
+)
 def test_clients_reject_a_server_of_another_role_at_the_same_host(
-    authority: Authority, role: Role, other: Role
+    authority: Authority, role: CallerRole, other: CallerRole
 ) -> None:
     ann = str(authority.issue("user", "ann"))
 
-    def answer(address: str, wanted: Role) -> str:
+    def answer(address: str, wanted: CallerRole) -> str:
         with open_channel(Endpoint(address, tls=ann), role=wanted) as channel:
             try:
                 channel.unary_unary("/ganger.v1.JobService/GetJob")(b"", timeout=10.0)

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 from ganger_master.sim.acceptable import acceptable
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.traces.profiles import with_models
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
@@ -35,7 +35,7 @@ _MIXED: Final = servers_from_description(
         ]
     }
 )
-_WITH_COSTS: Final = Options(seed=SEED)
+_WITH_COSTS: Final = ReplayOptions(seed=SEED)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReplayCase:
     jobs: Callable[[int], Workload]
     count: int = 300
     servers: Servers = _EIGHT
-    options: Options = _WITH_COSTS
+    options: ReplayOptions = _WITH_COSTS
 
     def workload(self) -> Workload:
         """Return the jobs that the cluster can hold."""
@@ -99,10 +99,10 @@ def _replays() -> Iterator[tuple[str, ReplayCase]]:
     for policy in costs.split():
         yield "costs", ReplayCase(policy, _at_load(0.9))
     for policy in ("fifo", "srsf", "tiresias", "ganger"):
-        yield "ideal", ReplayCase(policy, _at_load(0.6), options=Options(ideal=True, seed=SEED))
+        yield "ideal", ReplayCase(policy, _at_load(0.6), options=ReplayOptions(ideal=True, seed=SEED))
     for policy, count in (("tiresias", 300), ("synergy", 150), ("las+synergy-tune+best-fit", 200)):
-        yield "rounds", ReplayCase(policy, _at_load(1.1), count, options=Options(round_s=300.0, seed=SEED))
-    with_profiles = Options(rates="profiles", seed=SEED)
+        yield "rounds", ReplayCase(policy, _at_load(1.1), count, options=ReplayOptions(round_s=300.0, seed=SEED))
+    with_profiles = ReplayOptions(rates="profiles", seed=SEED)
     solved = (("las+synergy-opt", 150), ("las+exact", 150))
     for policy, count in (("synergy", 300), *solved, ("las+predictor", 300), ("ganger+bind", 300)):
         yield "profiles", ReplayCase(policy, _with_models, count, options=with_profiles)
@@ -114,7 +114,7 @@ def _replays() -> Iterator[tuple[str, ReplayCase]]:
         yield "defrag", ReplayCase(policy, _at_load(0.8, _SIXTEEN, _WIDE), servers=_SIXTEEN)
     quotas = {"ann": 16, "*": 24}
     for policy in ("ganger", "srtf"):
-        yield "quotas", ReplayCase(policy, _at_load(0.9), options=Options(quotas=quotas, seed=SEED))
+        yield "quotas", ReplayCase(policy, _at_load(0.9), options=ReplayOptions(quotas=quotas, seed=SEED))
 
 
 REPLAYS: Final[Mapping[str, ReplayCase]] = {f"{kind}/{case.policy}": case for kind, case in _replays()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ganger.cli.failures import Exit
+from ganger.cli.failures import ExitCode
 
 _GROUP = "ganger.benches"
 
@@ -34,7 +34,7 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     found = {point.name: point for point in entry_points(group=_GROUP)}
     if is_list:
         print(json.dumps(sorted(found)) if as_json else "\n".join(sorted(found)))
-        return Exit.OK
+        return ExitCode.OK
     if name not in found:
         known = ", ".join(sorted(found)) or "none installed"
         raise click.UsageError(f"there is no benchmark {name!r}: there are {known}" if name else f"name one of {known}")
@@ -59,7 +59,7 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     else:
         _print(result)
     sys.stdout.flush()
-    return Exit.OK if result.get("ok", "skipped" in result) else Exit.JOB_FAILED
+    return ExitCode.OK if result.get("ok", "skipped" in result) else ExitCode.JOB_FAILED
 
 
 def _print(result: dict[str, Any]) -> None:

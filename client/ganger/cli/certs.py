@@ -53,14 +53,14 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
     from ganger import certificates
     from ganger.console.exits import CommandError
     from ganger.wire.names import is_node_id
-    from ganger.wire.roles import Identity, Role, is_name
+    from ganger.wire.roles import CallerIdentity, CallerRole, is_name
 
-    if not is_name(name) or (role == Role.DAEMON and not is_node_id(name)):
+    if not is_name(name) or (role == CallerRole.DAEMON and not is_node_id(name)):
         raise click.UsageError(
-            f"--name {name!r}: letters, digits, '.', '-', '_'{'' if role == Role.DAEMON else ', @'}, at most 63,"
+            f"--name {name!r}: letters, digits, '.', '-', '_'{'' if role == CallerRole.DAEMON else ', @'}, at most 63,"
             " starting and ending with a letter or digit"
         )
-    identity = Identity(Role(role), name)
+    identity = CallerIdentity(CallerRole(role), name)
     try:
         certificates.check_hosts(identity.role, hosts)
     except certificates.CertificateError as error:

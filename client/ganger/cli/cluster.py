@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ganger.cli.failures import CommandError, Exit
+from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import number
 from ganger.wire.endpoints import remove_endpoint
 
@@ -41,7 +41,7 @@ _RESTART_WINDOW_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LocalClusterSettings:
     """What `ganger up` was asked for, None where it was not: then the programs' own defaults count. `virtual_gpus`
     None: the machine's real devices. `command`: what to type for the same cluster again."""
 
@@ -116,7 +116,7 @@ class Running:
         os.close(self._handle)
 
 
-def programs(settings: Settings) -> tuple[Program, ...]:
+def programs(settings: LocalClusterSettings) -> tuple[Program, ...]:
     """The master, then a daemon for each node, "n1" to "nN"."""
     directory = settings.state_directory
     ganger = (sys.executable, "-m", "ganger.cli.main")
@@ -156,7 +156,7 @@ def _given(flag: str, value: object) -> list[str]:
 class Supervisor:
     """Starts the programs, or adopts those that an earlier supervisor left; starts dead ones again; stops them all."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: LocalClusterSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._programs = programs(settings)
@@ -238,7 +238,7 @@ class Supervisor:
     def _is_fenced(self, program: Program, running: Running) -> bool:
         """Whether the program ended because another master has taken its database over. To start it again would take
         the database back, and the two would go on so."""
-        if running.code != Exit.FENCED:
+        if running.code != ExitCode.FENCED:
             return False
         if program.name not in self._resting:
             self._resting.add(program.name)
@@ -368,7 +368,7 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
-def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeout_seconds: float) -> str:
+def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], None], timeout_seconds: float) -> str:
     """Waits for the master's health and for all nodes. Returns the master's address. Raises CommandError."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -409,7 +409,7 @@ def wait_until_ready(settings: Settings, check_alive: Callable[[], None], timeou
     why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
     raise CommandError(
         f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
-        Exit.UNREACHABLE,
+        ExitCode.UNREACHABLE,
     )
 
 
@@ -450,10 +450,10 @@ def last_error(path: Path) -> str:
     return ""
 
 
-def exit_of(code: int | None) -> Exit:
+def exit_of(code: int | None) -> ExitCode:
     """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
-    kept = (Exit.USAGE, Exit.UNREACHABLE, Exit.NOT_PERMITTED, Exit.FENCED)
-    return Exit(code) if code in kept else Exit.REFUSED
+    kept = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.NOT_PERMITTED, ExitCode.FENCED)
+    return ExitCode(code) if code in kept else ExitCode.REFUSED
 
 
 def describe(code: int | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from ganger.cli.failures import CommandError, Exit
+from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import JobType, NodeType, array_of, json_option, number, open_client
 from ganger.cli.order_wait import POLL_SECONDS, ordered, ordered_once_stopped, seconds, silence, until
 from ganger.cli.selection import Selection, chooses_jobs, each_of, members, print_answers
@@ -295,7 +295,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
     else:
         for message in messages:
             _tell(message, False)
-    return Exit.OK if is_good else Exit.JOB_FAILED
+    return ExitCode.OK if is_good else ExitCode.JOB_FAILED
 
 
 def _can_rest(job: Job, level: str | None) -> bool:

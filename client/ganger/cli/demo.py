@@ -35,7 +35,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     """
     # Loaded here: `ganger --help` must not pay for the demo.
     from ganger.cli.demonstration.alone import Alone
-    from ganger.cli.demonstration.cluster import Cluster, ClusterError
+    from ganger.cli.demonstration.cluster import DemoCluster, DemoClusterError
     from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
     from ganger.cli.demonstration.stage import find_examples, play, programme
 
@@ -48,7 +48,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
         planned = programme(find_examples(examples))
         say("starting a master and two nodes with four virtual GPUs each")
         with ExitStack() as stack:
-            cluster = Cluster(keep=keep)
+            cluster = DemoCluster(keep=keep)
             stack.callback(cluster.remove)
             # begun before the cluster, so that both import at once
             alone = stack.enter_context(Alone(cluster.directory / "alone.log"))
@@ -64,7 +64,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
         raise SystemExit(130) from None
     except FileNotFoundError as problem:
         raise click.UsageError(str(problem)) from problem
-    except ClusterError as problem:
+    except DemoClusterError as problem:
         raise click.ClickException(f"the demo's cluster did not hold: {problem}") from problem
     checks = checks_of(outcomes, figures.verdicts_approved, figures.verdicts_rejected, say.seconds)
     write_report(report, checks, outcomes, chosen)

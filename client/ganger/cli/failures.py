@@ -12,39 +12,39 @@ from pathlib import Path
 
 import click
 
-from ganger.console.exits import CommandError, Exit
+from ganger.console.exits import CommandError, ExitCode
 
-__all__ = ["CommandError", "Exit", "exit_code", "report"]
+__all__ = ["CommandError", "ExitCode", "exit_code", "report"]
 
 
 def report(error: BaseException) -> int:
     """Writes one explanation to stderr and returns the exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
-        return Exit.USAGE
+        return ExitCode.USAGE
     if isinstance(error, click.ClickException):
         if isinstance(error, click.UsageError) and error.ctx is not None:
             _say(f"{error.format_message()}\n  see `{error.ctx.command_path} --help`")
         else:
             _say(error.format_message())
-        return Exit.USAGE
+        return ExitCode.USAGE
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     if isinstance(error, BrokenPipeError):
         # The reader (head, less) has had enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.OK
+        return ExitCode.OK
     if isinstance(error, OSError) and error.strerror and (error.filename or error.errno == errno.ENOSPC):
         # The machine's state, not our bug: a directory that is a file, a disk that is full, missing rights.
         _say(f"{error.filename or 'the disk'}: {error.strerror.lower()}")
-        return Exit.NOT_PERMITTED if isinstance(error, PermissionError) else Exit.REFUSED
+        return ExitCode.NOT_PERMITTED if isinstance(error, PermissionError) else ExitCode.REFUSED
     if isinstance(error, CommandError):
         _say(str(error))
         return error.code
     if isinstance(error, UnicodeEncodeError) and "\udc80" <= error.object[error.start] <= "\udcff":
         # Bytes of the command line that were no UTF-8; the wire carries nothing else.
         _say(f"{error.object!r} is not UTF-8: give it another way, or set the locale of the terminal")
-        return Exit.USAGE
+        return ExitCode.USAGE
     return _report_api_error(error)
 
 
@@ -55,8 +55,8 @@ def _report_api_error(error: BaseException) -> int:
     if isinstance(error, EndpointError):
         _say(str(error))
         if isinstance(error, CredentialError):
-            return Exit.NOT_PERMITTED
-        return Exit.USAGE if error.found else Exit.UNREACHABLE
+            return ExitCode.NOT_PERMITTED
+        return ExitCode.USAGE if error.found else ExitCode.UNREACHABLE
     if isinstance(error, ApiError):
         _say(str(error))
         # The sentence carries the figures already where the master put them in.
@@ -65,29 +65,29 @@ def _report_api_error(error: BaseException) -> int:
                 print(f"  {name}: {value}", file=sys.stderr)
         # It is there, but is no job: what was asked for is asked of a member.
         is_array = isinstance(error, JobNotFound) and "array" in error.metadata
-        return Exit.USAGE if is_array else exit_code(error)
+        return ExitCode.USAGE if is_array else exit_code(error)
     return _report_bug(error)
 
 
-def exit_code(error: Exception) -> Exit:
+def exit_code(error: Exception) -> ExitCode:
     """The exit code of an `ApiError`: by its status code, so that reasons yet unknown have one too."""
     import grpc
 
     codes = {
-        grpc.StatusCode.INVALID_ARGUMENT: Exit.USAGE,
-        grpc.StatusCode.OUT_OF_RANGE: Exit.USAGE,
-        grpc.StatusCode.NOT_FOUND: Exit.NOT_FOUND,
-        grpc.StatusCode.FAILED_PRECONDITION: Exit.REFUSED,
-        grpc.StatusCode.ALREADY_EXISTS: Exit.REFUSED,
-        grpc.StatusCode.ABORTED: Exit.REFUSED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: Exit.REFUSED,
-        grpc.StatusCode.UNIMPLEMENTED: Exit.REFUSED,
-        grpc.StatusCode.UNAVAILABLE: Exit.UNREACHABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED: Exit.UNREACHABLE,
-        grpc.StatusCode.PERMISSION_DENIED: Exit.NOT_PERMITTED,
-        grpc.StatusCode.UNAUTHENTICATED: Exit.NOT_PERMITTED,
+        grpc.StatusCode.INVALID_ARGUMENT: ExitCode.USAGE,
+        grpc.StatusCode.OUT_OF_RANGE: ExitCode.USAGE,
+        grpc.StatusCode.NOT_FOUND: ExitCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION: ExitCode.REFUSED,
+        grpc.StatusCode.ALREADY_EXISTS: ExitCode.REFUSED,
+        grpc.StatusCode.ABORTED: ExitCode.REFUSED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: ExitCode.REFUSED,
+        grpc.StatusCode.UNIMPLEMENTED: ExitCode.REFUSED,
+        grpc.StatusCode.UNAVAILABLE: ExitCode.UNREACHABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED: ExitCode.UNREACHABLE,
+        grpc.StatusCode.PERMISSION_DENIED: ExitCode.NOT_PERMITTED,
+        grpc.StatusCode.UNAUTHENTICATED: ExitCode.NOT_PERMITTED,
     }
-    return codes.get(getattr(error, "code", None) or grpc.StatusCode.UNKNOWN, Exit.BUG)
+    return codes.get(getattr(error, "code", None) or grpc.StatusCode.UNKNOWN, ExitCode.BUG)
 
 
 def _report_bug(error: BaseException) -> int:
@@ -104,7 +104,7 @@ def _report_bug(error: BaseException) -> int:
     except OSError as failure:
         where = f"no details could be written to {path} ({failure.strerror})"
     _say(f"this is a bug in ganger ({type(error).__name__}), number {number}: {where}")
-    return Exit.BUG
+    return ExitCode.BUG
 
 
 def _say(message: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ganger.cli.failures import Exit
+from ganger.cli.failures import ExitCode
 from ganger.cli.options import number, open_client
 from ganger.cli.selection import Selection, chooses_jobs, each_of
 
@@ -79,7 +79,7 @@ def logs(
 
         if len(jobs) == 1:
             print_one(jobs[0])
-            return Exit.OK
+            return ExitCode.OK
         return each_of(jobs, print_one)[1]
 
 
@@ -146,14 +146,14 @@ def follow_job(client: Client, job: str) -> int:
         handle.wait(check=False)
     except KeyboardInterrupt:
         print(f"\nganger: job {number(job)} goes on; `ganger logs -f {number(job)}` follows it again", file=sys.stderr)
-        return Exit.INTERRUPTED
+        return ExitCode.INTERRUPTED
     message = handle.message
     state = state_of(message)
     if state is JobState.SUCCEEDED:
-        return Exit.OK
+        return ExitCode.OK
     reason = f": {message.failure.reason}, {message.failure.message}" if message.HasField("failure") else ""
     print_line(f"ganger: job {number(job)} {state.lower()}{reason}", sys.stderr)
-    return Exit.JOB_FAILED
+    return ExitCode.JOB_FAILED
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ganger.cli.failures import CommandError, Exit
+from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import JobOrArrayType, array_of, number
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Selection:
             wanted += [f"the user {user!r}"] if user else []
             which = f" with {' and '.join(wanted)}" if wanted else ""
             kind = "" if not states else " that has not ended"
-            raise CommandError(f"there is no job{which}{kind}: see `ganger queue --all`", Exit.NOT_FOUND)
+            raise CommandError(f"there is no job{which}{kind}: see `ganger queue --all`", ExitCode.NOT_FOUND)
         return sorted(found, key=lambda name: int(number(name)))
 
 
@@ -137,7 +137,7 @@ def _selection(
     return Selection(names, by_name, by_user, by_all, is_single=len(names) == 1)
 
 
-def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[list[Message], Exit]:
+def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[list[Message], ExitCode]:
     """Do `act` to each; report an error of one and go on with the next.
 
     Returns the answers, and the worst exit code. A master that cannot be reached ends it at once.
@@ -145,13 +145,13 @@ def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[li
     from ganger.cli.failures import report
     from ganger.wire.errors import ApiError
 
-    worst, answers = Exit.OK, []
+    worst, answers = ExitCode.OK, []
     for name in names:
         try:
             answers.append(act(name))
         except (ApiError, CommandError) as error:
-            worst = max(worst, Exit(report(error)))
-            if worst >= Exit.UNREACHABLE:
+            worst = max(worst, ExitCode(report(error)))
+            if worst >= ExitCode.UNREACHABLE:
                 break
     return answers, worst
 

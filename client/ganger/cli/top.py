@@ -60,7 +60,7 @@ class Picture(NamedTuple):
         return [table for table in every if table[1] or table[0] in (_NODE_HEADINGS, _JOB_HEADINGS)]
 
 
-class Changes:
+class RecentChanges:
     """The last moves, packings, resizings and the like of the cluster, from its events as they come."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _print_json(client: Client) -> None:
             "jobs": [plain(job) for job in _live_jobs(client, _MAX_JOBS)],
             "changes": [
                 {"time": when, "subjects": whom.split(), "text": text}
-                for when, whom, text in Changes().read(client, cluster.event_sequence)
+                for when, whom, text in RecentChanges().read(client, cluster.event_sequence)
             ],
         }
     )
@@ -151,7 +151,7 @@ def _draw(client: Client, is_over: Callable[[], bool]) -> None:
     def left_out(number: int) -> Text:
         return Text(f"and {number} more" if number else "", style="dim")
 
-    changes = Changes()
+    changes = RecentChanges()
     with Live(screen=True, auto_refresh=False) as live:
         while True:
             width, height = shutil.get_terminal_size()
@@ -190,14 +190,14 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def picture(client: Client, lines: int, changes: Changes | None = None) -> Picture:
+def picture(client: Client, lines: int, changes: RecentChanges | None = None) -> Picture:
     """This moment in so many lines: nodes, and rows of turns, take a quarter at most each; jobs with a gang come first,
     then who waits longest."""
     cluster = client.get_cluster()
     answer = client.list_nodes()
     nodes = _node_rows(answer)
     turns = _turn_rows(answer)[: max(1, lines // 4)]
-    changed = (changes or Changes()).read(client, cluster.event_sequence)
+    changed = (changes or RecentChanges()).read(client, cluster.event_sequence)
     nodes_shown = nodes[: max(1, lines // (4 if turns else 3))]
     # The headline, and of each table its headings and the line that says what was left out.
     others = sum(len(table) + 2 for table in (turns, changed) if table)

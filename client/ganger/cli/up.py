@@ -88,7 +88,7 @@ def up(
     if virtual_gpus is not None:
         virtual_cores = virtual_cores or max(2 * virtual_gpus, 2)
         virtual_memory = _memory_share(count) if virtual_memory is None else virtual_memory
-    settings = cluster.Settings(
+    settings = cluster.LocalClusterSettings(
         directory,
         count,
         virtual_gpus,
@@ -132,7 +132,7 @@ def down(context: click.Context, state_dir: Path | None, cancel_jobs: bool) -> N
     click.echo("stopped")
 
 
-def _supervise(settings: cluster.Settings, cancel_jobs: bool) -> None:
+def _supervise(settings: cluster.LocalClusterSettings, cancel_jobs: bool) -> None:
     import signal
 
     stop = threading.Event()
@@ -248,7 +248,7 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def _welcome(settings: cluster.Settings, address: str) -> str:
+def _welcome(settings: cluster.LocalClusterSettings, address: str) -> str:
     directory = settings.state_directory
     devices = "this machine's GPUs" if settings.virtual_gpus is None else f"{settings.virtual_gpus} virtual GPUs each"
     nodes = "1 node" if settings.nodes == 1 else f"{settings.nodes} nodes"

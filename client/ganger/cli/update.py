@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ganger.cli.failures import CommandError, Exit
+from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import array_of, json_option, number, open_client
 from ganger.cli.selection import Selection, chooses_jobs, each_of
 
@@ -62,7 +62,7 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
         updated, worst = each_of(selection.named(client), change)
     for message in updated:
         if refused := _refused(message):
-            worst = max(worst, Exit(report(CommandError(refused))))
+            worst = max(worst, ExitCode(report(CommandError(refused))))
     if as_json:
         print_json(updated)
     return worst

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     OK = 0
     JOB_FAILED = 1
     USAGE = 2
@@ -22,6 +22,6 @@ class Exit(IntEnum):
 class CommandError(Exception):
     """Something a command itself found wrong; the message says what to do."""
 
-    def __init__(self, message: str, code: Exit = Exit.REFUSED) -> None:
+    def __init__(self, message: str, code: ExitCode = ExitCode.REFUSED) -> None:
         super().__init__(message)
         self.code = code

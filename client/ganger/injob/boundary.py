@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Point(NamedTuple):
+class RankPoint(NamedTuple):
     """What one rank has published about one agreement; ``ack`` is None until it has acknowledged this one.
 
     ``done``: the rank has left its training loop, and ``step`` is its last one.
@@ -25,7 +25,7 @@ class Point(NamedTuple):
     done: bool = False
 
 
-class Decision(NamedTuple):
+class BoundaryDecision(NamedTuple):
     """What an acknowledged rank may do: begin steps while its own is below ``limit``; stop exactly at ``stop_step``.
 
     ``stop_step`` is None while undecided, and ``limit`` equals it once decided. ``finished``: training ends before that
@@ -37,20 +37,20 @@ class Decision(NamedTuple):
     finished: bool
 
 
-def decide(points: Sequence[Point], rank: int) -> Decision:
+def decide(points: Sequence[RankPoint], rank: int) -> BoundaryDecision:
     """Apply the rule for ``rank``, which must have acknowledged (or be done)."""
     own = _acknowledged(points[rank])
     if own is None:
         raise ValueError(f"rank {rank} has not acknowledged: acknowledge before asking how far it may run")
     step = stop_step(points)
     if step is not None:
-        return Decision(step, step, _ends_before(points, step))
+        return BoundaryDecision(step, step, _ends_before(points, step))
     slowest_open = max(point.step for point in points if _acknowledged(point) is None)
     # A rank that is done has run past every limit of its time, so the stop lies past the end for everybody.
-    return Decision(max(own, slowest_open) + 1, None, any(point.done for point in points))
+    return BoundaryDecision(max(own, slowest_open) + 1, None, any(point.done for point in points))
 
 
-def stop_step(points: Sequence[Point]) -> int | None:
+def stop_step(points: Sequence[RankPoint]) -> int | None:
     """Return the step all ranks stop at, or None while one of them has neither acknowledged nor ended."""
     acks = []
     for point in points:
@@ -62,18 +62,18 @@ def stop_step(points: Sequence[Point]) -> int | None:
     return acks[0] if len(acks) == 1 else max(acks) + 1
 
 
-def has_ended(points: Sequence[Point]) -> bool:
+def has_ended(points: Sequence[RankPoint]) -> bool:
     """Say whether training ends before the stop: the order is over without anybody stopping."""
     step = stop_step(points)
     return step is not None and _ends_before(points, step)
 
 
-def _ends_before(points: Sequence[Point], step: int) -> bool:
+def _ends_before(points: Sequence[RankPoint], step: int) -> bool:
     # A rank that stopped at `step` and was told to run on may be done right there: that one did stop.
     return any(point.done and (point.ack is None or point.step < step) for point in points)
 
 
-def _acknowledged(point: Point) -> int | None:
+def _acknowledged(point: RankPoint) -> int | None:
     if point.ack is not None:
         return point.ack
     return point.step if point.done else None

@@ -20,7 +20,7 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import arena, exitcode
 from ganger.injob.access import Words
-from ganger.injob.jobsocket import JobSocket
+from ganger.injob.jobsocket import JobSocketClient
 from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
 from ganger.injob.page import (
     EXIT_NO_STATE,
@@ -30,8 +30,8 @@ from ganger.injob.page import (
     Opaque,
     Page,
     PageError,
-    Phase,
-    State,
+    PagePhase,
+    PageState,
     Word,
     now_ns,
 )
@@ -78,7 +78,7 @@ class Control:
         self.job_dir = job_dir
         self.arena_fd = arena_fd
         self.restore: RestoreOrder | None = None
-        self._socket = JobSocket(socket_path)
+        self._socket = JobSocketClient(socket_path)
         pages = GangPages(os.path.dirname(page.path), self.world, [page])
         self._obedience = Obedience(page, pages, job_dir, self._socket, self.error, self._withdraw)
         # What has failed once, as `Capability` bits: it is not offered again.
@@ -197,7 +197,7 @@ class Control:
             self._set_step(self.step + 1)
             self.page.set(Word.STEP, self.step)
         self.is_step_owed = False
-        self.phase(Phase.DONE)
+        self.phase(PagePhase.DONE)
 
     def error(self, error: int, message: str) -> None:
         """Report what went wrong (see `Error`): in the page, in rank-K.error.json, and to the daemon."""
@@ -228,8 +228,8 @@ class Control:
         words = self.page.words
         if not words[Word.FIRST_STEP_TIME]:
             words[Word.FIRST_STEP_TIME] = now
-        words[Word.PHASE] = Phase.TRAINING
-        words[Word.STATE] = State.RUNNING
+        words[Word.PHASE] = PagePhase.TRAINING
+        words[Word.STATE] = PageState.RUNNING
         words[Word.STEP] = step
         words[Word.STEP_TIME] = now
         return words[Word.ORDER_SEQ], words[Word.CHECKPOINT_SEQ], words[Word.RETUNE_SEQ], now + _COUNT_EVERY_NS
@@ -286,7 +286,7 @@ class Control:
         # A rank that fails has not finished: the others must not believe that training ended here.
         if not exitcode.has_failed() and self.step > 0:
             self.finish()
-        self.page.set(Word.STATE, State.EXITING)
+        self.page.set(Word.STATE, PageState.EXITING)
         self._socket.close()
 
     def _forget_in_child(self) -> None:

@@ -23,7 +23,7 @@ _FIRST_RETRY_NS = 50_000_000
 _LAST_RETRY_NS = 5_000_000_000
 
 
-class JobSocket:
+class JobSocketClient:
     """One connection to ``path`` (SOCK_SEQPACKET); an empty path means that nobody listens and messages are dropped.
 
     Nothing here blocks and nothing raises: progress and state are in the page, the socket only explains them.

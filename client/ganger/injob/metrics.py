@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STEP_LIMIT = (1 << 62) - 1
 
 
-class Metric(NamedTuple):
+class ReportedMetric(NamedTuple):
     """``value`` may be any float64, NaN included; ``step``: boundaries passed when it was reported."""
 
     name: str
@@ -62,7 +62,7 @@ def write(page: Page, values: dict[str, float]) -> None:
         words[first] = count + 1
 
 
-def read(page: Page) -> tuple[Metric, ...]:
+def read(page: Page) -> tuple[ReportedMetric, ...]:
     """What a page tells, by line. Its job may have written anything: what is no name is left out."""
     return tuple(metric for metric in _lines(page) if _NAME.fullmatch(metric.name))
 
@@ -89,7 +89,7 @@ def report(**values: Any) -> None:
 _pages: dict[str, Page] = {}
 
 
-def _lines(page: Page) -> list[Metric]:
+def _lines(page: Page) -> list[ReportedMetric]:
     words = page.metric_words()
     return [_metric(words[first : first + _LINE]) for first in range(0, len(words), _LINE) if words[first]]
 
@@ -98,7 +98,7 @@ def _first(line: int) -> int:
     return METRICS_FIRST + _LINE * line
 
 
-def _metric(line: Sequence[int]) -> Metric:
+def _metric(line: Sequence[int]) -> ReportedMetric:
     (value,) = struct.unpack("<d", struct.pack("<Q", line[2]))
     name = struct.pack("<4Q", *line[4:8]).rstrip(b"\0").decode("ascii", "replace")
-    return Metric(name, value, min(line[1], _STEP_LIMIT))
+    return ReportedMetric(name, value, min(line[1], _STEP_LIMIT))

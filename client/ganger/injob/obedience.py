@@ -14,8 +14,8 @@ import traceback
 from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exitcode
-from ganger.injob.boundary import Decision, decide
-from ganger.injob.jobsocket import JobSocket
+from ganger.injob.boundary import BoundaryDecision, decide
+from ganger.injob.jobsocket import JobSocketClient
 from ganger.injob.page import (
     CHECKPOINT_BIT,
     EXIT_FENCED,
@@ -23,12 +23,12 @@ from ganger.injob.page import (
     EXIT_YIELDED,
     Capability,
     Error,
-    Level,
-    Order,
     Page,
     PageOrder,
-    Phase,
-    State,
+    PageOrderKind,
+    PageParkLevel,
+    PagePhase,
+    PageState,
     Word,
     now_ns,
 )
@@ -100,7 +100,7 @@ class Obedience:
         page: Page,
         pages: GangPages,
         job_dir: str,
-        socket: JobSocket,
+        socket: JobSocketClient,
         report: Callable[[int, str], None],
         withdraw: Callable[[int, str, str], None],
     ) -> None:
@@ -114,7 +114,7 @@ class Obedience:
         self._socket = socket
         self._report = report
         self._order = page.read_order()
-        self._agreed: tuple[int, Decision] = (0, Decision(0, None, False))
+        self._agreed: tuple[int, BoundaryDecision] = (0, BoundaryDecision(0, None, False))
         self._checkpoint_seen = 0
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
@@ -128,13 +128,13 @@ class Obedience:
     def attend(self, step: int, now: int) -> Known:
         """Pass boundary ``step``; return what is known now: the hot path comes back when the page says otherwise."""
         words = self._words
-        if words[Word.PHASE] != Phase.TRAINING:
-            words[Word.PHASE] = Phase.TRAINING
+        if words[Word.PHASE] != PagePhase.TRAINING:
+            words[Word.PHASE] = PagePhase.TRAINING
         if self._fresh:
             self._fresh = False
             words[Word.FIRST_STEP_TIME] = now
-            if words[Word.STATE] != State.RUNNING:
-                words[Word.STATE] = State.RUNNING
+            if words[Word.STATE] != PageState.RUNNING:
+                words[Word.STATE] = PageState.RUNNING
         seen = self._pass(step, now)
         return seen, self._checkpoint_seen, words[Word.RETUNE_DONE], now_ns() + _TEND_EVERY_NS
 
@@ -196,7 +196,7 @@ class Obedience:
                     continue
                 elif step < decision.limit and self._is_able(order) and self._may_step(order):
                     return FIRST_LOOK
-            elif order.order == Order.WAIT:
+            elif order.order == PageOrderKind.WAIT:
                 self._wait_ready(order)
                 sleeping.until_told(self._socket)
                 continue
@@ -208,8 +208,8 @@ class Obedience:
                     sleeping.sleep()
                     continue
                 return FIRST_LOOK if self._fresh else order.seq
-            if not self._held and words[Word.STATE] == State.RUNNING:
-                words[Word.STATE] = State.WAITING
+            if not self._held and words[Word.STATE] == PageState.RUNNING:
+                words[Word.STATE] = PageState.WAITING
             sleeping.sleep()
 
     def _read_order(self) -> PageOrder:
@@ -221,22 +221,22 @@ class Obedience:
     def _agreement(self, order: PageOrder) -> int:
         """Return the number of the agreement this rank takes part in now; 0 for none."""
         requested = self._checkpoint_seen = self._words[Word.CHECKPOINT_SEQ]
-        if order.order == Order.STOP:
+        if order.order == PageOrderKind.STOP:
             # Whoever obeys the stop first would miss the request, so nobody serves it any more.
             self._checkpoint_handled = requested
             return order.stop_seq
-        if order.order == Order.RUN and requested != self._checkpoint_handled and not self._held:
+        if order.order == PageOrderKind.RUN and requested != self._checkpoint_handled and not self._held:
             return requested
         return 0
 
-    def _decide(self, agreement: int) -> Decision:
+    def _decide(self, agreement: int) -> BoundaryDecision:
         if self._agreed[0] == agreement:
             # Once known it stands: ranks that were told to run on may have overwritten their acks since.
             return self._agreed[1]
         points = self.pages.points(agreement)
         if points is None:
             own = self._words[Word.ACK_STEP]
-            return Decision(own + 1, None, False)
+            return BoundaryDecision(own + 1, None, False)
         decision = decide(points, self._rank)
         if decision.stop_step is not None or decision.finished:
             self._agreed = (agreement, decision)
@@ -246,8 +246,8 @@ class Obedience:
         lease = self._words[Word.LEASE_UNTIL]
         if lease and now_ns() > lease:
             return False
-        if self._words[Word.STATE] != State.RUNNING:
-            self._words[Word.STATE] = State.RUNNING
+        if self._words[Word.STATE] != PageState.RUNNING:
+            self._words[Word.STATE] = PageState.RUNNING
         return True
 
     def _is_able(self, order: PageOrder) -> bool:
@@ -259,7 +259,7 @@ class Obedience:
         self._held = False
         self._fresh = True
         self._words[Word.FIRST_STEP_TIME] = 0
-        self._words[Word.STATE] = State.RUNNING
+        self._words[Word.STATE] = PageState.RUNNING
         return True
 
     def _bring_back_in_time(self, order: PageOrder) -> bool:
@@ -278,7 +278,7 @@ class Obedience:
         return False
 
     def _bring_back(self) -> bool:
-        self._words[Word.STATE] = State.RESTORING
+        self._words[Word.STATE] = PageState.RESTORING
 
         def restore() -> None:
             if self.handlers.on_restore is None:
@@ -286,7 +286,7 @@ class Obedience:
             self.handlers.on_restore(None)
 
         if not self._try(restore, Error.STATE_UNREADABLE):
-            self._words[Word.STATE] = State.OFFLOADED
+            self._words[Word.STATE] = PageState.OFFLOADED
             return False
         self._offloaded = False
         return True
@@ -295,7 +295,7 @@ class Obedience:
         if self._words[Word.REACHED_SEQ] != order.seq:
             self._words[Word.REACHED_STEP] = self._words[Word.STEP]
             if not self._held:
-                self._words[Word.STATE] = State.READY
+                self._words[Word.STATE] = PageState.READY
             self._words[Word.REACHED_SEQ] = order.seq
             self._socket.send({"event": "ready", "rank": self._rank, "seq": order.seq}, now_ns())
 
@@ -306,7 +306,7 @@ class Obedience:
             self._held = True
             self._settle(step)
         if not self._enter(order, step):
-            self._words[Word.STATE] = State.OFFLOADED if self._offloaded else State.PAUSED
+            self._words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
             return
         self._words[Word.REACHED_STEP] = step
         self._words[Word.REACHED_SEQ] = order.seq
@@ -317,28 +317,28 @@ class Obedience:
     def _leave_if_saved(self, order: PageOrder) -> None:
         """End once the whole checkpoint is published: a shard alone is nothing, and until then all can go on."""
         words = self._words
-        if order.level == Level.CHECKPOINT and words[Word.REACHED_SEQ] == order.seq <= words[Word.LEAVE_SEQ]:
+        if order.level == PageParkLevel.CHECKPOINT and words[Word.REACHED_SEQ] == order.seq <= words[Word.LEAVE_SEQ]:
             self._leave(EXIT_YIELDED)
 
     def _enter(self, order: PageOrder, step: int) -> bool:
         words, handlers = self._words, self.handlers
-        exiting = order.level == Level.CHECKPOINT
+        exiting = order.level == PageParkLevel.CHECKPOINT
         if not exiting:
             # what was saved before is given up by whoever orders this, and may be gone when it is asked for again
             self._saved = (0, 0)
         request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
-        if order.level == Level.PAUSE:
+        if order.level == PageParkLevel.PAUSE:
             if self._offloaded and not self._bring_back():
                 return False
-            words[Word.STATE] = State.PAUSED
+            words[Word.STATE] = PageState.PAUSED
             return True
         if not self._offloaded:
             # Before the state says SAVING: what an earlier stop left in the arena is not this one's, and the daemon
             # serves as much as is said to be filled.
             words[Word.ARENA_FILLED] = 0
             words[Word.ARENA_SIZE] = 0
-        words[Word.STATE] = State.SAVING
-        if order.level == Level.OFFLOAD:
+        words[Word.STATE] = PageState.SAVING
+        if order.level == PageParkLevel.OFFLOAD:
             if not self._offloaded:
                 if handlers.on_offload is None:
                     return self._refuse(order)
@@ -348,25 +348,25 @@ class Obedience:
                     return False
                 self._offloaded = True
                 words[Word.OFFLOADED_BYTES] = freed[0]
-            words[Word.STATE] = State.OFFLOADED
+            words[Word.STATE] = PageState.OFFLOADED
             return True
-        if order.level == Level.HAND_OVER:
+        if order.level == PageParkLevel.HAND_OVER:
             hand_over = handlers.on_hand_over
             if hand_over is None:
                 return self._refuse(order)
             if not self._try_to_save(lambda: hand_over(request), "OFFLOAD", "CHECKPOINT"):
                 return False
-            words[Word.STATE] = State.HANDED_OVER
+            words[Word.STATE] = PageState.HANDED_OVER
             return True
         save = handlers.on_checkpoint
-        if save is None or order.level != Level.CHECKPOINT:
+        if save is None or order.level != PageParkLevel.CHECKPOINT:
             return self._refuse(order)
         if self._saved != (order.stop_seq, step):
             if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
                 return False
             self._saved = (order.stop_seq, step)
         words[Word.CHECKPOINT_STEP] = step
-        words[Word.STATE] = State.OFFLOADED if self._offloaded else State.PAUSED
+        words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         return True
 
     def _save_and_go_on(self, agreement: int, step: int) -> None:
@@ -378,12 +378,12 @@ class Obedience:
             self._words[Word.CHECKPOINT_FAILED] = agreement
             return
         self._settle(step)
-        self._words[Word.STATE] = State.SAVING
+        self._words[Word.STATE] = PageState.SAVING
         details = self._details(f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
-        request = StopRequest(agreement, step, Level.CHECKPOINT, details, False, False)
+        request = StopRequest(agreement, step, PageParkLevel.CHECKPOINT, details, False, False)
         if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
             self._words[Word.CHECKPOINT_FAILED] = agreement
-        self._words[Word.STATE] = State.RUNNING
+        self._words[Word.STATE] = PageState.RUNNING
 
     def _retune(self) -> None:
         words = self._words
@@ -444,7 +444,7 @@ class Obedience:
         return content if isinstance(content, dict) else {}
 
     def _leave(self, code: int) -> NoReturn:
-        self._words[Word.STATE] = State.EXITING
+        self._words[Word.STATE] = PageState.EXITING
         self._words[Word.EXIT_CODE] = code + 1
         self._socket.close()
         exitcode.leave_now(code)
@@ -462,7 +462,7 @@ class _Sleep:
         limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
         self._delay = min(self._delay * 1.5, limit)
 
-    def until_told(self, socket: JobSocket) -> None:
+    def until_told(self, socket: JobSocketClient) -> None:
         """It rests: what it waits for is an order."""
         if socket.connected:
             socket.wait(_TOLD_SLEEP)

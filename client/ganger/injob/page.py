@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ganger.injob.access import Access, Filed, Mapped, PageError, Words
-from ganger.injob.boundary import Point
+from ganger.injob.boundary import RankPoint
 from ganger.injob.processes import start_ticks
 from ganger.injob.words import (
     CHECKPOINT_BIT,
@@ -29,11 +29,11 @@ from ganger.injob.words import (
     Capability,
     Error,
     Flag,
-    Level,
     Opaque,
-    Order,
-    Phase,
-    State,
+    PageOrderKind,
+    PageParkLevel,
+    PagePhase,
+    PageState,
     Word,
 )
 
@@ -48,18 +48,18 @@ __all__ = [
     "Capability",
     "Error",
     "Flag",
-    "Identity",
-    "Level",
     "Opaque",
-    "Order",
     "Page",
     "PageError",
+    "PageIdentity",
     "PageMismatchError",
     "PageOrder",
-    "Phase",
-    "Progress",
+    "PageOrderKind",
+    "PageParkLevel",
+    "PagePhase",
+    "PageProgress",
+    "PageState",
     "RawPoint",
-    "State",
     "Word",
     "now_ns",
     "page_path",
@@ -88,7 +88,7 @@ class PageMismatchError(PageError):
         self.path = path
 
 
-class Identity(NamedTuple):
+class PageIdentity(NamedTuple):
     """Line 0 of a page: whose it is. ``start_ticks`` is the kernel's start time of ``pid``; 0 before the fork."""
 
     epoch: int
@@ -119,7 +119,7 @@ class RawPoint(NamedTuple):
     done: bool
 
 
-class Progress(NamedTuple):
+class PageProgress(NamedTuple):
     """Everything a job reports, range-checked. Times are ns of CLOCK_BOOTTIME, sizes are bytes; 0 means not yet.
 
     A value outside its range reads as the nearest legal one; ``loss`` may be any float64, NaN included.
@@ -287,7 +287,7 @@ class Page:
 
     def write_order(self, seq: int, order: int, *, stop_seq: int = 0, level: int = 0, deadline_ns: int = 0) -> None:
         """Publish an order. The same one again changes nothing; raises ValueError for a sequence number gone by."""
-        if (order == Order.STOP) != (stop_seq != 0) or stop_seq & CHECKPOINT_BIT:
+        if (order == PageOrderKind.STOP) != (stop_seq != 0) or stop_seq & CHECKPOINT_BIT:
             raise ValueError(f"order {seq}: a stop has a stop sequence number below 2^62, other orders have none")
         # The only writer: a record without its number is one that a former daemon did not come to publish.
         current = self._order_seen()
@@ -348,7 +348,7 @@ class Page:
         if point.ack_seq and self.words[Word.ACK_SEQ] != point.ack_seq:
             self.publish_ack(point.ack_seq, min(point.ack_step, _STEP_LIMIT))
         self.words[Word.STEP] = step
-        self.words[Word.PHASE] = Phase.DONE if point.done else Phase.TRAINING
+        self.words[Word.PHASE] = PagePhase.DONE if point.done else PagePhase.TRAINING
 
     # What the job writes.
 
@@ -360,9 +360,9 @@ class Page:
 
     # What both read.
 
-    def identity(self) -> Identity:
+    def identity(self) -> PageIdentity:
         words = self.words
-        return Identity(
+        return PageIdentity(
             epoch=words[Word.EPOCH],
             rank=words[Word.RANK],
             world=words[Word.WORLD],
@@ -400,7 +400,7 @@ class Page:
         words = self.words
         step, done = 0, False
         for _ in range(_LOOKS):
-            done = words[Word.PHASE] == Phase.DONE
+            done = words[Word.PHASE] == PagePhase.DONE
             step = min(words[Word.STEP], _STEP_LIMIT)
             ack_seq = words[Word.ACK_SEQ]
             ack_step = words[Word.ACK_STEP]
@@ -409,12 +409,12 @@ class Page:
         # No rank acknowledges so often: whoever writes this wants to be waited for.
         return RawPoint(step, 0, 0, done)
 
-    def point(self, agreement: int) -> Point:
+    def point(self, agreement: int) -> RankPoint:
         """Return what this rank has published about the agreement of that number (a STOP_SEQ or CHECKPOINT_SEQ)."""
         raw = self.raw_point()
-        return Point(raw.step, raw.ack_step if raw.ack_seq == agreement else None, raw.done)
+        return RankPoint(raw.step, raw.ack_step if raw.ack_seq == agreement else None, raw.done)
 
-    def progress(self) -> Progress:
+    def progress(self) -> PageProgress:
         # Line by line in this order: a step before the ack that belongs to it, a state before what it leaves behind.
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
@@ -422,7 +422,7 @@ class Page:
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
-        return Progress(
+        return PageProgress(
             step=cut[Word.STEP],
             samples=cut[Word.SAMPLES],
             step_time_ns=cut[Word.STEP_TIME],
@@ -430,9 +430,9 @@ class Page:
             data_wait_ns=cut[Word.DATA_WAIT],
             training_epoch=cut[Word.TRAINING_EPOCH],
             training_epochs=cut[Word.TRAINING_EPOCHS],
-            phase=min(raw[Word.PHASE], Phase.DONE),
+            phase=min(raw[Word.PHASE], PagePhase.DONE),
             first_step_time_ns=cut[Word.FIRST_STEP_TIME],
-            state=min(raw[Word.STATE], State.EXITING),
+            state=min(raw[Word.STATE], PageState.EXITING),
             ack_seq=raw[Word.ACK_SEQ],
             ack_step=cut[Word.ACK_STEP],
             reached_seq=cut[Word.REACHED_SEQ],

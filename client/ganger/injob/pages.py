@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ganger.injob.boundary import Point
+from ganger.injob.boundary import RankPoint
 from ganger.injob.page import Page, PageError, Word, page_path
 
 __all__ = ["GangPages", "page_path"]
@@ -40,7 +40,7 @@ class GangPages:
             self._pages[rank] = found
         return found
 
-    def points(self, agreement: int) -> tuple[Point, ...] | None:
+    def points(self, agreement: int) -> tuple[RankPoint, ...] | None:
         """Return what every rank has published about an agreement, by rank; None while a page is missing."""
         points = []
         for rank in range(self._world):

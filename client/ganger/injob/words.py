@@ -94,20 +94,20 @@ class Flag:
     FENCED = 1  # this epoch is over: exit with EXIT_FENCED at the next boundary
 
 
-class Order:
+class PageOrderKind:
     RUN = 1
     STOP = 2  # stop at an agreed boundary, at LEVEL
     WAIT = 3  # do not step yet (destination of a move): restore, then wait for RUN
 
 
-class Level:
+class PageParkLevel:
     PAUSE = 1
     OFFLOAD = 2
     CHECKPOINT = 3  # write shard, rest until LEAVE_SEQ, then exit with EXIT_YIELDED
     HAND_OVER = 4  # state into the arena, tensors may stay; wait
 
 
-class State:
+class PageState:
     INIT = 0
     RUNNING = 1
     WAITING = 2  # acked, waits for the others or for RUN
@@ -120,7 +120,7 @@ class State:
     EXITING = 9
 
 
-class Phase:
+class PagePhase:
     START = 0  # before the first boundary
     TRAINING = 1
     EVALUATION = 2

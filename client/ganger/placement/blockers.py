@@ -19,7 +19,7 @@ ALONE: Final = tuple([(reason,) for reason in CONSTRAINTS])
 ALL_BUT: Final = tuple([tuple([other for other in CONSTRAINTS if other is not reason]) for reason in CONSTRAINTS])
 
 
-class Room(Protocol):
+class CapacityAnswers(Protocol):
     """What is to be known of the nodes of a view for one shape that may go no wider than `widest`."""
 
     @property
@@ -42,7 +42,7 @@ class Room(Protocol):
     def figures(self, reason: Reason) -> Refusal: ...
 
 
-def blockers(room: Room) -> tuple[Refusal, ...]:
+def blockers(room: CapacityAnswers) -> tuple[Refusal, ...]:
     """Never empty: called when the gang found no place, though each piece alone may be there."""
     view, shape = room.view, room.shape
     typed = [item for item in view.sets.values() if not shape.gpus or shape.device_type in ("", item.device_type)]
@@ -61,7 +61,7 @@ def blockers(room: Room) -> tuple[Refusal, ...]:
     return refusals
 
 
-def _lacking(room: Room) -> tuple[Refusal, ...]:
+def _lacking(room: CapacityAnswers) -> tuple[Refusal, ...]:
     """What is short on the nodes in service."""
     shape = room.shape
     reasons = [reason for reason, alone in zip(CONSTRAINTS, ALONE, strict=True) if room.feasible(alone)]
@@ -70,7 +70,7 @@ def _lacking(room: Room) -> tuple[Refusal, ...]:
     return tuple([room.figures(reason) for reason in reasons or [Reason.GPUS if shape.gpus else Reason.CORES]])
 
 
-def _type_out_of_service(room: Room, typed: Collection[ConfigurationSet]) -> tuple[Refusal, ...]:
+def _type_out_of_service(room: CapacityAnswers, typed: Collection[ConfigurationSet]) -> tuple[Refusal, ...]:
     """A job that names a device type waits for just its nodes, though others are in service."""
     usable = room.usable_sets()
     if not room.shape.device_type or not usable or any(one in typed for one in usable):
@@ -78,7 +78,7 @@ def _type_out_of_service(room: Room, typed: Collection[ConfigurationSet]) -> tup
     return (Refusal(Reason.DEVICE_TYPE, detail=f"no node with {room.shape.device_type} is in service"),)
 
 
-def _unavailable(room: Room) -> Refusal:
+def _unavailable(room: CapacityAnswers) -> Refusal:
     figures = {"nodes": len(room.view), "available": room.usable_nodes()}
     unusable = room.unusable_nodes()
     return Refusal(Reason.NODE_UNAVAILABLE, figures, node=next(iter(unusable)) if len(unusable) == 1 else "")

@@ -29,15 +29,15 @@ from ganger.placement.scan import PLENTY, Scan
 from ganger.placement.scanned import Scanned
 from ganger.resources.fit import fit
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
 
 # Racks or fabrics tried at one level before the next wider level; each costs a walk over its nodes.
 _MOST_SPANS = 4
-_WIDE: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
+_WIDE: Final = (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
 
 
-class Placement(Struct, frozen=True, gc=False):
+class PlacementAnswer(Struct, frozen=True, gc=False):
     """`candidates` in order of preference; without any, `refusals` with the true blocker first."""
 
     candidates: tuple[tuple[Claim, ...], ...]
@@ -50,7 +50,7 @@ class Search(TypedDict, total=False):
     # Seconds it has waited: while its patience lasts only what meets its wish is found.
     waited: float
     # None: the view's own.
-    mode: Mode | None
+    mode: LoadMode | None
     # Where its state is parked: the first candidate if it is free still.
     parked: Sequence[Claim]
     # Kept for it: tried next.
@@ -76,21 +76,21 @@ _EVERYWHERE: Final[Search] = {
 }
 
 
-def candidates(view: View, shape: GangShape, **search: Unpack[Search]) -> Placement:
+def candidates(view: View, shape: GangShape, **search: Unpack[Search]) -> PlacementAnswer:
     """Candidates for the gang, or why there is none.
 
     First where its state is parked, then the nodes reserved for it, then by Algorithm 1.
     """
     found = places(view, shape, **search)
     if found:
-        return Placement(found)
+        return PlacementAnswer(found)
     how: Search = {**_EVERYWHERE, **search}
     avoid, only, widest = how["avoid"], how["only"], widest_now(shape, how["waited"])
     census = None if avoid or only is not None else _census(view, shape, widest)
     refusals = blockers(census or Scanned(Scan.of(view, shape, avoid, only), widest))
     if widest < shape.locality.widest:
         refusals = (_still_patient(shape, how["waited"], widest), *refusals)
-    return Placement((), refusals)
+    return PlacementAnswer((), refusals)
 
 
 def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tuple[Claim, ...], ...]:
@@ -117,7 +117,7 @@ def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tupl
     return tuple(found)
 
 
-def widest_now(shape: GangShape, waited: float) -> Level:
+def widest_now(shape: GangShape, waited: float) -> LocalityLevel:
     """The widest level the gang takes after so many seconds: its wish while its patience lasts."""
     locality = shape.locality
     if locality.wish is not None and waited < locality.patience_seconds:
@@ -126,7 +126,13 @@ def widest_now(shape: GangShape, waited: float) -> Level:
 
 
 def _kept_places(
-    view: View, shape: GangShape, mode: Mode, widest: Level, limit: int, affinity: bool, avoid: Collection[str]
+    view: View,
+    shape: GangShape,
+    mode: LoadMode,
+    widest: LocalityLevel,
+    limit: int,
+    affinity: bool,
+    avoid: Collection[str],
 ) -> list[tuple[Claim, ...]] | None:
     """What `_places` finds, where what was found for others like it is kept; None where it is not."""
     found: list[tuple[Claim, ...]] = []
@@ -137,7 +143,7 @@ def _kept_places(
             return None
         best = ranking.best(limit, [view.slots[name] for name in avoid if name in view.slots])
         found += [(claim,) for claim in best]
-        if found or shape.nodes == 1 or shape.tasks <= 1 or widest < Level.RACK:
+        if found or shape.nodes == 1 or shape.tasks <= 1 or widest < LocalityLevel.RACK:
             return found
         census = _census(view, shape, widest)
         if census is not None and not any(census.has_room(level) for level in _WIDE if level <= widest):
@@ -146,14 +152,14 @@ def _kept_places(
     return _over_nodes_within(scan, mode, widest, limit, affinity)
 
 
-def _census(view: View, shape: GangShape, widest: Level) -> Census | None:
+def _census(view: View, shape: GangShape, widest: LocalityLevel) -> Census | None:
     """None where none is kept."""
     if shape.nodes > 1:
         return None
     return kept(view, (Census, shape, widest), lambda: Census(view, shape, widest))
 
 
-def _places(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
+def _places(scan: Scan, mode: LoadMode, widest: LocalityLevel, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
     if limit <= 0:
         return []
     if scan.shape.nodes <= 1:
@@ -166,7 +172,7 @@ def _places(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -
 
 
 def _on_one_node(
-    view: View, shape: GangShape, slots: Iterable[int], mode: Mode, widest: Level
+    view: View, shape: GangShape, slots: Iterable[int], mode: LoadMode, widest: LocalityLevel
 ) -> Iterator[tuple[Claim, ...]]:
     everything = tuple([role.tasks for role in shape.roles])
     for slot in slots:
@@ -175,7 +181,9 @@ def _on_one_node(
             yield (claim,)
 
 
-def _over_nodes_within(scan: Scan, mode: Mode, widest: Level, limit: int, affinity: bool) -> list[tuple[Claim, ...]]:
+def _over_nodes_within(
+    scan: Scan, mode: LoadMode, widest: LocalityLevel, limit: int, affinity: bool
+) -> list[tuple[Claim, ...]]:
     """Over several nodes, for when no single one does: the closer gang always wins."""
     if scan.shape.tasks <= 1 or widest < _WIDE[0]:
         return []
@@ -186,7 +194,7 @@ def _over_nodes_within(scan: Scan, mode: Mode, widest: Level, limit: int, affini
 
 
 def _over_nodes(
-    scan: Scan, rooms: dict[int, NDArray[np.int64]], mode: Mode, level: Level, limit: int, affinity: bool
+    scan: Scan, rooms: dict[int, NDArray[np.int64]], mode: LoadMode, level: LocalityLevel, limit: int, affinity: bool
 ) -> list[tuple[Claim, ...]]:
     """`rooms`: by role how many of its tasks each node could take, the role of most devices first."""
     roles = list(rooms)
@@ -200,7 +208,7 @@ def _over_nodes(
         # A node for the lesser roles alone comes after all that take the main one.
         room = main * PLENTY + np.minimum(sum(rooms[index] for index in roles[1:]), PLENTY - 1)
     found: list[tuple[Claim, ...]] = []
-    for span in _fitting_spans(scan, rooms, spans)[: _MOST_SPANS if level < Level.CLUSTER else 1]:
+    for span in _fitting_spans(scan, rooms, spans)[: _MOST_SPANS if level < LocalityLevel.CLUSTER else 1]:
         slots = np.flatnonzero((spans == span) & (room > 0))
         # Servers of this affinity and idle ones first, as they keep the others' holes whole.
         lines = classes(scan, slots, affinity)
@@ -230,7 +238,7 @@ def _fitting_spans(scan: Scan, rooms: dict[int, NDArray[np.int64]], spans: NDArr
 
 
 def _fill(
-    scan: Scan, slots: NDArray[np.intp], main: NDArray[np.int64], room: NDArray[np.int64], mode: Mode
+    scan: Scan, slots: NDArray[np.intp], main: NDArray[np.int64], room: NDArray[np.int64], mode: LoadMode
 ) -> tuple[Claim, ...] | None:
     """The gang over these nodes: evenly over exactly so many, or over as few as will do."""
     order = slots[np.lexsort((slots, scan.columns.jobs[slots], -room[slots]))]
@@ -239,7 +247,7 @@ def _fill(
         share = -(-max(shape.roles, key=lambda role: role.shape.gpus).tasks // shape.nodes)
         roomy = order[main[order] >= share]
         # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
-        even = evenly(scan.view, shape, (roomy if mode is Mode.SPREAD else roomy[::-1]).tolist(), mode)
+        even = evenly(scan.view, shape, (roomy if mode is LoadMode.SPREAD else roomy[::-1]).tolist(), mode)
         return even if even is not None else greedily(scan.view, shape, order.tolist(), mode)
     if len(shape.roles) == 1:
         rooms = main[order]
@@ -280,7 +288,7 @@ def _known(view: View, claims: Iterable[Claim]) -> Iterator[Claim]:
     return (claim for claim in claims if claim.node in view)
 
 
-def _still_patient(shape: GangShape, waited: float, widest: Level) -> Refusal:
+def _still_patient(shape: GangShape, waited: float, widest: LocalityLevel) -> Refusal:
     left = shape.locality.patience_seconds - waited
     return Refusal(
         Reason.LOCALITY,

@@ -21,7 +21,7 @@ from ganger.placement.scanned import Scanned, devices_apart, devices_short, fewe
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import FAR
-from ganger.resources.values import ConfigurationSet, GangShape, Level
+from ganger.resources.values import ConfigurationSet, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 # What is left out at once in any question.
@@ -32,8 +32,8 @@ _AT: Final = {**_QUESTIONS, OUT_OF_SERVICE: _QUESTIONS[()]}
 _UNLIMITED: Final = 1 << 62
 _MOST_REMEMBERED: Final = 512
 # Where nodes are together: level, fabric and rack.
-_Span: TypeAlias = tuple[Level, str, str]
-_EVERYWHERE: Final[_Span] = (Level.CLUSTER, "", "")
+_Span: TypeAlias = tuple[LocalityLevel, str, str]
+_EVERYWHERE: Final[_Span] = (LocalityLevel.CLUSTER, "", "")
 _Sums: TypeAlias = dict[_Span, NDArray[np.int64]]
 
 
@@ -57,7 +57,7 @@ class _Kind:
 class Census:
     """See `blockers.Room`."""
 
-    def __init__(self, view: View, shape: GangShape, widest: Level) -> None:
+    def __init__(self, view: View, shape: GangShape, widest: LocalityLevel) -> None:
         assert shape.nodes <= 1, f"{shape.nodes} nodes: sums do not tell whether each has a part"
         self._view = view
         self._shape = shape
@@ -109,7 +109,7 @@ class Census:
                 self._count(kind, usable, now, 1)
             self._kinds[slot], self._is_usable[slot], self._spans[slot] = kind, usable, now
 
-    def has_room(self, level: Level) -> bool:
+    def has_room(self, level: LocalityLevel) -> bool:
         """Whether the nodes of any one rack, fabric or cluster have room for every role by sums."""
         return self._enough(level, self._usable, _QUESTIONS[()])
 
@@ -118,10 +118,12 @@ class Census:
         sums = _together(self._usable, self._unusable) if relaxed == OUT_OF_SERVICE else self._usable
         if _EVERYWHERE in sums and sums[_EVERYWHERE][at]:
             return True
-        widest = Level.CLUSTER if Reason.LOCALITY in relaxed else self._widest
-        if self._shape.nodes == 1 or widest < Level.RACK:
+        widest = LocalityLevel.CLUSTER if Reason.LOCALITY in relaxed else self._widest
+        if self._shape.nodes == 1 or widest < LocalityLevel.RACK:
             return False
-        levels = [level for level in (Level.RACK, Level.FABRIC, Level.CLUSTER) if level <= widest]
+        levels = [
+            level for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER) if level <= widest
+        ]
         return any(self._enough(level, sums, at) for level in levels)
 
     def usable_sets(self) -> Collection[ConfigurationSet]:
@@ -154,7 +156,7 @@ class Census:
         free = sum([size * count for size, count in beside])
         return share_short(self._shape, reason, sets, free, max([size for size, _ in beside], default=0))
 
-    def _enough(self, level: Level, sums: _Sums, at: int) -> bool:
+    def _enough(self, level: LocalityLevel, sums: _Sums, at: int) -> bool:
         width, tasks = len(_QUESTIONS), self._tasks
         return any(
             span[0] is level and all(room[width * (role + 1) + at] >= needed for role, needed in enumerate(tasks))
@@ -205,7 +207,7 @@ class Census:
             mask = topology.all_mask if Reason.GPUS in relaxed else free
             if Reason.DEVICE_MEMORY not in relaxed:
                 mask &= roomy
-            within = Level.NODE if Reason.LOCALITY in relaxed else min(self._widest, Level.NODE)
+            within = LocalityLevel.NODE if Reason.LOCALITY in relaxed else min(self._widest, LocalityLevel.NODE)
             cores = _UNLIMITED if Reason.CORES in relaxed else millicores
             left = _UNLIMITED if Reason.MEMORY in relaxed else memory
             level = topology.closest(mask, gpus) if is_wanted or not gpus else FAR
@@ -226,7 +228,7 @@ class Census:
             is_typed,
             is_typed and (free & roomy).bit_count() >= fewest_devices(shape),
             free.bit_count(),
-            topology.largest(free & roomy, min(self._widest, Level.NODE)),
+            topology.largest(free & roomy, min(self._widest, LocalityLevel.NODE)),
             millicores,
             memory,
         )
@@ -244,7 +246,7 @@ def _spans(fabric: str, rack: str) -> tuple[_Span, ...]:
     """Nowhere is not together."""
     spans = [_EVERYWHERE]
     if fabric:
-        spans.append((Level.FABRIC, fabric, ""))
+        spans.append((LocalityLevel.FABRIC, fabric, ""))
     if rack:
-        spans.append((Level.RACK, fabric, rack))
+        spans.append((LocalityLevel.RACK, fabric, rack))
     return tuple(spans)

@@ -7,14 +7,19 @@ from functools import lru_cache
 
 from ganger.resources.fit import demand
 from ganger.resources.topology import Topology
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
 
 _CORE = 1000
 
 
 def make_claim(
-    view: View, slot: int, shape: GangShape, tasks: Sequence[int], mode: Mode, widest: Level = Level.NODE
+    view: View,
+    slot: int,
+    shape: GangShape,
+    tasks: Sequence[int],
+    mode: LoadMode,
+    widest: LocalityLevel = LocalityLevel.NODE,
 ) -> Claim | None:
     """A claim for `tasks[r]` tasks of role r within `widest`, or None if the node cannot take them.
 
@@ -31,14 +36,14 @@ def make_claim(
     mask = topology.best(
         free,
         needed.gpus,
-        min(widest, Level.NODE),
-        mode is Mode.SPREAD,
+        min(widest, LocalityLevel.NODE),
+        mode is LoadMode.SPREAD,
         view.socket_jobs[slot],
         view.group_jobs[slot],
     )
     if mask is None or view.memory[slot] < needed.memory_bytes:
         return None
-    jobs = view.socket_jobs[slot] if mode is Mode.SPREAD else ()
+    jobs = view.socket_jobs[slot] if mode is LoadMode.SPREAD else ()
     millicores = split_cores(topology, view.millicores[slot], mask, needed.millicores, jobs)
     if millicores is None:
         return None

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from ganger.placement.claims import make_claim
 from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 
 
-def evenly(view: View, shape: GangShape, order: Iterable[int], mode: Mode) -> tuple[Claim, ...] | None:
+def evenly(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode) -> tuple[Claim, ...] | None:
     """The same number of tasks, give or take one, on each of the first `shape.nodes` nodes that take theirs."""
     nodes = shape.nodes
     claims: list[Claim] = []
@@ -30,7 +30,7 @@ def evenly(view: View, shape: GangShape, order: Iterable[int], mode: Mode) -> tu
 
 
 def fewest(
-    view: View, shape: GangShape, runs: Iterable[tuple[int, Iterator[int]]], mode: Mode
+    view: View, shape: GangShape, runs: Iterable[tuple[int, Iterator[int]]], mode: LoadMode
 ) -> tuple[Claim, ...] | None:
     """One role over the roomiest nodes, its last tasks on a node that they fill best.
 
@@ -67,7 +67,7 @@ def fewest(
     return tuple(claims) if not remaining else None
 
 
-def greedily(view: View, shape: GangShape, order: Iterable[int], mode: Mode) -> tuple[Claim, ...] | None:
+def greedily(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode) -> tuple[Claim, ...] | None:
     """Several roles: node by node as many tasks of each as fit, the roles with the most devices first."""
     nodes = shape.nodes
     remaining = [role.tasks for role in shape.roles]
@@ -104,7 +104,7 @@ def _state(view: View, slot: int) -> tuple[object, ...]:
 
 
 def _most_tasks(
-    view: View, slot: int, shape: GangShape, tasks: Sequence[int], role: int, most: int, mode: Mode
+    view: View, slot: int, shape: GangShape, tasks: Sequence[int], role: int, most: int, mode: LoadMode
 ) -> tuple[int, Claim | None]:
     """Most tasks of a role that fit beside `tasks` on one node, and the claim for all of them."""
     low, high = 0, most

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ganger.placement.candidates import candidates, places
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import GangShape
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 
 # Every submission asks, most for one of few shapes; the answer holds as long as the idle cluster is the same.
 _MOST_ANSWERS = 4096
@@ -34,7 +34,7 @@ def impossible(view: View, shape: GangShape) -> Refusal | None:
 
 def _judge(idle: View, shape: GangShape) -> Refusal | None:
     patient = _at_its_widest(shape)
-    placement = candidates(idle, patient, mode=Mode.PACK, limit=1, affinity=False)
+    placement = candidates(idle, patient, mode=LoadMode.PACK, limit=1, affinity=False)
     if placement.candidates:
         return None
     tasks = _largest(idle, patient)
@@ -62,7 +62,7 @@ def _largest(idle: View, shape: GangShape) -> int:
     low, high = 0, max(role.tasks for role in shape.roles)
     while low < high:
         middle = (low + high + 1) // 2
-        if places(idle, _scaled(shape, middle), mode=Mode.PACK, limit=1, affinity=False):
+        if places(idle, _scaled(shape, middle), mode=LoadMode.PACK, limit=1, affinity=False):
             low = middle
         else:
             high = middle - 1

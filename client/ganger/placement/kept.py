@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from typing import Final, Protocol, TypeVar
 
-from ganger.resources.view import Kept, View
+from ganger.resources.view import DerivedValue, View
 
 
 class Following(Protocol):
@@ -34,7 +34,7 @@ def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed 
         while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
             # Who was not asked for the longest is at the front.
             del shelf[next(iter(shelf))]
-        shelf[key] = Kept(view.changes)
+        shelf[key] = DerivedValue(view.changes)
         return None
     shelf[key] = one
     changed = view.changed_since(one.at)

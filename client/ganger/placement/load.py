@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 
 # Pack from here on, to keep holes for large gangs; spread again below the lower one. The gap keeps the coming and
 # going of gangs from flipping the mode: on 512 devices that gangs of one to eight come to at random, the load scatters
@@ -12,11 +12,11 @@ _PACK_FROM = 0.7
 _SPREAD_BELOW = 0.4
 
 
-def choose_mode(previous: Mode, held: int, total: int) -> Mode:
+def choose_mode(previous: LoadMode, held: int, total: int) -> LoadMode:
     """`held` of `total` devices belong to gangs. In between the previous mode stays."""
     load = held / total if total else 0.0
     if load >= _PACK_FROM:
-        return Mode.PACK
+        return LoadMode.PACK
     if load < _SPREAD_BELOW:
-        return Mode.SPREAD
+        return LoadMode.SPREAD
     return previous

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger.placement.scan import Scan
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 
 SLOT_BITS: Final = 20
 # Loads are compared up to these.
@@ -19,7 +19,7 @@ _MOST_JOBS: Final = 255
 _MOST_CORES: Final = 4095
 
 
-def single_keys(scan: Scan, slots: NDArray[np.intp], mode: Mode, affinity: bool) -> NDArray[np.int64]:
+def single_keys(scan: Scan, slots: NDArray[np.intp], mode: LoadMode, affinity: bool) -> NDArray[np.int64]:
     """Of nodes that are to hold the whole gang."""
     columns, gpus = scan.columns, scan.shape.gpus
     jobs = np.minimum(columns.jobs[slots], _MOST_JOBS)
@@ -27,25 +27,25 @@ def single_keys(scan: Scan, slots: NDArray[np.intp], mode: Mode, affinity: bool)
         # Cores beside devices are left to gangs that use the devices.
         devices = scan.device_counts[slots]
         cores = np.minimum(columns.millicores[slots] // 1000, _MOST_CORES)
-        load = (jobs << 12) + _MOST_CORES - cores if mode is Mode.SPREAD else cores
+        load = (jobs << 12) + _MOST_CORES - cores if mode is LoadMode.SPREAD else cores
         return (devices << 24) + load
     left = scan.free_devices[slots] - gpus
-    load = (63 - left << 8) + jobs if mode is Mode.SPREAD else (left << 8) + jobs
+    load = (63 - left << 8) + jobs if mode is LoadMode.SPREAD else (left << 8) + jobs
     levels = scan.closest(gpus)[slots].astype(np.int64)
     return ((classes(scan, slots, affinity) * 16 + levels) << 16) + load
 
 
 def single_key(
-    gpus: int, devices: int, free_devices: int, millicores: int, jobs: int, has: int, level: int, mode: Mode
+    gpus: int, devices: int, free_devices: int, millicores: int, jobs: int, has: int, level: int, mode: LoadMode
 ) -> int:
     """The same of one node: its devices, those that it could give, its free cores, its jobs, its affinity (that of the
     gang where all servers are alike), and the level of the best `gpus` of its free devices."""
     jobs = min(jobs, _MOST_JOBS)
     if not gpus:
         cores = min(millicores // 1000, _MOST_CORES)
-        return (devices << 24) + ((jobs << 12) + _MOST_CORES - cores if mode is Mode.SPREAD else cores)
+        return (devices << 24) + ((jobs << 12) + _MOST_CORES - cores if mode is LoadMode.SPREAD else cores)
     left = free_devices - gpus
-    load = (63 - left << 8) + jobs if mode is Mode.SPREAD else (left << 8) + jobs
+    load = (63 - left << 8) + jobs if mode is LoadMode.SPREAD else (left << 8) + jobs
     return (((0 if has == gpus else 1 if has == 0 else 2) * 16 + level) << 16) + load
 
 

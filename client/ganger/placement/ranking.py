@@ -17,8 +17,8 @@ from ganger.placement.preference import SLOT_BITS, single_key, single_keys
 from ganger.placement.scan import Scan
 from ganger.resources.fit import Demand, demand
 from ganger.resources.topology import Topology
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
 
 _NOT_ONE: Final = -1
 _MOST_REMEMBERED: Final = 512
@@ -27,11 +27,11 @@ _MOST_REMEMBERED: Final = 512
 class Ranking:
     """For one view, shape, mode and widest level; `affinity` as in `candidates`."""
 
-    def __init__(self, view: View, shape: GangShape, mode: Mode, widest: Level, affinity: bool) -> None:
+    def __init__(self, view: View, shape: GangShape, mode: LoadMode, widest: LocalityLevel, affinity: bool) -> None:
         self._view = view
         self._shape = shape
         self._mode = mode
-        self._widest = min(widest, Level.NODE)
+        self._widest = min(widest, LocalityLevel.NODE)
         self._affinity = affinity
         self._gpus = shape.gpus
         self._tasks = tuple([role.tasks for role in shape.roles])

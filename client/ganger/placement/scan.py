@@ -17,7 +17,7 @@ from ganger.resources.columns import Columns
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason
 from ganger.resources.topology import FAR, Topology
-from ganger.resources.values import ConfigurationSet, GangShape, Level
+from ganger.resources.values import ConfigurationSet, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 # More tasks than any gang has; what a node could take that the tasks need nothing of.
@@ -81,17 +81,17 @@ class Scan:
             topology = self.view.topologies[here[0]]
             if gpus <= 1:
                 enough = here if counts is None else here[counts[here] >= gpus]
-                levels[enough] = FAR if gpus > configuration_set.devices else Level.NVLINK
+                levels[enough] = FAR if gpus > configuration_set.devices else LocalityLevel.NVLINK
             elif free is None:
                 levels[here] = topology.closest(topology.all_mask, gpus)
             else:
                 levels[here] = _levels(topology, free[here], gpus)
         return levels
 
-    def hosts(self, level: Level, relaxed: Collection[Reason] = NOTHING) -> NDArray[np.bool_]:
+    def hosts(self, level: LocalityLevel, relaxed: Collection[Reason] = NOTHING) -> NDArray[np.bool_]:
         """Nodes that could host the whole gang within `level`."""
         closest = self.closest(self.shape.gpus, relaxed)
-        within = Level.NODE if Reason.LOCALITY in relaxed else min(level, Level.NODE)
+        within = LocalityLevel.NODE if Reason.LOCALITY in relaxed else min(level, LocalityLevel.NODE)
         hosts = self._counted(relaxed) & (closest <= within)
         everything = tuple(role.tasks for role in self.shape.roles)
         for code, configuration_set in self.sets:
@@ -126,11 +126,11 @@ class Scan:
         capacity[~self._counted(relaxed)] = 0
         return capacity
 
-    def spans(self, level: Level) -> NDArray[np.int32]:
+    def spans(self, level: LocalityLevel) -> NDArray[np.int32]:
         """Per node: the number of its rack, fabric or cluster; nodes of one number are within `level`; 0 is nowhere."""
-        if level == Level.RACK:
+        if level == LocalityLevel.RACK:
             return self.columns.racks[: self.size]
-        if level == Level.FABRIC:
+        if level == LocalityLevel.FABRIC:
             return self.columns.fabrics[: self.size]
         return np.ones(self.size, np.int32)
 

@@ -11,14 +11,14 @@ from ganger.placement.scan import Scan
 from ganger.resources.fit import demand
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import bits
-from ganger.resources.values import ConfigurationSet, GangShape, Level
+from ganger.resources.values import ConfigurationSet, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 
 class Scanned:
     """See `blockers.Room`."""
 
-    def __init__(self, scan: Scan, widest: Level) -> None:
+    def __init__(self, scan: Scan, widest: LocalityLevel) -> None:
         self._scan = scan
         self._widest = widest
 
@@ -35,13 +35,13 @@ class Scanned:
         if shape.nodes <= 1 and bool(scan.hosts(widest, relaxed).any()):
             return True
         if Reason.LOCALITY in relaxed:
-            widest = Level.CLUSTER
-        if shape.nodes == 1 or widest < Level.RACK:
+            widest = LocalityLevel.CLUSTER
+        if shape.nodes == 1 or widest < LocalityLevel.RACK:
             return False
         rooms = [(role.tasks, scan.capacity(index, relaxed)) for index, role in enumerate(shape.roles)]
         return any(
             _enough(shape, rooms, scan.spans(level))
-            for level in (Level.RACK, Level.FABRIC, Level.CLUSTER)
+            for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
             if level <= widest
         )
 
@@ -57,7 +57,7 @@ class Scanned:
 
     def figures(self, reason: Reason) -> Refusal:
         scan, shape, widest, usable = self._scan, self.shape, self._widest, self._scan.usable
-        typed = usable & (scan.closest(min(1, shape.gpus), (Reason.GPUS, Reason.DEVICE_MEMORY)) <= Level.NODE)
+        typed = usable & (scan.closest(min(1, shape.gpus), (Reason.GPUS, Reason.DEVICE_MEMORY)) <= LocalityLevel.NODE)
         if reason is Reason.DEVICE_MEMORY:
             return _device_memory(scan, typed)
         if reason is Reason.GPUS:
@@ -66,7 +66,7 @@ class Scanned:
         if reason is Reason.LOCALITY:
             largest = max(
                 (
-                    scan.view.topologies[slot].largest(int(scan.free[slot]), min(widest, Level.NODE))
+                    scan.view.topologies[slot].largest(int(scan.free[slot]), min(widest, LocalityLevel.NODE))
                     for slot in np.flatnonzero(typed)
                 ),
                 default=0,
@@ -89,7 +89,7 @@ def devices_short(shape: GangShape, free: int, largest: int) -> Refusal:
     return Refusal(Reason.GPUS, {"needed": shape.gpus, "free": free, "largest_free": largest})
 
 
-def devices_apart(shape: GangShape, widest: Level, largest: int) -> Refusal:
+def devices_apart(shape: GangShape, widest: LocalityLevel, largest: int) -> Refusal:
     """`largest`: the most free devices that lie within `widest` of each other on any node."""
     return Refusal(Reason.LOCALITY, {"needed": shape.gpus, "widest": int(widest), "largest_free": largest})
 

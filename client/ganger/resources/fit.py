@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.topology import bits
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 # A gang of thousands of claims that all conflict is explained by the first few.
@@ -138,7 +138,7 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
     if placed != role.tasks or (len(claims) > 1 and len({claim.node for claim in claims}) != len(claims)):
         return False
     widest = shape.locality.widest
-    return widest is Level.CLUSTER or gang_level(view, claims) <= widest
+    return widest is LocalityLevel.CLUSTER or gang_level(view, claims) <= widest
 
 
 _ONE_TASK: Final = (1,)
@@ -170,14 +170,14 @@ def _why_not(
     if refusals:
         return tuple(refusals)
     widest = shape.locality.widest
-    if widest is not Level.CLUSTER and (level := gang_level(view, claims)) > widest:
+    if widest is not LocalityLevel.CLUSTER and (level := gang_level(view, claims)) > widest:
         figures = {"level": int(level), "widest": int(widest)}
         detail = f"the gang's worst pair is at {level.name}, the job accepts {widest.name}"
         return (Refusal(Reason.LOCALITY, figures, detail=detail),)
     return ()
 
 
-def gang_level(view: View, claims: Sequence[Claim]) -> Level:
+def gang_level(view: View, claims: Sequence[Claim]) -> LocalityLevel:
     """Worst pair of the gang's devices; without devices, of its nodes. Nodes must be known.
 
     Nodes whose rack or fabric nobody named are only known to be in one cluster.
@@ -190,10 +190,10 @@ def gang_level(view: View, claims: Sequence[Claim]) -> Level:
     fabrics = {view.fabrics[slot] for slot in slots}
     racks = {view.racks[slot] for slot in slots}
     if len(fabrics) == 1 and len(racks) == 1 and "" not in racks:
-        return Level.RACK
+        return LocalityLevel.RACK
     if len(fabrics) == 1 and "" not in fabrics:
-        return Level.FABRIC
-    return Level.CLUSTER
+        return LocalityLevel.FABRIC
+    return LocalityLevel.CLUSTER
 
 
 def _mismatch(shape: GangShape, claims: Sequence[Claim]) -> Refusal | None:

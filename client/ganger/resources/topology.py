@@ -14,7 +14,7 @@ from operator import or_
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.resources.values import ConfigurationSet, DeviceGroup, Level, Socket
+from ganger.resources.values import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
 
 # Wider than any level: not enough devices.
 FAR = 99
@@ -41,16 +41,16 @@ class Topology:
         # Of a server on which all are equally far from each other; None of any other.
         apart = {level for one, levels in enumerate(self._pairs) for level in levels[:one]}
         self._uniform = apart.pop() if len(apart) == 1 else None
-        self._level_of: dict[int, Level] = {}
-        self._best: dict[tuple[int, int, Level, bool, Sequence[int], Sequence[int]], int | None] = {}
+        self._level_of: dict[int, LocalityLevel] = {}
+        self._best: dict[tuple[int, int, LocalityLevel, bool, Sequence[int], Sequence[int]], int | None] = {}
         self._closest: dict[int, NDArray[np.int8]] = {}
-        self._largest: dict[tuple[int, Level], int] = {}
+        self._largest: dict[tuple[int, LocalityLevel], int] = {}
         self.circles = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
 
-    def level(self, mask: int) -> Level:
+    def level(self, mask: int) -> LocalityLevel:
         """The worst pair of the mask's devices; NVLINK, the closest, for fewer than two."""
         if mask & (mask - 1) == 0:
-            return Level.NVLINK
+            return LocalityLevel.NVLINK
         if self._uniform is not None:
             return self._uniform
         found = self._level_of.get(mask)
@@ -67,7 +67,7 @@ class Topology:
         self,
         free: int,
         count: int,
-        widest: Level = Level.NODE,
+        widest: LocalityLevel = LocalityLevel.NODE,
         spread: bool = False,
         socket_jobs: Sequence[int] = (),
         group_jobs: Sequence[int] = (),
@@ -83,7 +83,7 @@ class Topology:
             return None
         if not self.circles:
             # None are closer to each other than others.
-            return _lowest(free, count) if widest >= Level.NODE or count == 1 else None
+            return _lowest(free, count) if widest >= LocalityLevel.NODE or count == 1 else None
         jobs = (tuple(socket_jobs), tuple(group_jobs)) if spread else ((), ())
         key = (free, count, widest, spread, *jobs)
         if key not in self._best:
@@ -92,9 +92,9 @@ class Topology:
             self._best[key] = self._search(free, count, widest, spread, *jobs)
         return self._best[key]
 
-    def largest(self, free: int, widest: Level) -> int:
+    def largest(self, free: int, widest: LocalityLevel) -> int:
         """Most free devices that lie within `widest` of each other."""
-        if widest >= Level.NODE:
+        if widest >= LocalityLevel.NODE:
             return free.bit_count()
         key = (free, widest)
         found = self._largest.get(key)
@@ -124,7 +124,13 @@ class Topology:
         return self.devices <= _ENUMERATED_DEVICES
 
     def _search(
-        self, free: int, count: int, widest: Level, spread: bool, socket_jobs: Sequence[int], group_jobs: Sequence[int]
+        self,
+        free: int,
+        count: int,
+        widest: LocalityLevel,
+        spread: bool,
+        socket_jobs: Sequence[int],
+        group_jobs: Sequence[int],
     ) -> int | None:
         def rank(mask: int) -> tuple[int, int, int, int, int]:
             waste = sum((free & ~mask & group).bit_count() for group in self.circles if group & mask)
@@ -214,10 +220,10 @@ def parse_topology(
     per_socket = switches * per_switch
     socket_masks = [((1 << per_socket) - 1) << (index * per_socket) for index in range(sockets)]
     groups = [
-        DeviceGroup(Level.SWITCH, ((1 << per_switch) - 1) << (index * per_switch))
+        DeviceGroup(LocalityLevel.SWITCH, ((1 << per_switch) - 1) << (index * per_switch))
         for index in range(sockets * switches if len(numbers) == 3 else 0)
     ]
-    groups += [DeviceGroup(Level.SOCKET, mask) for mask in socket_masks]
+    groups += [DeviceGroup(LocalityLevel.SOCKET, mask) for mask in socket_masks]
     return ConfigurationSet(
         name=name or f"{device_type}-{text.lower()}",
         device_type=device_type,
@@ -242,13 +248,13 @@ def _jobs_beside(groups: Sequence[int], jobs: Sequence[int], mask: int) -> int:
     return sum(count for group, count in zip(groups, jobs, strict=False) if group & mask)
 
 
-def _cliques(configuration_set: ConfigurationSet) -> tuple[tuple[Level, int], ...]:
+def _cliques(configuration_set: ConfigurationSet) -> tuple[tuple[LocalityLevel, int], ...]:
     return tuple(sorted((group.level, group.device_mask) for group in configuration_set.groups))
 
 
-def _pair_levels(configuration_set: ConfigurationSet) -> list[list[Level]]:
-    levels = [[Level.NODE] * configuration_set.devices for _ in range(configuration_set.devices)]
-    closeness = [(Level.SOCKET, socket.device_mask) for socket in configuration_set.sockets]
+def _pair_levels(configuration_set: ConfigurationSet) -> list[list[LocalityLevel]]:
+    levels = [[LocalityLevel.NODE] * configuration_set.devices for _ in range(configuration_set.devices)]
+    closeness = [(LocalityLevel.SOCKET, socket.device_mask) for socket in configuration_set.sockets]
     for level, mask in (*closeness, *_cliques(configuration_set)):
         for one in bits(mask):
             for other in bits(mask):

@@ -12,7 +12,7 @@ from enum import IntEnum
 from msgspec import Struct, field
 
 
-class Level(IntEnum):
+class LocalityLevel(IntEnum):
     """The best path between two devices; of a gang, its worst pair. Smaller is closer."""
 
     NVLINK = 1
@@ -27,7 +27,7 @@ class Level(IntEnum):
 class DeviceGroup(Struct, frozen=True, gc=False):
     """Devices that reach each other at `level` or better."""
 
-    level: Level
+    level: LocalityLevel
     device_mask: int
 
 
@@ -86,8 +86,8 @@ class Role(Struct, frozen=True, gc=False):
 class Locality(Struct, frozen=True, gc=False):
     """What a job tolerates: `widest` at once, `wish` if it comes within `patience_seconds`."""
 
-    widest: Level = Level.CLUSTER
-    wish: Level | None = None
+    widest: LocalityLevel = LocalityLevel.CLUSTER
+    wish: LocalityLevel | None = None
     patience_seconds: float = 0.0
 
 

@@ -18,7 +18,7 @@ from ganger.resources.topology import Topology, bits
 from ganger.resources.values import Claim, ConfigurationSet, NodeRow
 
 
-class Mode(Enum):
+class LoadMode(Enum):
     """SPREAD under light load, PACK under heavy load."""
 
     SPREAD = "spread"
@@ -26,7 +26,7 @@ class Mode(Enum):
 
 
 @dataclass(slots=True)
-class Kept:
+class DerivedValue:
     """What somebody worked out of a view. `at`: the changes there had been when it was last asked for; `what`: None
     until it is asked for again after a change."""
 
@@ -37,7 +37,9 @@ class Kept:
 class View:
     """All nodes. `version` rises with every change; a row carries the version of its last change."""
 
-    def __init__(self, sets: Iterable[ConfigurationSet] = (), version: int = 0, mode: Mode = Mode.SPREAD) -> None:
+    def __init__(
+        self, sets: Iterable[ConfigurationSet] = (), version: int = 0, mode: LoadMode = LoadMode.SPREAD
+    ) -> None:
         self.sets: dict[str, ConfigurationSet] = {}
         self.version = version
         # The version of the last change that made room anywhere: what found none since then still finds none.
@@ -83,7 +85,7 @@ class View:
         # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
         self._bare: View | None = None
         # By whatever names it; a copy begins with nothing (`placement.kept`).
-        self.kept: dict[Hashable, Kept] = {}
+        self.kept: dict[Hashable, DerivedValue] = {}
         for configuration_set in sets:
             self.put_configuration_set(configuration_set)
 

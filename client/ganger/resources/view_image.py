@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ganger.resources.values import ConfigurationSet, NodeRow
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 
 
 class ViewImage(Struct, frozen=True, gc=False):
@@ -17,7 +17,7 @@ class ViewImage(Struct, frozen=True, gc=False):
     sets: tuple[ConfigurationSet, ...]
     version: int
     freed: int
-    mode: Mode
+    mode: LoadMode
     # By slot; None where a node has left.
     rows: tuple[NodeRow | None, ...]
     # By slot: devices that may ever be free; zero where a node has left.

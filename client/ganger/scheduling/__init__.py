@@ -5,6 +5,9 @@ Write your own by deriving from `JobScheduler`; see docs/job-schedulers.md.
 
 from __future__ import annotations
 
-from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
+from ganger.scheduling.scheduler import JobScheduler, PlacementLease, Proposal
 
-__all__ = ["JobScheduler", "Proposal", "Turn"]
+__all__ = ["JobScheduler", "PlacementLease", "Proposal", "Turn"]
+
+# The name of versions up to 0.1.
+Turn = PlacementLease

@@ -40,7 +40,7 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
     """
     import asyncio
 
-    from ganger.scheduling.host import Host, run_host
+    from ganger.scheduling.host import SchedulerHost, run_host
     from ganger.wire.endpoints import find_endpoint
     from ganger.wire.names import job_name_from_text
 
@@ -53,7 +53,7 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
         if not names:
             return
     master = master or context.find_root().obj
-    asyncio.run(run_host(Host(lambda: find_endpoint(master), made, jobs=names)))
+    asyncio.run(run_host(SchedulerHost(lambda: find_endpoint(master), made, jobs=names)))
 
 
 def _read_job() -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganger.placement.candidates import Placement, candidates
-from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.placement.candidates import PlacementAnswer, candidates
+from ganger.resources.reasons import Reason, Refusal, RefusalKind
 from ganger.resources.view import View
-from ganger.scheduling.scheduler import JobScheduler, Proposal, Turn
+from ganger.scheduling.scheduler import JobScheduler, PlacementLease, Proposal
 
 # A second candidate costs little and saves a round trip when the first was just taken.
 _CANDIDATES = 4
@@ -33,7 +33,7 @@ class DefaultScheduler(JobScheduler):
         self._avoid: set[str] = set()
         self._refused: tuple[Refusal, ...] = ()
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         placement = self._places(turn, view)
         if turn.turn != self._turn:
             self._turn, self._refused = turn.turn, ()
@@ -46,7 +46,7 @@ class DefaultScheduler(JobScheduler):
         # With nodes avoided because they are kept for others, those who keep them are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
-    def _places(self, turn: Turn, view: View) -> Placement:
+    def _places(self, turn: PlacementLease, view: View) -> PlacementAnswer:
         return candidates(
             view,
             turn.shape,
@@ -57,10 +57,12 @@ class DefaultScheduler(JobScheduler):
             limit=_CANDIDATES,
         )
 
-    def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason in _CLOSED]
         nodes = {refusal.node for refusal in kept if refusal.node}
-        conflict = {refusal.node for refusal in refusals if refusal.reason.kind is not Kind.MISTAKE and refusal.node}
+        conflict = {
+            refusal.node for refusal in refusals if refusal.reason.kind is not RefusalKind.MISTAKE and refusal.node
+        }
         if not conflict or (kept and not nodes - self._avoid):
             # A strict queue, a quota, a mistake: no other place would help.
             return Proposal((), tuple(refusals[:_MOST_BLOCKERS]))

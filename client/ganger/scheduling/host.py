@@ -28,7 +28,7 @@ from ganger.scheduling.away import why, why_away
 from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.mirror import Mirror
 from ganger.scheduling.running import first_end, set_of, until_stopped
-from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, Proposal, Turn
+from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, PlacementLease, Proposal
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, names, times
 from ganger.wire.channels import open_aio_channel
@@ -50,7 +50,7 @@ _WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
 _FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
 
-class Host:
+class SchedulerHost:
     """Runs schedulers made by `make_scheduler` until `run` is cancelled or, with `jobs`, until all of those have ended.
 
     `find` is asked at every connection, so that a master that comes back elsewhere is found.
@@ -168,7 +168,7 @@ class Host:
             # A scheduler that raises loses this turn; the job goes on by the default one after three.
             log.exception("job scheduler failed", extra={"job": message.job})
 
-    def _propose(self, scheduler: JobScheduler, turn: Turn) -> Proposal:
+    def _propose(self, scheduler: JobScheduler, turn: PlacementLease) -> Proposal:
         with self._bounded():
             proposal: object = scheduler.propose(turn, self.mirror.view)
         # Of a `return` that was forgotten the job would wait for ever: to pass is to say so.
@@ -188,7 +188,7 @@ class Host:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    async def _ask(self, scheduling: Any, turn: Turn, proposal: Proposal) -> scheduling_pb2.Rejection | None:
+    async def _ask(self, scheduling: Any, turn: PlacementLease, proposal: Proposal) -> scheduling_pb2.Rejection | None:
         """None when the gang was approved, or the turn passed."""
         request = scheduling_pb2.GangRequest(
             job=turn.job,
@@ -240,8 +240,8 @@ class Host:
         return scheduler
 
 
-def _turn_of(message: scheduling_pb2.Turn) -> Turn:
-    return Turn(
+def _turn_of(message: scheduling_pb2.Turn) -> PlacementLease:
+    return PlacementLease(
         turn=message.turn,
         job=message.job,
         revision=message.revision,
@@ -255,7 +255,7 @@ def _turn_of(message: scheduling_pb2.Turn) -> Turn:
     )
 
 
-async def run_host(host: Host, *, until_stdin_closes: bool = False) -> None:
+async def run_host(host: SchedulerHost, *, until_stdin_closes: bool = False) -> None:
     """Until the host is done, SIGTERM or SIGINT comes, or, if asked, standard input closes (its parent died)."""
     await until_stopped(host.run(), until_stdin_closes)
 
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    host = Host(lambda: find_endpoint(options.state_dir))
+    host = SchedulerHost(lambda: find_endpoint(options.state_dir))
     asyncio.run(run_host(host, until_stdin_closes=options.until_stdin_closes))
     return 0
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ganger.resources.fit import fit
 from ganger.resources.values import Claim, GangShape, NodeRow
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 from ganger.v1 import scheduling_pb2
 from ganger.wire import convert, names
 
@@ -36,7 +36,7 @@ class Mirror:
             self._heard.clear()
         for configuration_set in delta.configuration_sets:
             self.view.put_configuration_set(convert.configuration_set_from_wire(configuration_set))
-        self.view.mode = Mode.PACK if delta.mode == scheduling_pb2.View.MODE_PACK else Mode.SPREAD
+        self.view.mode = LoadMode.PACK if delta.mode == scheduling_pb2.View.MODE_PACK else LoadMode.SPREAD
         self.hear(convert.node_row_from_wire(row) for row in delta.nodes)
         for name in delta.removed:
             node = names.parse_node_name(name)

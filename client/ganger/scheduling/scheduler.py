@@ -19,7 +19,7 @@ MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlacementLease:
     """A lease to ask for a gang. Seconds throughout; `job` is a name ("jobs/7"), nodes are bare ("n1")."""
 
     turn: int
@@ -52,10 +52,10 @@ class JobScheduler(ABC):
     """
 
     @abstractmethod
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         """What to ask for. The view is the newest known; do not change it, work on `view.copy()`."""
 
-    def on_rejected(self, turn: Turn, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         """What to ask for instead; None passes the turn on. The view has the fresh rows already.
 
         Asked after every rejection, so that a scheduler can learn; the answer counts only while the turn lasts.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ganger.training.state import Training, unwrapped
+from ganger.training.state import TrainingObjects, unwrapped
 
 
 class Discovery:
@@ -40,7 +40,7 @@ class Discovery:
     def has_optimizer(self) -> bool:
         return any(reference() is not None for reference in self._optimizers)
 
-    def training(self) -> Training:
+    def training(self) -> TrainingObjects:
         """What is alive now."""
         optimizers = _alive(self._optimizers)
         models = _root_modules(list(self._modules.values()), optimizers)
@@ -53,7 +53,7 @@ class Discovery:
         loose = _loose_parameters(models, optimizers)
         if loose is not None:
             named["loose"] = loose
-        return Training(
+        return TrainingObjects(
             models=named,
             optimizers={f"optimizer{number}": item for number, item in enumerate(optimizers)},
             schedulers={f"scheduler{number}": item for number, item in enumerate(_outermost(_alive(self._schedulers)))},

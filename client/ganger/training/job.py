@@ -16,18 +16,18 @@ import torch
 
 from ganger.injob import metrics
 from ganger.injob.control import Control
-from ganger.injob.page import Capability, Opaque, Phase, Word
+from ganger.injob.page import Capability, Opaque, PagePhase, Word
 from ganger.training import agent, child_training
 from ganger.training.ending import keep_default_group
 from ganger.training.hardware import tell
 from ganger.training.loader import ElasticLoader
 from ganger.training.offload import StateKeeper
-from ganger.training.place import Place
-from ganger.training.progress import Progress
+from ganger.training.place import LoopPosition
+from ganger.training.progress import ProgressReporter
 from ganger.training.randomness import capture_random, restore_random
 from ganger.training.replicas import why_not_replicated
 from ganger.training.sampler import mixed, seed_everything
-from ganger.training.state import Restored, Training, apply_object
+from ganger.training.state import Restored, TrainingObjects, apply_object
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.
 _attached: tuple[int, str] | None = None
@@ -49,7 +49,7 @@ def attach(
     """
     global _attached
     agent.stand_down()
-    training = Training(
+    training = TrainingObjects(
         models=_named(model, "model"),
         optimizers=_named(optimizer, "optimizer"),
         schedulers=_named(scheduler, "scheduler"),
@@ -121,16 +121,16 @@ class _Unclaimed:
 class TrainingJob:
     """One rank of a training job. Make it with `attach`."""
 
-    def __init__(self, training: Training, control: Control | None, seed: int) -> None:
+    def __init__(self, training: TrainingObjects, control: Control | None, seed: int) -> None:
         self._training = training
         self._control = control
         self._seed = seed
         self._keeper: StateKeeper | None = None
-        self._progress: Progress | None = None
+        self._progress: ProgressReporter | None = None
         self._loaders: list[ElasticLoader] = []
         # Of them, those made so far in this run of the script; one that is made in every epoch is the same again.
         self._made = 0
-        self._place = Place()
+        self._place = LoopPosition()
         self._reasons: list[str] = []
         # The agent has failed: steps are counted, no order is obeyed.
         self._is_aside = False
@@ -157,7 +157,7 @@ class TrainingJob:
         keeper.when_stopped = self._show
         self._keeper = keeper
         control.handlers = keeper.handlers()
-        self._progress = Progress(control.page, lambda: self._training, keeper)
+        self._progress = ProgressReporter(control.page, lambda: self._training, keeper)
         restored = keeper.restore_at_start()
         if restored is not None:
             self._restored = restored
@@ -358,7 +358,7 @@ class TrainingJob:
     def safe_point(self) -> None:
         """Call it now and then in something long without steps (evaluation): the job is seen to be alive."""
         if self._control is not None:
-            self._control.phase(Phase.EVALUATION)
+            self._control.phase(PagePhase.EVALUATION)
             self._control.safe_point()
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from ganger.training.sampler import Batches, SeededDataset, Slice, mixed
+from ganger.training.sampler import Batches, SampleRange, SeededDataset, mixed
 
 
 class LoaderEvents(Protocol):
@@ -53,7 +53,7 @@ class ElasticLoader:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(f"{type(dataset).__name__} is no map-style dataset; the elastic loader needs len() and []")
         self.dataset = dataset
-        self._cut = Slice(len(dataset), global_batch, rank, world, shuffle, drop_last)
+        self._cut = SampleRange(len(dataset), global_batch, rank, world, shuffle, drop_last)
         self._seed = mixed(seed, number)
         self._workers = num_workers
         # workers are made for each pass anyway, as their number may have changed

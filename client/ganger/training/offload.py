@@ -17,7 +17,7 @@ import torch
 
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.image import ImageError
-from ganger.injob.page import Error, State, Word
+from ganger.injob.page import Error, PageState, Word
 from ganger.training.arena import Arena, give_free_memory_back
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.image import (
@@ -33,7 +33,7 @@ from ganger.training.image import (
     open_image,
     write_image,
 )
-from ganger.training.state import Captured, Restored, StateMismatchError, Training, capture, position_of, restore
+from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
 from ganger.training.unflushed import Unflushed
 
 _T = TypeVar("_T")
@@ -66,7 +66,7 @@ class StateKeeper:
     def __init__(
         self,
         control: Control,
-        training: Callable[[], Training],
+        training: Callable[[], TrainingObjects],
         position: Callable[[], dict[str, Any]],
     ) -> None:
         self._control = control
@@ -189,7 +189,7 @@ class StateKeeper:
     def _from_assigned_state(self, use: Callable[[OpenImage], _T]) -> _T:
         order = self._control.restore
         assert order is not None, "asked only when a state is assigned"
-        self._page.set(Word.STATE, State.RESTORING)
+        self._page.set(Word.STATE, PageState.RESTORING)
         try:
             if order.kind == "arena":
                 if self.arena is None:
@@ -352,7 +352,7 @@ def _freed(
     return tuple(freed)
 
 
-def device_bytes(training: Training) -> tuple[int, int]:
+def device_bytes(training: TrainingObjects) -> tuple[int, int]:
     """Device memory of the framework (now, peak); without an accelerator, the bytes of the live tensors' storages."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         devices = range(torch.cuda.device_count())
@@ -371,7 +371,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if shard is None else shard
 
 
-def _live_tensors(training: Training) -> list[torch.Tensor]:
+def _live_tensors(training: TrainingObjects) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for model in training.models.values():
         tensors += [*model.parameters(), *model.buffers()]

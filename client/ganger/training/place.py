@@ -27,7 +27,7 @@ class _Pass:
         self.is_of_epoch = is_of_epoch
 
 
-class Place:
+class LoopPosition:
     """The loops of one script, as they are told: `job.epochs` or `job.steps` around passes over loaders."""
 
     def __init__(self) -> None:

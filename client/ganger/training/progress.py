@@ -10,7 +10,7 @@ import torch
 
 from ganger.injob.page import Page, Word
 from ganger.training.offload import StateKeeper, device_bytes
-from ganger.training.state import Training
+from ganger.training.state import TrainingObjects
 
 LOSS_EVERY_SECONDS = 1.0
 # Steps worth the name are told of one by one; shorter ones a few at a time, so that telling costs next to nothing. Few,
@@ -22,10 +22,10 @@ MEASURED_STEPS = (1, 2, 3, 10, 100)
 MEASURED_EVERY = 1000
 
 
-class Progress:
+class ProgressReporter:
     """Writes the page's words that change with every step, as often as somebody could want to know."""
 
-    def __init__(self, page: Page, training: Callable[[], Training], keeper: StateKeeper | None) -> None:
+    def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper | None) -> None:
         self._page = page
         self._words = page.words
         self.training = training

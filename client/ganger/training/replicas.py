@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ganger.training.state import Training, unwrapped
+from ganger.training.state import TrainingObjects, unwrapped
 
 # Their state is a part of the whole, whatever else is the same on every rank.
 _SHARDING_MODULES = ("FullyShardedDataParallel",)
 _SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 
 
-def why_not_replicated(training: Training) -> str:
+def why_not_replicated(training: TrainingObjects) -> str:
     """What is only a part on each rank; empty if nothing is known to be. Models that differ by rank for a reason of
     their own (pipelines) are found out when a state does not fit."""
     for name, model in training.models.items():

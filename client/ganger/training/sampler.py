@@ -17,7 +17,7 @@ _MASK = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class Slice:
+class SampleRange:
     """The part of a dataset one rank reads. Batches are known by the sample they begin at, counted over all ranks."""
 
     length: int
@@ -88,7 +88,7 @@ def _seeded_batch(indices: list[int], seed: int) -> SeededBatch:
 class Batches:
     """The batch sampler of one pass from the global batch at `start` on."""
 
-    def __init__(self, cut: Slice, seed: int, number: int, start: int) -> None:
+    def __init__(self, cut: SampleRange, seed: int, number: int, start: int) -> None:
         self._cut = cut
         self._seed = seed
         self._number = number

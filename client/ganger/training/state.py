@@ -24,7 +24,7 @@ class StateMismatchError(Exception):
 
 
 @dataclass
-class Training:
+class TrainingObjects:
     """Everything of a script that a checkpoint must hold, by name."""
 
     models: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
-def capture(training: Training, position: dict[str, Any]) -> Captured:
+def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
     """Raises StateNotSupportedError, naming the value that has no portable form.
 
     Gradients that are not None are part of the state: the script may still add to them.
@@ -106,7 +106,7 @@ def position_of(image: OpenImage) -> dict[str, Any]:
     return position
 
 
-def restore(training: Training, image: OpenImage) -> Restored:
+def restore(training: TrainingObjects, image: OpenImage) -> Restored:
     """Put the image's state into the script's objects. The random generators are left alone.
 
     Raises StateMismatchError, ImageError, OSError. After an error the objects hold a mixture: the process must end.
@@ -289,7 +289,9 @@ def apply_object(item: Any, saved: Any) -> None:
         item.load_state_dict(saved)
 
 
-def _destinations(training: Training, saved: dict[str, Any], image: OpenImage) -> Iterator[tuple[int, torch.Tensor]]:
+def _destinations(
+    training: TrainingObjects, saved: dict[str, Any], image: OpenImage
+) -> Iterator[tuple[int, torch.Tensor]]:
     for kind, present in (
         ("models", training.models),
         ("optimizers", training.optimizers),
@@ -308,7 +310,7 @@ def _destinations(training: Training, saved: dict[str, Any], image: OpenImage) -
             yield saved["objects"][name].index, item
 
 
-def _apply(training: Training, state: dict[str, Any]) -> None:
+def _apply(training: TrainingObjects, state: dict[str, Any]) -> None:
     for name, model in training.models.items():
         _apply_model(unwrapped(model), state["models"][name])
     for name, optimizer in training.optimizers.items():
@@ -323,7 +325,7 @@ def _apply(training: Training, state: dict[str, Any]) -> None:
             apply_object(item, state["objects"][name])
 
 
-def _device(training: Training, kind: str) -> torch.device:
+def _device(training: TrainingObjects, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     found: torch.Tensor | None = next(

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ganger.injob import exitcode
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, Phase
+from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, PagePhase
 from ganger.training import agent
 from ganger.training.codec import StateNotSupportedError
 from ganger.training.discovery import Discovery
@@ -30,10 +30,10 @@ from ganger.training.hardware import tell
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.offload import StateKeeper
 from ganger.training.ownfiles import OwnFiles
-from ganger.training.progress import Progress
+from ganger.training.progress import ProgressReporter
 from ganger.training.randomness import restore_random
 from ganger.training.repeating import counted_by, fetch_place, loops_inside_pass
-from ganger.training.state import Training, capture
+from ganger.training.state import TrainingObjects, capture
 from ganger.training.variables import Variables
 
 # Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
@@ -54,7 +54,7 @@ class UnmodifiedScript:
         self._discovery = Discovery()
         self._control: Control | None = None
         self._keeper: StateKeeper | None = None
-        self._progress: Progress | None = None
+        self._progress: ProgressReporter | None = None
         self._reasons: list[str] = []
         self._capabilities = 0
         self._refined = False
@@ -251,11 +251,11 @@ class UnmodifiedScript:
         self._keeper = StateKeeper(control, self._training, self._position)
         self._keeper.when_stopped = self._show
         control.handlers = self._keeper.handlers()
-        self._progress = Progress(control.page, Training, self._keeper)
+        self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
         if self._going_back:
             self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
             control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
-            control.phase(Phase.REPLAY)
+            control.phase(PagePhase.REPLAY)
             self._target = self._keeper.position_at_start()
             self._files.saved.update(self._target["files"])
             resumed = self._files.resumed_from()
@@ -367,7 +367,7 @@ class UnmodifiedScript:
     def _is_mixed(self, loop: Loop) -> bool:
         return any(other is not None and other is not loop and other.is_being_read for other in self._living())
 
-    def _training(self) -> Training:
+    def _training(self) -> TrainingObjects:
         return self._discovery.training()
 
     def _position(self) -> dict[str, Any]:
@@ -428,18 +428,18 @@ class UnmodifiedScript:
         if self._diversion is not None:
             self._diversion.end()
         tell(restored.notice)
-        self._control.phase(Phase.TRAINING)
+        self._control.phase(PagePhase.TRAINING)
         self._control.start(restored.step)
         self._arriving_at = None
 
 
-def _weakly(training: Training, variables: Variables) -> Callable[[], Training]:
+def _weakly(training: TrainingObjects, variables: Variables) -> Callable[[], TrainingObjects]:
     """What of `training` is still alive: a script that makes new models for every run of its own drops the old ones."""
     models = weakref.WeakValueDictionary(training.models)
     optimizers = weakref.WeakValueDictionary(training.optimizers)
     due = 0.0
 
-    def living() -> Training:
+    def living() -> TrainingObjects:
         nonlocal due
         now = time.monotonic()
         # milliseconds: too much for every thousand steps of microseconds
@@ -447,6 +447,6 @@ def _weakly(training: Training, variables: Variables) -> Callable[[], Training]:
         if now >= due:
             due = now + VARIABLES_EVERY_SECONDS
             objects = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
-        return Training(models=dict(models), optimizers=dict(optimizers), objects=objects)
+        return TrainingObjects(models=dict(models), optimizers=dict(optimizers), objects=objects)
 
     return living

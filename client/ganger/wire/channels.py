@@ -15,7 +15,7 @@ import grpc.aio
 
 from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
 from ganger.wire.methods import deadline_seconds, retry_service_config
-from ganger.wire.roles import Role, served_name
+from ganger.wire.roles import CallerRole, served_name
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Lists and sets are sent in parts of at most this: room is left for what comes with a part.
@@ -40,7 +40,7 @@ _CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 def open_channel(
-    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: Role = Role.MASTER
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: CallerRole = CallerRole.MASTER
 ) -> grpc.Channel:
     """A blocking channel to a server of this role. Close it. Raises EndpointError for an address that cannot be
     dialled, or a certificate that cannot be read."""
@@ -53,7 +53,7 @@ def open_channel(
 
 
 def open_aio_channel(
-    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: Role = Role.MASTER
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: CallerRole = CallerRole.MASTER
 ) -> grpc.aio.Channel:
     """A channel of the running event loop. Close it. Raises EndpointError as `open_channel`."""
     credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
@@ -75,7 +75,7 @@ def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
 
 
 def _options(
-    endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: Role
+    endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: CallerRole
 ) -> tuple[tuple[str, int | str], ...]:
     if not endpoint.tls or endpoint.address.startswith("unix:"):
         return (*_CLIENT_OPTIONS, *options)

@@ -17,8 +17,8 @@ from ganger.resources.values import (
     ConfigurationSet,
     DeviceGroup,
     GangShape,
-    Level,
     Locality,
+    LocalityLevel,
     NodeRow,
     Role,
     Socket,
@@ -37,17 +37,17 @@ _PARTS_MOST = 128
 _ARENA_NUMERATOR, _ARENA_DENOMINATOR = 11, 10
 
 
-def level_to_wire(level: Level | None) -> resources_pb2.Level.ValueType:
+def level_to_wire(level: LocalityLevel | None) -> resources_pb2.Level.ValueType:
     """Unspecified for None."""
     return _LEVELS_TO_WIRE[level]
 
 
-def level_from_wire(level: int) -> Level | None:
+def level_from_wire(level: int) -> LocalityLevel | None:
     """None for unspecified."""
     if level == resources_pb2.LEVEL_UNSPECIFIED:
         return None
     try:
-        return Level(level)
+        return LocalityLevel(level)
     except ValueError as error:
         raise RequestInvalid(f"level {level} is unknown here: the sender is newer than this program") from error
 
@@ -78,7 +78,8 @@ def configuration_set_from_wire(message: resources_pb2.ConfigurationSet) -> Conf
         devices=message.devices,
         device_memory_bytes=message.device_memory_bytes,
         groups=tuple(
-            DeviceGroup(level_from_wire(group.level) or Level.CLUSTER, group.device_mask) for group in message.groups
+            DeviceGroup(level_from_wire(group.level) or LocalityLevel.CLUSTER, group.device_mask)
+            for group in message.groups
         ),
         sockets=tuple(Socket(socket.millicores, socket.device_mask) for socket in message.sockets),
         memory_bytes=message.memory_bytes,
@@ -159,7 +160,7 @@ def locality_to_wire(value: Locality, into: resources_pb2.Locality | None = None
 
 def locality_from_wire(message: resources_pb2.Locality) -> Locality:
     return Locality(
-        widest=level_from_wire(message.widest) or Level.CLUSTER,
+        widest=level_from_wire(message.widest) or LocalityLevel.CLUSTER,
         wish=level_from_wire(message.wish),
         patience_seconds=times.seconds(message.patience),
     )
@@ -284,13 +285,13 @@ def refusals_from_wire(messages: Iterable[resources_pb2.Refusal]) -> tuple[Refus
     return tuple(refusal_from_wire(message) for message in messages)
 
 
-_LEVELS_TO_WIRE: dict[Level | None, resources_pb2.Level.ValueType] = {
+_LEVELS_TO_WIRE: dict[LocalityLevel | None, resources_pb2.Level.ValueType] = {
     None: resources_pb2.LEVEL_UNSPECIFIED,
-    Level.NVLINK: resources_pb2.LEVEL_NVLINK,
-    Level.SWITCH: resources_pb2.LEVEL_SWITCH,
-    Level.SOCKET: resources_pb2.LEVEL_SOCKET,
-    Level.NODE: resources_pb2.LEVEL_NODE,
-    Level.RACK: resources_pb2.LEVEL_RACK,
-    Level.FABRIC: resources_pb2.LEVEL_FABRIC,
-    Level.CLUSTER: resources_pb2.LEVEL_CLUSTER,
+    LocalityLevel.NVLINK: resources_pb2.LEVEL_NVLINK,
+    LocalityLevel.SWITCH: resources_pb2.LEVEL_SWITCH,
+    LocalityLevel.SOCKET: resources_pb2.LEVEL_SOCKET,
+    LocalityLevel.NODE: resources_pb2.LEVEL_NODE,
+    LocalityLevel.RACK: resources_pb2.LEVEL_RACK,
+    LocalityLevel.FABRIC: resources_pb2.LEVEL_FABRIC,
+    LocalityLevel.CLUSTER: resources_pb2.LEVEL_CLUSTER,
 }

@@ -21,7 +21,7 @@ _SERVED: Final = "ganger"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
 
 
-class Role(StrEnum):
+class CallerRole(StrEnum):
     """What a party of a cluster is there for."""
 
     USER = "user"
@@ -33,10 +33,10 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class CallerIdentity:
     """Whom a certificate, or the token, stands for."""
 
-    role: Role
+    role: CallerRole
     name: str
 
     @property
@@ -46,17 +46,17 @@ class Identity:
     @property
     def has_own_jobs_only(self) -> bool:
         """Whether those that were submitted by its name are all that it may touch."""
-        return self.role is Role.USER
+        return self.role is CallerRole.USER
 
     def may_read(self, user: str) -> bool:
         """Whether what `user` runs, and what comes of it, is for its eyes."""
-        return self.role is Role.OPERATOR or (self.role is Role.USER and self.name == user)
+        return self.role is CallerRole.OPERATOR or (self.role is CallerRole.USER and self.name == user)
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r}"
 
 
-def served_name(role: Role, host: str) -> str:
+def served_name(role: CallerRole, host: str) -> str:
     """Return the DNS name by which a certificate states that its holder serves ``host`` in this role.
 
     The client checks it in the TLS handshake, which compares names and no URIs: "m.lab" of a master is
@@ -81,7 +81,7 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def identity_of(uris: Iterable[str]) -> Identity:
+def identity_of(uris: Iterable[str]) -> CallerIdentity:
     """Whom the URIs of a certificate name; those of other schemes are nobody's business here. Raises
     CertificateInvalid unless exactly one names a role and a name."""
     ours = [uri for uri in uris if uri.startswith(SCHEME)]
@@ -91,24 +91,25 @@ def identity_of(uris: Iterable[str]) -> Identity:
             f"the certificate {found}: it needs one URI ganger://ROLE/NAME among its subject alternative names"
         )
     role, _, name = ours[0].removeprefix(SCHEME).partition("/")
-    if role not in set(Role) or not is_name(name):
+    if role not in set(CallerRole) or not is_name(name):
         raise CertificateInvalid(
-            f"the certificate's URI {ours[0][:100]!r} is not ganger://ROLE/NAME with one of the roles {', '.join(Role)}"
+            f"the certificate's URI {ours[0][:100]!r} is not ganger://ROLE/NAME with one of the roles "
+            + ", ".join(CallerRole)
         )
-    return Identity(Role(role), name)
+    return CallerIdentity(CallerRole(role), name)
 
 
-_PEOPLE: Final = frozenset({Role.USER, Role.OPERATOR})
-_READERS: Final = _PEOPLE | {Role.SCHEDULER, Role.PLANNER}
-_ALL: Final = frozenset(Role)
-_OPERATORS: Final = frozenset({Role.OPERATOR})
-_DAEMONS: Final = frozenset({Role.DAEMON})
+_PEOPLE: Final = frozenset({CallerRole.USER, CallerRole.OPERATOR})
+_READERS: Final = _PEOPLE | {CallerRole.SCHEDULER, CallerRole.PLANNER}
+_ALL: Final = frozenset(CallerRole)
+_OPERATORS: Final = frozenset({CallerRole.OPERATOR})
+_DAEMONS: Final = frozenset({CallerRole.DAEMON})
 # A user's own job scheduler runs as that user, for that user's jobs: the services look at whose they are.
-_SCHEDULERS: Final = _PEOPLE | {Role.SCHEDULER}
-_PLANNERS: Final = frozenset({Role.OPERATOR, Role.PLANNER})
+_SCHEDULERS: Final = _PEOPLE | {CallerRole.SCHEDULER}
+_PLANNERS: Final = frozenset({CallerRole.OPERATOR, CallerRole.PLANNER})
 
 # By method, "/package.Service/Method".
-ROLES: Final[Mapping[str, frozenset[Role]]] = {
+ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     f"/{service}/{method}": roles
     for service, rows in {
         "ganger.v1.JobService": (
@@ -131,7 +132,7 @@ ROLES: Final[Mapping[str, frozenset[Role]]] = {
         "ganger.agent.v1.AgentService": (("CreateSession Reconcile ReportProgress", _DAEMONS),),
         "ganger.agent.v1.PeerService": (
             ("RelayBoundary GetRendezvous ShardWritten SwitchRow", _DAEMONS),
-            ("ReadLog", frozenset({Role.MASTER})),
+            ("ReadLog", frozenset({CallerRole.MASTER})),
         ),
         "grpc.health.v1.Health": (("Check List Watch", _ALL),),
         "grpc.reflection.v1alpha.ServerReflection": (("ServerReflectionInfo", _ALL),),
@@ -141,10 +142,10 @@ ROLES: Final[Mapping[str, frozenset[Role]]] = {
 }
 # What the master starts beside itself, and whoever is at its machine and may read its directory. Daemons are not among
 # them: where there are certificates, a daemon has one, or it could speak for any node.
-LOCAL: Final = frozenset({Role.OPERATOR, Role.SCHEDULER, Role.PLANNER})
+LOCAL: Final = frozenset({CallerRole.OPERATOR, CallerRole.SCHEDULER, CallerRole.PLANNER})
 
 
-def check_call(method: str, caller: Identity) -> None:
+def check_call(method: str, caller: CallerIdentity) -> None:
     """Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not in the table
     is nobody's."""
     permitted = ROLES.get(method, frozenset())
@@ -159,8 +160,8 @@ def check_local_call(method: str) -> None:
         raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
 
 
-def _not_permitted(method: str, permitted: frozenset[Role], but: str, **caller: str) -> RoleNotPermitted:
-    *most, last = [f"{role}s" for role in Role if role in permitted] or ["no role"]
+def _not_permitted(method: str, permitted: frozenset[CallerRole], but: str, **caller: str) -> RoleNotPermitted:
+    *most, last = [f"{role}s" for role in CallerRole if role in permitted] or ["no role"]
     who = f"{', '.join(most)} and {last}" if most else last
     name = method.rpartition("/")[2]
     error = RoleNotPermitted(f"{name} is for {who}; {but}")

@@ -33,7 +33,7 @@ from ganger.wire.errors import (
     to_trailing_metadata,
 )
 from ganger.wire.methods import largest_bytes
-from ganger.wire.roles import Identity, check_call, check_local_call
+from ganger.wire.roles import CallerIdentity, check_call, check_local_call
 
 log = logging.getLogger(__name__)
 
@@ -209,15 +209,15 @@ class RoleInterceptor(TokenInterceptor):
 class Callers:
     """Who calls, for handlers. Without certificates that is always `local`, who has the token, and costs nothing."""
 
-    def __init__(self, local: Identity, *, by_role: bool = False) -> None:
+    def __init__(self, local: CallerIdentity, *, by_role: bool = False) -> None:
         self._local = local
         self._by_role = by_role
 
-    def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Identity:
+    def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity:
         return (identity_in(context) or self._local) if self._by_role else self._local
 
 
-def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
+def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
     """Whom the caller's certificate names; None for one that came without TLS. Raises CertificateInvalid."""
     found = context.auth_context()
     if _SSL not in found.get("transport_security_type", ()):
@@ -227,7 +227,7 @@ def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
 
 
 @lru_cache(4_096)
-def _identity_of(certificate: bytes) -> Identity:
+def _identity_of(certificate: bytes) -> CallerIdentity:
     # Loaded here: only servers with certificates come by.
     from ganger.wire.tls import identity_in_pem
 

@@ -23,7 +23,7 @@ import grpc
 
 from ganger.wire.endpoints import CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
-from ganger.wire.roles import Identity, Role, identity_of, is_served_name, served_name
+from ganger.wire.roles import CallerIdentity, CallerRole, identity_of, is_served_name, served_name
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -38,7 +38,7 @@ _MOST_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 2.0
 _SOON: Final = timedelta(days=30)
 # Parties that others dial: their certificates must do for servers, too.
-_SERVERS: Final = frozenset({Role.MASTER, Role.DAEMON})
+_SERVERS: Final = frozenset({CallerRole.MASTER, CallerRole.DAEMON})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,12 +78,12 @@ def server_context(directory: Path) -> ssl.SSLContext:
     return context
 
 
-def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> Identity:
+def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> CallerIdentity:
     """Who is at the other end. Raises CertificateInvalid."""
     return _identity_in(connection.getpeercert())
 
 
-def identity_in_pem(certificate: bytes) -> Identity:
+def identity_in_pem(certificate: bytes) -> CallerIdentity:
     """Whom a certificate that was checked names. Raises CertificateInvalid."""
     from cryptography import x509
 
@@ -97,7 +97,7 @@ def identity_in_pem(certificate: bytes) -> Identity:
     return identity_of(found.get_values_for_type(x509.UniformResourceIdentifier))
 
 
-def check_directory(directory: Path, roles: Iterable[Role] = Role) -> Identity:
+def check_directory(directory: Path, roles: Iterable[CallerRole] = CallerRole) -> CallerIdentity:
     """Whom the certificate is of, after a handshake with itself: key and certificate belong together, are of the
     authority, valid now, and of one of `roles`. Raises CredentialError saying which of that is wrong."""
     serving, calling = server_context(directory), client_context(directory)
@@ -134,7 +134,7 @@ def tell_end(directory: Path) -> None:
     log.log(level, "certificate", extra={"file": str(directory / CERTIFICATE), "until": _day(end)})
 
 
-def trouble_with(endpoint: Endpoint, role: Role = Role.MASTER) -> str:
+def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> str:
     """Return why a connection to a server of this role fails: what is wrong with the certificates of either end.
     Empty where nothing is wrong, or no server listens. Dials the server, for two seconds at most."""
     directory = Path(endpoint.tls)
@@ -223,12 +223,12 @@ def _shake_hands(serving: ssl.SSLContext, calling: ssl.SSLContext) -> tuple[ssl.
     return server, client
 
 
-def _identity_in(shown: Mapping[str, Any] | None) -> Identity:
+def _identity_in(shown: Mapping[str, Any] | None) -> CallerIdentity:
     names = (shown or {}).get("subjectAltName", ())
     return identity_of([str(value) for kind, value in names if kind == "URI"])
 
 
-def _served_names_missing(shown: Mapping[str, Any] | None, role: Role) -> list[str]:
+def _served_names_missing(shown: Mapping[str, Any] | None, role: CallerRole) -> list[str]:
     """Return the hosts that a certificate names without the name that states this role (`served_name`)."""
     names = [(kind, str(value)) for kind, value in (shown or {}).get("subjectAltName", ())]
     served = {value.lower() for kind, value in names if kind == "DNS"}
@@ -236,14 +236,14 @@ def _served_names_missing(shown: Mapping[str, Any] | None, role: Role) -> list[s
     return [host for host in hosts if served_name(role, host) not in served]
 
 
-def _without(certificate: str, hosts: list[str], role: Role) -> str:
+def _without(certificate: str, hosts: list[str], role: CallerRole) -> str:
     return (
         f"{certificate} does not say that {hosts[0]} is the host of a {role}: issue it anew with `ganger certs issue`,"
         f" or with the DNS name {served_name(role, hosts[0])} by an authority of your own"
     )
 
 
-def _other_role(shown: Mapping[str, Any] | None, role: Role, host: str) -> str:
+def _other_role(shown: Mapping[str, Any] | None, role: CallerRole, host: str) -> str:
     try:
         identity = _identity_in(shown)
     except CertificateInvalid as error:

@@ -15,12 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ganger.injob.page import Level, Order, Page, Word
+from ganger.injob.page import Page, PageOrderKind, PageParkLevel, Word
 from ganger.injob.pages import page_path
 
-from ganger_daemon.bench.gang import LEVELS, Gang, Stop, StuckError
+from ganger_daemon.bench.gang import LEVELS, BenchGang, StopSample, StuckError
 from ganger_daemon.bench.repin import measure_repin
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.report import BenchReport, quantile
 
 HOOK_LIMIT_MICROSECONDS = 0.5
 ZERO_LINE_LIMIT_MICROSECONDS = 3.0
@@ -97,7 +97,7 @@ else:
 
 def main(cycles: int = 0, quick: bool = False) -> dict[str, object]:
     """Run it; `cycles` per gang instead of the usual number, which `quick` makes a few."""
-    report = Report("boundary")
+    report = BenchReport("boundary")
     if quick:
         cycles = cycles or QUICK_CYCLES
     with tempfile.TemporaryDirectory(prefix="ganger-bench-", dir=_tmpfs()) as directory:
@@ -112,13 +112,13 @@ def main(cycles: int = 0, quick: bool = False) -> dict[str, object]:
     return report.result()
 
 
-def _measure_hooks(report: Report, directory: Path, rounds_each: int) -> None:
+def _measure_hooks(report: BenchReport, directory: Path, rounds_each: int) -> None:
     for form in ("attached", "plain"):
         report.say(f"hook cost, {form} form")
         place = directory / form
         place.mkdir()
         page = Page.create(page_path(str(place), 0), epoch=1, rank=0, world=1)
-        page.write_order(1, Order.RUN)
+        page.write_order(1, PageOrderKind.RUN)
         environment = {**os.environ, "GANGER_PAGE": page.path, "GANGER_JOB_DIR": str(place), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", HOOKS, form, str(rounds_each)],
@@ -141,15 +141,15 @@ def _measure_hooks(report: Report, directory: Path, rounds_each: int) -> None:
 
 
 def _measure_gang(
-    report: Report, directory: Path, ranks: int, nodes: int, delay: float, cycles: int, seed: int
+    report: BenchReport, directory: Path, ranks: int, nodes: int, delay: float, cycles: int, seed: int
 ) -> None:
     name = f"ranks{ranks}_nodes{nodes}"
     dice = random.Random(seed)
-    stops: list[Stop] = []
+    stops: list[StopSample] = []
     report.say(f"{ranks} ranks on {nodes} nodes, relay {delay * 1000:g} ms: starting")
     stuck = ""
     try:
-        with Gang(directory, ranks, nodes, delay, seed) as gang:
+        with BenchGang(directory, ranks, nodes, delay, seed) as gang:
             for cycle in range(cycles):
                 gang.train(dice.uniform(0.005, 0.08))
                 stops.append(gang.stop_and_go(LEVELS[cycle % len(LEVELS)], dice.uniform(0.001, 0.01)))
@@ -176,7 +176,7 @@ def _measure_gang(
         return
     report.at_most(f"{name}_skew_steps", max(stop.skew_steps for stop in stops), 0)
     report.at_most(f"{name}_overrun_steps", max(stop.overrun_steps for stop in stops), 0)
-    paused = [stop for stop in stops if stop.level == Level.PAUSE]
+    paused = [stop for stop in stops if stop.level == PageParkLevel.PAUSE]
     # the limit of each cycle is its own longest mini-batch, so what is judged is the excess over it
     for share, factor in ((0.5, 1.5), (0.99, 2.0)):
         excess = [stop.seconds - factor * stop.longest_batch_seconds - 2 * delay for stop in paused]
@@ -191,7 +191,7 @@ def _measure_gang(
     report.figure(
         f"{name}_longest_batch_p50_milliseconds", 1000 * quantile([s.longest_batch_seconds for s in paused], 0.5)
     )
-    offloaded = [stop for stop in stops if stop.level == Level.OFFLOAD]
+    offloaded = [stop for stop in stops if stop.level == PageParkLevel.OFFLOAD]
     if offloaded:
         # to the end of the first step: that step's own time is not the resume's
         waits = [stop.resume_seconds - stop.batch_after_seconds for stop in offloaded]

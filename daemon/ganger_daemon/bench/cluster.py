@@ -18,7 +18,7 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 _PAGE = "rank-0.page"
 
 
-class ClusterError(Exception):
+class BenchClusterError(Exception):
     """What was to be measured did not happen; the text says where it stood."""
 
 
@@ -80,7 +80,7 @@ class BenchCluster:
             [*GANGER, *arguments], env=self._environment, capture_output=True, text=True, timeout=60, check=False
         )
         if done.returncode:
-            raise ClusterError(f"ganger {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
+            raise BenchClusterError(f"ganger {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
     def pages(self) -> dict[str, Path]:
@@ -94,9 +94,9 @@ class BenchCluster:
         while not holds():
             for process in self._processes:
                 if process.poll() is not None:
-                    raise ClusterError(f"a program of the cluster ended:\n{self._logs()}")
+                    raise BenchClusterError(f"a program of the cluster ended:\n{self._logs()}")
             if time.monotonic() > deadline:
-                raise ClusterError(f"not within {seconds:g} s: {what}\n{self._logs()}")
+                raise BenchClusterError(f"not within {seconds:g} s: {what}\n{self._logs()}")
             time.sleep(0.01)
 
     def stop(self) -> None:

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ganger_daemon.bench.cluster import BenchCluster, ClusterError
-from ganger_daemon.bench.notes import Step, steps_of
+from ganger_daemon.bench.cluster import BenchCluster, BenchClusterError
+from ganger_daemon.bench.notes import NotedStep, steps_of
 from ganger_daemon.bench.programs import NOTING
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.report import BenchReport, quantile
 
 NODES, GPUS = 4, 4
 # How many jobs end on each node, round after round.
@@ -62,14 +62,14 @@ for step in job.steps():
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DefragJob:
     """One that was submitted, and where it notes its steps."""
 
     name: str
     notes: Path
     asked_ns: int
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[NotedStep]:
         """In the order in which they were done."""
         return steps_of(self.notes)
 
@@ -88,7 +88,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class DefragRound:
     """What one gang took. `moves` and `rests`: of other jobs, as the event log has them; `fewest`: as many as it takes.
     `pauses_ms`: of who moved, as the jobs noted them, and as the daemons told."""
 
@@ -105,8 +105,8 @@ class Round:
 
 def main(quick: bool = False) -> dict[str, object]:
     """Run it; `quick`: one round, and the swap."""
-    report = Report("defrag")
-    rounds: list[Round] = []
+    report = BenchReport("defrag")
+    rounds: list[DefragRound] = []
     for number, ends in enumerate(QUICK_ROUNDS if quick else ROUNDS):
         report.say(f"round {number + 1}: {'+'.join(map(str, ends))} GPUs are free")
         with _cluster() as cluster:
@@ -159,7 +159,7 @@ def _cluster() -> BenchCluster:
     return BenchCluster(nodes=NODES, gpus=GPUS, cores=8, memory="16G", master=("--policy", POLICY))
 
 
-def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> Round:
+def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> DefragRound:
     jobs = _fill(cluster)
     homes = _nodes(cluster)
     left = dict(zip(sorted(set(homes.values())), ends, strict=True))
@@ -176,14 +176,14 @@ def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> Round:
     return _round(cluster, gang, jobs, fewest(before, [0] * NODES, GPUS, GPUS))
 
 
-def _swap(cluster: BenchCluster) -> tuple[Round, float]:
+def _swap(cluster: BenchCluster) -> tuple[DefragRound, float]:
     """The round, and how long it took until who rested for the gang had all done a step again."""
     # First fit: each fourth one is the first of its node.
     jobs = _fill(cluster, lambda number: 0 if number % GPUS else -1)
     low = jobs[::GPUS]
     homes = _nodes(cluster)
     if len({homes[job.name] for job in low}) < NODES:
-        raise ClusterError("not every node has a job of lower priority")
+        raise BenchClusterError("not every node has a job of lower priority")
     gang = _start_gang(cluster)
     at_rest = {job.name: job.steps()[-1].number for job in low}
     # Room for all who rest, on other nodes than the gang's.
@@ -199,10 +199,10 @@ def _swap(cluster: BenchCluster) -> tuple[Round, float]:
     return _round(cluster, gang, jobs, fewest([GPUS - 1] * NODES, [1] * NODES, GPUS, GPUS)), back_seconds
 
 
-def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) -> list[Job]:
+def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) -> list[DefragJob]:
     """Jobs of one GPU, until the cluster is full; all of them train."""
     (cluster.directory / "job.py").write_text(JOB)
-    jobs: list[Job] = []
+    jobs: list[DefragJob] = []
     for number in range(NODES * GPUS):
         jobs.append(_submit(cluster, 1, "--priority", str(priority(number))))
         if priority is not _no_priority:
@@ -214,7 +214,7 @@ def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) 
     return jobs
 
 
-def _submit(cluster: BenchCluster, gpus: int, *options: str) -> Job:
+def _submit(cluster: BenchCluster, gpus: int, *options: str) -> DefragJob:
     notes = cluster.directory / f"notes-{time.monotonic_ns()}"
     asked_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     answer = cluster.ganger(
@@ -223,16 +223,18 @@ def _submit(cluster: BenchCluster, gpus: int, *options: str) -> Job:
         *("--checkpoint-every", "never", "--directory", str(cluster.directory), *options, "--json", "--"),
         *(sys.executable, str(cluster.directory / "job.py"), str(notes)),
     )
-    return Job(str(json.loads(answer)["name"]), notes, asked_ns)
+    return DefragJob(str(json.loads(answer)["name"]), notes, asked_ns)
 
 
-def _start_gang(cluster: BenchCluster) -> Job:
+def _start_gang(cluster: BenchCluster) -> DefragJob:
     gang = _submit(cluster, GPUS, "--locality", "node")
     cluster.until(lambda: len(gang.steps()) >= 3, WAIT_SECONDS, f"{gang.name} trains")
     return gang
 
 
-def _round(cluster: BenchCluster, gang: Job, jobs: Sequence[Job], fewest_of: tuple[int, int]) -> Round:
+def _round(
+    cluster: BenchCluster, gang: DefragJob, jobs: Sequence[DefragJob], fewest_of: tuple[int, int]
+) -> DefragRound:
     events = json.loads(cluster.ganger("history", "--json"))
     told = [event for event in events if event["figures"].get("for") == gang.name]
     moved = [event["subject"] for event in told if event["kind"] == "move_begun"]
@@ -242,7 +244,7 @@ def _round(cluster: BenchCluster, gang: Job, jobs: Sequence[Job], fewest_of: tup
     events = json.loads(cluster.ganger("history", "--json"))
     done = [event["figures"] for event in events if event["kind"] == "move_done"]
     rests, moves = fewest_of
-    return Round(
+    return DefragRound(
         moves=len(moved),
         rests=len(rested),
         fewest_moves=moves,
@@ -261,7 +263,7 @@ def _nodes(cluster: BenchCluster) -> dict[str, str]:
     return {job["name"]: job["gang"]["claims"][0]["node"] for job in found if job["gang"] and job["gang"]["claims"]}
 
 
-def _have_arenas(cluster: BenchCluster, jobs: Sequence[Job]) -> bool:
+def _have_arenas(cluster: BenchCluster, jobs: Sequence[DefragJob]) -> bool:
     found = {job["name"]: job for job in json.loads(cluster.ganger("queue", "--json"))}
     return all(
         found[job.name]["capabilities"]["offload"] and found[job.name]["gang"]["claims"][0]["arena_bytes"]
@@ -269,7 +271,7 @@ def _have_arenas(cluster: BenchCluster, jobs: Sequence[Job]) -> bool:
     )
 
 
-def _tell(report: Report, name: str, rounds: Sequence[Round]) -> None:
+def _tell(report: BenchReport, name: str, rounds: Sequence[DefragRound]) -> None:
     report.figure(f"{name}_moves", sum(one.moves for one in rounds))
     report.at_most(f"{name}_moves_above_fewest", sum(one.moves - one.fewest_moves for one in rounds), 0)
     report.at_least(f"{name}_moves_least_of_a_round", min(one.moves for one in rounds), 1)
@@ -284,5 +286,5 @@ def _tell(report: Report, name: str, rounds: Sequence[Round]) -> None:
     report.at_most(f"{name}_pause_told_off_milliseconds", abs(max(told) - max(pauses)), 0.2 * max(pauses) + 100.0)
 
 
-def _as_sample(name: str, one: Round) -> dict[str, object]:
+def _as_sample(name: str, one: DefragRound) -> dict[str, object]:
     return {"scenario": name, **asdict(one)}

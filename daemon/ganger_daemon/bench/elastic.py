@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
+from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
-from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, BenchClusterError
+from ganger_daemon.bench.report import BenchReport, quantile
 from ganger_daemon.bench.watching import Watch
 
 GPUS = 4
@@ -78,7 +78,7 @@ with open(f"{record}.{rank}", "a", buffering=1) as notes:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ResizeStep:
     step: int
     epoch: int
     rank: int
@@ -108,7 +108,7 @@ class Resize:
 def main(rounds: int = ROUNDS, quick: bool = False) -> dict[str, object]:
     """Run it, so many times from one GPU to all and back; `quick`: once."""
     rounds = 1 if quick else rounds
-    report = Report("elastic")
+    report = BenchReport("elastic")
     with BenchCluster(nodes=1, gpus=GPUS, cores=GPUS, memory="16G", daemon=("--topology", str(GPUS))) as cluster:
         (cluster.directory / "train.py").write_text(JOB)
         job = _submit(cluster, "elastic", f"1:{GPUS}")
@@ -132,7 +132,11 @@ def main(rounds: int = ROUNDS, quick: bool = False) -> dict[str, object]:
 
 
 def _judge(
-    report: Report, alone: Sequence[Step], steps: Sequence[Step], resizes: Sequence[Resize], epochs: int
+    report: BenchReport,
+    alone: Sequence[ResizeStep],
+    steps: Sequence[ResizeStep],
+    resizes: Sequence[Resize],
+    epochs: int,
 ) -> None:
     whole, expected = _by_step(steps), _by_step(alone)
     count = epochs * -(-SAMPLES // BATCH)
@@ -159,7 +163,7 @@ def _judge(
     report.at_most("shrink_free_beyond_boundary_and_copy_p50_seconds", quantile(over, 0.5), SLACK_SECONDS)
 
 
-def _there_and_back(cluster: BenchCluster, job: str, report: Report, text: str) -> list[Resize]:
+def _there_and_back(cluster: BenchCluster, job: str, report: BenchReport, text: str) -> list[Resize]:
     done = []
     for ranks, becomes in ((1, GPUS), (GPUS, 1)):
         report.say(f"{text}: from {ranks} to {becomes}")
@@ -181,7 +185,7 @@ def _resize(cluster: BenchCluster, job: str, ranks: int, becomes: int) -> Resize
     old = [step for step in steps[max(0, first - STEPS_BETWEEN) : first] if step.world == ranks]
     seen = watch.times
     if ranks > becomes and not {"ordered", "stopped", "copied"} <= seen.keys():
-        raise ClusterError(f"the pages of {job} showed only {sorted(seen)}")
+        raise BenchClusterError(f"the pages of {job} showed only {sorted(seen)}")
     shrinks = ranks > becomes
     return Resize(
         ranks,
@@ -217,14 +221,14 @@ class _Watch(Watch):
             pages = [Page.open(str(path), writable=False) for path in self._paths]
         except (OSError, PageError):
             return
-        resting = (State.PAUSED, State.SAVING, State.OFFLOADED, State.HANDED_OVER)
+        resting = (PageState.PAUSED, PageState.SAVING, PageState.OFFLOADED, PageState.HANDED_OVER)
         while self.goes_on():
             states = [page.get(Word.STATE) for page in pages]
-            if pages[0].get(Word.ORDER) == Order.STOP:
+            if pages[0].get(Word.ORDER) == PageOrderKind.STOP:
                 self.times.setdefault("ordered", now_ns())
             if all(state in resting for state in states):
                 self.times.setdefault("stopped", now_ns())
-            if all(state in (State.OFFLOADED, State.HANDED_OVER) for state in states):
+            if all(state in (PageState.OFFLOADED, PageState.HANDED_OVER) for state in states):
                 self.times.setdefault("copied", now_ns())
         for page in pages:
             page.close()
@@ -241,7 +245,7 @@ def _wait(cluster: BenchCluster, job: str) -> None:
     def has_succeeded() -> bool:
         state = str(json.loads(cluster.ganger("show", job, "--json"))["state"])
         if state in ("FAILED", "CANCELLED"):
-            raise ClusterError(f"job {job} is {state}: {cluster.ganger('history', job)}")
+            raise BenchClusterError(f"job {job} is {state}: {cluster.ganger('history', job)}")
         return state == "SUCCEEDED"
 
     cluster.until(has_succeeded, END_SECONDS, f"job {job} has succeeded")
@@ -270,11 +274,11 @@ def _submit(cluster: BenchCluster, label: str, gpus: str) -> str:
     return str(json.loads(submitted)["name"]).removeprefix("jobs/")
 
 
-def _steps(cluster: BenchCluster, label: str) -> list[Step]:
+def _steps(cluster: BenchCluster, label: str) -> list[ResizeStep]:
     """Whole lines of all ranks, by step."""
     found = []
     for path in cluster.directory.glob(f"{label}.[0-9]*"):
-        found += [Step(**json.loads(line)) for line in path.read_text().split("\n")[:-1]]
+        found += [ResizeStep(**json.loads(line)) for line in path.read_text().split("\n")[:-1]]
     return sorted(found, key=lambda step: (step.step, step.rank))
 
 
@@ -282,18 +286,18 @@ def _last(cluster: BenchCluster) -> int:
     return max((step.step for step in _steps(cluster, "elastic")), default=0)
 
 
-def _by_step(steps: Sequence[Step]) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
+def _by_step(steps: Sequence[ResizeStep]) -> dict[int, list[ResizeStep]]:
+    found: dict[int, list[ResizeStep]] = {}
     for step in steps:
         found.setdefault(step.step, []).append(step)
     return found
 
 
-def _samples(ranks: Sequence[Step]) -> list[int]:
+def _samples(ranks: Sequence[ResizeStep]) -> list[int]:
     return sorted(sample for one in ranks for sample in one.samples)
 
 
-def _loss(ranks: Sequence[Step]) -> float:
+def _loss(ranks: Sequence[ResizeStep]) -> float:
     """Of the whole batch: every rank has as many of its samples."""
     return sum(one.loss for one in ranks) / len(ranks)
 

@@ -15,11 +15,11 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob.page import Level, Order, State, Word, now_ns
+from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now_ns
 from ganger.injob.pages import page_path
 
 from ganger_daemon.control.pages import ControlPages
-from ganger_daemon.core.relay import Point
+from ganger_daemon.core.relay import RelayedPoint
 
 POLL_SECONDS = 0.0002
 START_SECONDS = 120.0
@@ -88,7 +88,7 @@ class StuckError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopSample:
     """One suspend and resume. `longest_batch_seconds`: of the cycle so far, see `Gang._longest`."""
 
     level: int
@@ -100,7 +100,7 @@ class Stop:
     overrun_steps: int
 
 
-class Gang:
+class BenchGang:
     """`ranks` ranks dealt evenly to `nodes` nodes. `delay_seconds`: how long the relay takes one way."""
 
     def __init__(self, directory: Path, ranks: int, nodes: int, delay_seconds: float, seed: int) -> None:
@@ -112,10 +112,10 @@ class Gang:
         self._nodes = [ControlPages(directory / f"node-{n}", 1, ranks, local[n]) for n in range(nodes)]
         for node in self._nodes:
             node.create(threads=1)
-            node.write_order(1, Order.RUN, 0, 0, 0)
+            node.write_order(1, PageOrderKind.RUN, 0, 0, 0)
         self._home = {rank: node for node in self._nodes for rank in node.local}
-        self._sent: list[dict[int, Point]] = [{} for _ in self._nodes]
-        self._under_way: deque[tuple[float, int, tuple[Point, ...]]] = deque()
+        self._sent: list[dict[int, RelayedPoint]] = [{} for _ in self._nodes]
+        self._under_way: deque[tuple[float, int, tuple[RelayedPoint, ...]]] = deque()
         notes = directory / "notes"
         notes.mkdir()
         for rank in range(ranks):
@@ -142,7 +142,7 @@ class Gang:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
         )
 
-    def __enter__(self) -> Gang:
+    def __enter__(self) -> BenchGang:
         try:
             self._until(lambda: all(self._step(rank) >= 20 for rank in range(self._world)), START_SECONDS, "started")
         except BaseException:
@@ -169,13 +169,13 @@ class Gang:
         while time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
-    def stop_and_go(self, level: int, hold_seconds: float) -> Stop:
+    def stop_and_go(self, level: int, hold_seconds: float) -> StopSample:
         """One cycle. Raises StuckError for a deadlock."""
         self._sequence += 1
         stop = self._sequence
         before = [self._step(rank) for rank in range(self._world)]
         ordered = now_ns()
-        self._order(Order.STOP, stop, level)
+        self._order(PageOrderKind.STOP, stop, level)
         self._until(lambda: all(self._reached(rank) == stop for rank in self._home), DEADLOCK_SECONDS, "stopped")
         stopped = now_ns()
         steps = [self._home[rank][rank].get(Word.REACHED_STEP) for rank in range(self._world)]
@@ -183,10 +183,10 @@ class Gang:
         overrun = max(self._home[rank][rank].get(Word.STEP) - steps[rank] for rank in range(self._world))
         self._sequence += 1
         resumed = now_ns()
-        self._order(Order.RUN, 0, 0)
+        self._order(PageOrderKind.RUN, 0, 0)
         self._until(lambda: all(self._first_step(rank) > resumed for rank in self._home), DEADLOCK_SECONDS, "resumed")
         going = max(self._first_step(rank) for rank in range(self._world))
-        return Stop(
+        return StopSample(
             level,
             (stopped - ordered) / 1e9,
             (going - resumed) / 1e9,
@@ -255,7 +255,7 @@ class Gang:
         return longest / 1e9
 
     def _story(self) -> str:
-        names = {value: name for name, value in vars(State).items() if not name.startswith("_")}
+        names = {value: name for name, value in vars(PageState).items() if not name.startswith("_")}
         return "; ".join(
             f"rank {rank}: step {page.step}, ack {page.ack_seq} at {page.ack_step}, reached {page.reached_seq}, "
             f"{names.get(page.state, page.state)}, error {page.error}"
@@ -271,5 +271,5 @@ def _map_notes(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-LEVELS = (Level.PAUSE, Level.PAUSE, Level.PAUSE, Level.OFFLOAD)
+LEVELS = (PageParkLevel.PAUSE, PageParkLevel.PAUSE, PageParkLevel.PAUSE, PageParkLevel.OFFLOAD)
 """What a run of cycles asks for in turn."""

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
+from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
-from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench.notes import Step, steps_of
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, BenchClusterError
+from ganger_daemon.bench.notes import NotedStep, steps_of
 from ganger_daemon.bench.programs import HEAVY, NOTING
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.report import BenchReport, quantile
 from ganger_daemon.bench.watching import Watch
 
 SIZES = (100 * 10**6, 10**9)
@@ -56,7 +56,7 @@ for step in job.steps():
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveSample:
     """One move, in seconds. `stop`: order to every rank at K; `copy`: until the last byte is there; `start`: until the
     first step begins; `first_step`: that step. `pause`: end of the last step to end of the first. The raw stream is of
     the moment before, as a machine that others use is not the same all the time."""
@@ -74,7 +74,7 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
     """Run it, for states of so many bytes and so many moves each; `quick`: one move of a small state."""
     if quick:
         sizes, moves = QUICK_SIZES, 1
-    report = Report("move")
+    report = BenchReport("move")
     factor = 1.3 if len(os.sched_getaffinity(0)) >= 4 else 1.7
     with BenchCluster(nodes=2, gpus=1, cores=2) as cluster:
         (cluster.directory / "heavy.py").write_text(JOB)
@@ -98,7 +98,7 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
     return report.result()
 
 
-def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> list[Move]:
+def _measure(cluster: BenchCluster, size: int, moves: int, report: BenchReport) -> list[MoveSample]:
     notes = cluster.directory / f"notes-{size}"
     # twice on the host: tensors of a virtual device are host memory, and the arena is as large again
     memory = f"{(2 * size >> 20) + 2048}M"
@@ -109,7 +109,7 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> li
         *(sys.executable, str(cluster.directory / "heavy.py"), str(size), str(notes)),
     )
     job = str(json.loads(submitted)["name"])
-    measured: list[Move] = []
+    measured: list[MoveSample] = []
     try:
         cluster.until(lambda: len(steps_of(notes)) >= 20, START_SECONDS, f"{job} trains")
         for number in range(moves):
@@ -122,7 +122,7 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: Report) -> li
     return measured
 
 
-def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: float) -> Move:
+def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: float) -> MoveSample:
     source = next(iter(cluster.pages().values()))
     watch = _PageWatch(cluster, source)
     pid = steps_of(notes)[-1].pid
@@ -136,8 +136,8 @@ def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: fl
     last_end = max(step.end for step in steps if step.pid == pid)
     seen = watch.times
     if not {"ordered", "stopped", "complete"} <= seen.keys():
-        raise ClusterError(f"the pages of {job} showed only {sorted(seen)}")
-    return Move(
+        raise BenchClusterError(f"the pages of {job} showed only {sorted(seen)}")
+    return MoveSample(
         pause=(first.end - last_end) / 1e9,
         stop=(seen["stopped"] - seen["ordered"]) / 1e9,
         copy=(seen["complete"] - seen["stopped"]) / 1e9,
@@ -164,8 +164,8 @@ class _PageWatch(Watch):
             # what comes last is read first: this thread may be held up between two reads for longer than a copy takes
             self.state_bytes = max(self.state_bytes, source.get(Word.ARENA_SIZE))
             complete = bool(destination and 0 < self.state_bytes <= destination.get(Word.ARENA_AVAILABLE))
-            stopped = source.get(Word.STATE) in (State.PAUSED, State.SAVING, State.HANDED_OVER)
-            ordered = source.get(Word.ORDER) == Order.STOP
+            stopped = source.get(Word.STATE) in (PageState.PAUSED, PageState.SAVING, PageState.HANDED_OVER)
+            ordered = source.get(Word.ORDER) == PageOrderKind.STOP
             for word, seen in (("ordered", ordered), ("stopped", stopped), ("complete", complete)):
                 if seen:
                     self.times.setdefault(word, now_ns())
@@ -228,10 +228,10 @@ def _receive(listener: socket.socket, size: int) -> None:
     connection.sendall(b"d")
 
 
-def _first_of_another(steps: Sequence[Step], pid: int) -> Step | None:
+def _first_of_another(steps: Sequence[NotedStep], pid: int) -> NotedStep | None:
     last = max(number for number, step in enumerate(steps) if step.pid == pid)
     return steps[last + 1] if last + 1 < len(steps) else None
 
 
-def _as_sample(move: Move) -> dict[str, float]:
+def _as_sample(move: MoveSample) -> dict[str, float]:
     return asdict(move)

@@ -20,7 +20,7 @@ _REST_NS = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NotedStep:
     """Nanoseconds."""
 
     pid: int
@@ -31,7 +31,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class NotedSlice:
     """Steps of one job on end. Nanoseconds."""
 
     job: int
@@ -40,17 +40,17 @@ class Turn:
     steps: int
 
 
-def steps_of(path: Path) -> list[Step]:
+def steps_of(path: Path) -> list[NotedStep]:
     """What is noted there so far; a note that is half written does not count."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
     whole = len(data) // NOTE.size * NOTE.size
-    return [Step(*fields) for fields in NOTE.iter_unpack(data[:whole])]
+    return [NotedStep(*fields) for fields in NOTE.iter_unpack(data[:whole])]
 
 
-def rate(steps: Sequence[Sequence[Step]]) -> float:
+def rate(steps: Sequence[Sequence[NotedStep]]) -> float:
     """Steps of all these jobs per processor-second, from the end of the first step of each process to that of its
     last."""
     lives = [life for own in steps for life in _lives(own)]
@@ -58,7 +58,7 @@ def rate(steps: Sequence[Sequence[Step]]) -> float:
     return sum(len(life) - 1 for life in lives) / max(1e-9, used)
 
 
-def share_outside(steps: Sequence[Sequence[Step]]) -> float:
+def share_outside(steps: Sequence[Sequence[NotedStep]]) -> float:
     """Of the processor time of those who take turns, what they used between two turns (to rest, to give up their state
     and to bring it back) and not for steps: what goes from one step to the next beyond what that is otherwise."""
     outside = total = 0.0
@@ -73,17 +73,17 @@ def share_outside(steps: Sequence[Sequence[Step]]) -> float:
     return outside / max(1.0, total)
 
 
-def turns_of(steps: Sequence[Sequence[Step]]) -> list[Turn]:
+def turns_of(steps: Sequence[Sequence[NotedStep]]) -> list[NotedSlice]:
     """The turns of jobs on one device, in their order: steps of one, without another's between them."""
     merged = sorted([(step.begin, step.end, job) for job, own in enumerate(steps) for step in own])
-    found: list[Turn] = []
+    found: list[NotedSlice] = []
     for job, own in itertools.groupby(merged, key=lambda one: one[2]):
         inside = list(own)
-        found.append(Turn(job, inside[0][0], inside[-1][1], len(inside)))
+        found.append(NotedSlice(job, inside[0][0], inside[-1][1], len(inside)))
     return found
 
 
-def switches(steps: Sequence[Sequence[Step]], began: int, ended: int) -> tuple[list[float], list[float]]:
+def switches(steps: Sequence[Sequence[NotedStep]], began: int, ended: int) -> tuple[list[float], list[float]]:
     """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until somebody
     went on, and until a program had started there, as at a move. Nobody says who was on which device: as many begin as
     end, so each end of a turn is paired with the next begin of one."""
@@ -106,12 +106,12 @@ def switches(steps: Sequence[Sequence[Step]], began: int, ended: int) -> tuple[l
     return going_on, starting
 
 
-def stepping(steps: Sequence[Step]) -> float:
+def stepping(steps: Sequence[NotedStep]) -> float:
     """Seconds in steps."""
     return sum(step.end - step.begin for step in steps) / 1e9
 
 
-def shares_of_cycles(turns: Sequence[Turn], jobs: int) -> list[float]:
+def shares_of_cycles(turns: Sequence[NotedSlice], jobs: int) -> list[float]:
     """Of the time of their device, what each job had in as many whole cycles as were seen. ValueError for none."""
     # the first and the last one are cut by where the look at them began and ended
     whole = turns[1:-1]
@@ -127,5 +127,5 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
 
 
-def _lives(steps: Sequence[Step]) -> list[list[Step]]:
+def _lives(steps: Sequence[NotedStep]) -> list[list[NotedStep]]:
     return [list(own) for _, own in itertools.groupby(steps, key=lambda step: step.pid)]

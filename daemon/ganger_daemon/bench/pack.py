@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ganger.injob.page import Page, State, Word
+from ganger.injob.page import Page, PageState, Word
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
 
-from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
-from ganger_daemon.bench.report import Report
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, BenchClusterError
+from ganger_daemon.bench.report import BenchReport
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 
@@ -74,7 +74,7 @@ for step in job.steps():
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ColocationRound:
     """Steps per second: each alone, and both together, one right after the other."""
 
     alone: tuple[float, float]
@@ -106,7 +106,7 @@ def main(quick: bool = False) -> dict[str, object]:
     quota.tidy()
     if not may:
         return {"name": "pack", "skipped": f"no CPU quota ({found}), so devices cannot be bound"}
-    report = Report("pack")
+    report = BenchReport("pack")
     report.figure("device_cores", GPU_CORES)
     for name, is_heavy in (("light", False), ("heavy", True)):
         rounds = _by_rounds(name, is_heavy, report, quick)
@@ -138,7 +138,7 @@ def _is_right(tried: Tried, is_heavy: bool) -> bool:
 # -- by plans of its own -----------------------------------------------------------------------------------------------
 
 
-def _by_rounds(name: str, is_heavy: bool, report: Report, quick: bool) -> list[Round]:
+def _by_rounds(name: str, is_heavy: bool, report: BenchReport, quick: bool) -> list[ColocationRound]:
     count, seconds = (QUICK_ROUNDS, QUICK_PHASE_SECONDS) if quick else (ROUNDS, PHASE_SECONDS)
     with _cluster(1, "--no-planner") as cluster:
         pair = [_submit(cluster, is_heavy) for _ in range(2)]
@@ -156,7 +156,7 @@ def _by_rounds(name: str, is_heavy: bool, report: Report, quick: bool) -> list[R
                 (rate,) = _rates(cluster, [pair[left]], seconds)
                 alone.append(rate)
                 plans.until_approved(pair[other], resume=scheduling_pb2.ResumeChange())
-            found.append(Round((alone[0], alone[1]), (together[0], together[1])))
+            found.append(ColocationRound((alone[0], alone[1]), (together[0], together[1])))
         report.samples(
             {"pair": name, "alone": one.alone, "together": one.together, "gain": one.gain, "unit": "steps_per_second"}
             for one in found
@@ -217,7 +217,7 @@ def _rates(cluster: BenchCluster, jobs: Sequence[str], seconds: float) -> list[f
 
 def _is_running(cluster: BenchCluster, job: str) -> bool:
     with_page = _page(cluster, job)
-    return with_page is not None and with_page[0] == State.RUNNING
+    return with_page is not None and with_page[0] == PageState.RUNNING
 
 
 def _steps(cluster: BenchCluster, job: str) -> int:
@@ -229,7 +229,7 @@ def _step(cluster: BenchCluster, job: str) -> tuple[int, int]:
     """The last one, and its time in nanoseconds."""
     found = _page(cluster, job)
     if found is None:
-        raise ClusterError(f"{job} has no page")
+        raise BenchClusterError(f"{job} has no page")
     return found[1], found[2]
 
 
@@ -253,7 +253,7 @@ def _page(cluster: BenchCluster, job: str) -> tuple[int, int, int] | None:
 # -- by the planner ----------------------------------------------------------------------------------------------------
 
 
-def _by_planner(name: str, is_heavy: bool, report: Report) -> Tried:
+def _by_planner(name: str, is_heavy: bool, report: BenchReport) -> Tried:
     """Three jobs on two devices: two of them are tried together."""
     began = time.monotonic()
     # The one that waits makes the planner try packs: it is not to take turns instead.

@@ -10,7 +10,7 @@ import struct
 import time
 from pathlib import Path
 
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.report import BenchReport, quantile
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.cgroups.probe import choose_cgroups
 
@@ -21,7 +21,7 @@ NOTE = struct.Struct("<QQ")
 """Of the newest step: its number, and the CPU its end ran on."""
 
 
-def measure_repin(report: Report, rounds: int) -> None:
+def measure_repin(report: BenchReport, rounds: int) -> None:
     """Moves a process that computes step after step between two CPUs; skipped, and said, where it cannot."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
@@ -43,7 +43,7 @@ def measure_repin(report: Report, rounds: int) -> None:
             tidy()
 
 
-def _measure(report: Report, cgroups: Cgroups, group: str, cpus: list[int], rounds: int) -> None:
+def _measure(report: BenchReport, cgroups: Cgroups, group: str, cpus: list[int], rounds: int) -> None:
     report.say(f"re-pin, {rounds} times between CPUs {cpus[0]} and {cpus[1]}")
     notes = mmap.mmap(-1, mmap.PAGESIZE)
     pid = os.fork()

@@ -10,7 +10,7 @@ from pathlib import Path
 SAMPLES = Path("build/bench")
 
 
-class Report:
+class BenchReport:
     """Collects figures; `result` is the object that is printed. A figure whose limit is not kept makes it not ok."""
 
     def __init__(self, name: str, directory: Path = SAMPLES) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ganger.injob.page import now_ns
 
-from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, ClusterError
+from ganger_daemon.bench.cluster import START_SECONDS, BenchCluster, BenchClusterError
 from ganger_daemon.bench.notes import (
     jain,
     rate,
@@ -36,7 +36,7 @@ from ganger_daemon.bench.notes import (
     turns_of,
 )
 from ganger_daemon.bench.programs import HEAVY, NOTING
-from ganger_daemon.bench.report import Report, quantile
+from ganger_daemon.bench.report import BenchReport, quantile
 from ganger_daemon.bench.switches import PageWatch, slowest_switch, switched
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
@@ -93,7 +93,7 @@ def main(quick: bool = False, only: str = "") -> dict[str, object]:
     """Run it; `quick`: short quanta and few of them; `only`: one of CASES. Raises ValueError for another."""
     if only and only not in CASES:
         raise ValueError(f"there is no case {only!r}: there are {', '.join(CASES)}")
-    report = Report("slice")
+    report = BenchReport("slice")
     quantum, cycles = (QUICK_QUANTUM_SECONDS, QUICK_CYCLES) if quick else (QUANTUM_SECONDS, CYCLES)
     bound = _quota()
     report.figure("quantum_seconds", quantum)
@@ -111,7 +111,7 @@ def main(quick: bool = False, only: str = "") -> dict[str, object]:
 # -- the ways to share -------------------------------------------------------------------------------------------------
 
 
-def _in_line(report: Report, bound: bool, quick: bool) -> None:
+def _in_line(report: BenchReport, bound: bool, quick: bool) -> None:
     """When a job steps that has to queue behind another one."""
     steps = 200 if quick else 600
     with _cluster(1, bound, "--policy", "fifo") as cluster:
@@ -125,7 +125,7 @@ def _in_line(report: Report, bound: bool, quick: bool) -> None:
 
 
 def _share(
-    report: Report, name: str, jobs: int, gpus: int, quantum: float, cycles: int, bound: bool, quick: bool
+    report: BenchReport, name: str, jobs: int, gpus: int, quantum: float, cycles: int, bound: bool, quick: bool
 ) -> None:
     with _cluster(gpus, bound, "--policy", "gandiva", "--quantum", f"{quantum:g}s") as cluster:
         notes: list[Path] = []
@@ -157,7 +157,7 @@ def _share(
         alone.append(_undisturbed(notes[:gpus], _ALONE_QUANTA * quantum))
     dead, starting = switches(steps, began, ended)
     if not dead:
-        raise ClusterError(f"{name}: no switch in {(ended - began) / 1e9:.0f} s")
+        raise BenchClusterError(f"{name}: no switch in {(ended - began) / 1e9:.0f} s")
     report.samples({"scenario": name, "dead_seconds": gap} for gap in dead)
     report.samples({"scenario": name, "starting_seconds": gap} for gap in starting)
     report.figure(f"{name}_dead_p50_milliseconds", 1000 * quantile(dead, 0.5))
@@ -228,7 +228,7 @@ _LONGEST = 8.0
 _START_AND_STEPS = 3.0
 
 
-def _by_signals(report: Report, quantum: float, cycles: int, bound: bool) -> None:
+def _by_signals(report: BenchReport, quantum: float, cycles: int, bound: bool) -> None:
     """The same jobs, outside: one is stopped in the middle of what it does, the other continued."""
     with _cluster(1, bound, "--policy", "fifo") as cluster:
         notes = [cluster.directory / f"signals-{number}" for number in range(2)]

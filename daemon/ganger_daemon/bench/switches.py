@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ganger.injob.page import Order, Page, PageError, State, Word, now_ns
+from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
 from ganger_daemon.bench.cluster import BenchCluster
 from ganger_daemon.bench.watching import Watch
@@ -60,29 +60,29 @@ def switched(cluster: BenchCluster) -> list[int]:
 
 def slowest_switch(cluster: BenchCluster) -> float:
     """Seconds that a leader took a switch to cost when it ordered the last one; zero before any was measured."""
-    return max(_switches(cluster), default=Switch(0, 0.0)).seconds
+    return max(_switches(cluster), default=SwitchTiming(0, 0.0)).seconds
 
 
-class Switch(NamedTuple):
+class SwitchTiming(NamedTuple):
     """`moment`: ns since 1970."""
 
     moment: int
     seconds: float
 
 
-def _switches(cluster: BenchCluster) -> list[Switch]:
+def _switches(cluster: BenchCluster) -> list[SwitchTiming]:
     lines = [line for path in cluster.logs() for line in path.read_text(errors="replace").splitlines()]
     return [switch for line in lines if (switch := switch_of(line)) is not None]
 
 
-def switch_of(line: str) -> Switch | None:
+def switch_of(line: str) -> SwitchTiming | None:
     """What a line of a daemon's log tells of a switch; None if it is about something else."""
     if "row switched" not in line:
         return None
     try:
         fields = json.loads(line)
         milliseconds = int(datetime.datetime.fromisoformat(str(fields["time"])).timestamp() * 1000)
-        return Switch(milliseconds * 1_000_000, float(fields.get("switch_seconds", 0.0)))
+        return SwitchTiming(milliseconds * 1_000_000, float(fields.get("switch_seconds", 0.0)))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -130,18 +130,18 @@ class PageWatch(Watch):
                 was_order, was_state, was_first = before[index]
                 moment = now_ns()
                 if order != was_order:
-                    self._note(moment, index, "ordered" if order == Order.STOP else "told")
-                    if order == Order.STOP:
+                    self._note(moment, index, "ordered" if order == PageOrderKind.STOP else "told")
+                    if order == PageOrderKind.STOP:
                         memory[index] = anonymous_bytes_of(page.identity().pid) or 0
                 if state != was_state:
-                    if state == State.SAVING:
+                    if state == PageState.SAVING:
                         self._note(moment, index, "stopped")
-                    elif state == State.OFFLOADED:
+                    elif state == PageState.OFFLOADED:
                         self._note(moment, index, "offloaded")
                         self.freed_bytes = page.get(Word.OFFLOADED_BYTES)
                         left = anonymous_bytes_of(page.identity().pid) or 0
                         self.seen_freed = max(self.seen_freed, memory[index] - left)
-                    elif state == State.RUNNING:
+                    elif state == PageState.RUNNING:
                         self._note(moment, index, "runs")
                 if first and first != was_first:
                     self._note(moment, index, "stepped")

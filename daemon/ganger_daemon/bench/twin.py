@@ -19,9 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ganger_daemon.bench.cluster import GANGER, BenchCluster, ClusterError
+from ganger_daemon.bench.cluster import GANGER, BenchCluster, BenchClusterError
 from ganger_daemon.bench.comparison import Costs, JobEvent, Ran, compared, costs_of, step_seconds, trace_of
-from ganger_daemon.bench.report import SAMPLES, Report
+from ganger_daemon.bench.report import SAMPLES, BenchReport
 
 _NODES, _GPUS = 2, 4
 _PLAN_EVERY = "1s"
@@ -57,7 +57,7 @@ for epoch in job.epochs(1):
 """
 
 
-class Planned(NamedTuple):
+class PlannedStart(NamedTuple):
     """A job of the scenario; seconds. One without a deadline makes room for those that have one."""
 
     name: str
@@ -70,21 +70,21 @@ class Planned(NamedTuple):
 # Two fill the cluster; a small one with a deadline takes the place of the younger; another runs beside it; one with a
 # deadline that needs everything stops all others; one waits for its turn.
 SCENARIO = (
-    Planned("first", 4, 0, 45),
-    Planned("second", 4, 3, 60),
-    Planned("urgent", 2, 13, 25, 90),
-    Planned("small", 1, 18, 30),
-    Planned("whole", 8, 30, 20, 150),
-    Planned("last", 4, 50, 20),
+    PlannedStart("first", 4, 0, 45),
+    PlannedStart("second", 4, 3, 60),
+    PlannedStart("urgent", 2, 13, 25, 90),
+    PlannedStart("small", 1, 18, 30),
+    PlannedStart("whole", 8, 30, 20, 150),
+    PlannedStart("last", 4, 50, 20),
 )
 # A long job and a wider one fill each node; one that needs a node waits. When the wider ones have ended there is room
 # for it in two pieces, and one of the long jobs is moved beside the other.
 MOVES = (
-    Planned("left", 1, 0, 70),
-    Planned("leaves", 3, 2, 25),
-    Planned("right", 1, 4, 70),
-    Planned("goes", 3, 6, 25),
-    Planned("node", 4, 12, 30),
+    PlannedStart("left", 1, 0, 70),
+    PlannedStart("leaves", 3, 2, 25),
+    PlannedStart("right", 1, 4, 70),
+    PlannedStart("goes", 3, 6, 25),
+    PlannedStart("node", 4, 12, 30),
 )
 _QUICK = 0.3
 
@@ -94,7 +94,7 @@ class Case(NamedTuple):
 
     prefix: str
     policy: str
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedStart, ...]
     needs: tuple[str, ...]
 
 
@@ -105,7 +105,7 @@ CASES = (
 
 
 def main(quick: bool = False, directory: Path = SAMPLES) -> dict[str, object]:
-    report = Report("twin", directory)
+    report = BenchReport("twin", directory)
     directory.mkdir(parents=True, exist_ok=True)
     told = [_case(case, _QUICK if quick else 1.0, directory, report) for case in CASES]
     result = report.result()
@@ -114,7 +114,7 @@ def main(quick: bool = False, directory: Path = SAMPLES) -> dict[str, object]:
     return result
 
 
-def _case(case: Case, scale: float, directory: Path, report: Report) -> dict[str, object]:
+def _case(case: Case, scale: float, directory: Path, report: BenchReport) -> dict[str, object]:
     planned = [one._replace(at=one.at * scale, length=one.length * scale) for one in case.planned]
     options = ("--policy", case.policy, "--plan-every", _PLAN_EVERY)
     name = f"twin_{case.prefix}".rstrip("_")
@@ -138,12 +138,12 @@ def _case(case: Case, scale: float, directory: Path, report: Report) -> dict[str
 
 
 def _live(
-    cluster: BenchCluster, planned: Sequence[Planned], needs: Sequence[str], report: Report
+    cluster: BenchCluster, planned: Sequence[PlannedStart], needs: Sequence[str], report: BenchReport
 ) -> tuple[list[Ran], Costs]:
     script = cluster.directory / "train.py"
     script.write_text(_SCRIPT)
     # The launchers of both nodes import torch once, and not while anything is measured.
-    warm = _submit(cluster, script, Planned("warm", _NODES * _GPUS, 0, 1.0), 5)
+    warm = _submit(cluster, script, PlannedStart("warm", _NODES * _GPUS, 0, 1.0), 5)
     cluster.ganger("wait", warm, "--timeout", "50s")
     began = time.monotonic()
     ids: dict[str, str] = {}
@@ -161,7 +161,7 @@ def _live(
     return jobs, costs_of(known, last, needs)
 
 
-def _submit(cluster: BenchCluster, script: Path, one: Planned, steps: int) -> str:
+def _submit(cluster: BenchCluster, script: Path, one: PlannedStart, steps: int) -> str:
     # As the simulator has it: a task for each GPU, all on one node where they fit.
     close = ("--locality", "node") if one.gpus <= _GPUS else ()
     deadline = () if one.deadline is None else ("--deadline", f"{one.deadline:g}s")
@@ -171,7 +171,7 @@ def _submit(cluster: BenchCluster, script: Path, one: Planned, steps: int) -> st
     return answer.split()[-1]
 
 
-def _steps(one: Planned) -> int:
+def _steps(one: PlannedStart) -> int:
     return max(2 * _PRINT_EVERY, round(one.length / _STEP_SECONDS))
 
 
@@ -181,7 +181,7 @@ def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:
         if not live:
             return
         if time.monotonic() > began + _LONGEST_SECONDS:
-            raise ClusterError(f"{len(live)} jobs have not ended after {_LONGEST_SECONDS:g} s")
+            raise BenchClusterError(f"{len(live)} jobs have not ended after {_LONGEST_SECONDS:g} s")
         time.sleep(1.0)
 
 
@@ -210,10 +210,10 @@ def _printed(log: str) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _ran(one: Planned, job: str, events: Sequence[JobEvent], times: list[tuple[int, float]], first: float) -> Ran:
+def _ran(one: PlannedStart, job: str, events: Sequence[JobEvent], times: list[tuple[int, float]], first: float) -> Ran:
     own = {event.kind: event.time for event in events if event.job == job}
     if "job_succeeded" not in own:
-        raise ClusterError(f"{one.name} did not succeed: {sorted(own)}")
+        raise BenchClusterError(f"{one.name} did not succeed: {sorted(own)}")
     submitted = own["job_submitted"]
     return Ran(
         one.name,
@@ -240,7 +240,7 @@ def _simulated(
         options += ["--cost", f"{name}={seconds:.3f}s"]
     done = subprocess.run([*GANGER, "simulate", str(trace), *options], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ClusterError(f"ganger simulate: {done.stderr.strip()}")
+        raise BenchClusterError(f"ganger simulate: {done.stderr.strip()}")
     with (out / "jobs.csv").open() as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
     return {row["job_id"]: (float(row["jct_s"]), int(row["preemptions"]), int(row["migrations"])) for row in rows}

@@ -26,16 +26,16 @@ _SWEEPS = 3
 _SWEEP_SECONDS = 0.1
 
 
-class Part(Protocol):
+class CgroupController(Protocol):
     name: str
     root: Path
 
 
-class Cpus(Part, Protocol):
+class Cpus(CgroupController, Protocol):
     def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]: ...
 
 
-class Memory(Part, Protocol):
+class MemoryController(CgroupController, Protocol):
     def set_limit(self, group: Path, memory_bytes: int) -> bool: ...
 
     def used(self, group: Path) -> int: ...
@@ -46,7 +46,7 @@ class Memory(Part, Protocol):
     def oom_kills(self, group: Path) -> int: ...
 
 
-class Stop(Part, Protocol):
+class FreezeController(CgroupController, Protocol):
     """Freezing and killing. `file`: name of the file in a group that is written to freeze it."""
 
     file: str
@@ -58,11 +58,11 @@ class Stop(Part, Protocol):
     def kill(self, group: Path) -> None: ...
 
 
-class Usage(Part, Protocol):
+class Usage(CgroupController, Protocol):
     def cpu_seconds(self, group: Path) -> float: ...
 
 
-class Quota(Part, Protocol):
+class Quota(CgroupController, Protocol):
     def set_quota(self, group: Path, cores: float) -> bool:
         """CPU time of all that is in the group or below it."""
 

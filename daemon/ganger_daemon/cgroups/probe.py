@@ -18,17 +18,17 @@ from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups
 from ganger_daemon.cgroups.hierarchy import (
     SMALLEST_QUOTA_CORES,
+    CgroupController,
     Cpus,
     CpusV1,
     CpusV2,
-    Memory,
+    FreezeController,
+    MemoryController,
     MemoryV1,
     MemoryV2,
-    Part,
     Quota,
     QuotaV1,
     QuotaV2,
-    Stop,
     StopV1,
     StopV2,
     Usage,
@@ -45,7 +45,7 @@ MOUNT = Path("/sys/fs/cgroup")
 CHOICES = ("auto", "v1", "v2", "none")
 TRIAL_BYTES = 64 * 2**20
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=CgroupController)
 Makers: TypeAlias = tuple[tuple[str, Callable[[Path], P]], ...]
 
 
@@ -93,9 +93,9 @@ def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: boo
         return None
 
     cpu_makers: Makers[Cpus] = (("v1:cpuset", CpusV1), ("v2:cpuset", CpusV2))
-    memory_makers: Makers[Memory] = (("v1:memory", MemoryV1), ("v2:memory", MemoryV2))
+    memory_makers: Makers[MemoryController] = (("v1:memory", MemoryV1), ("v2:memory", MemoryV2))
     # v2 first: its kill reaches frozen processes at once
-    stop_makers: Makers[Stop] = (("v2:", StopV2), ("v1:freezer", StopV1))
+    stop_makers: Makers[FreezeController] = (("v2:", StopV2), ("v1:freezer", StopV1))
     usage_makers: Makers[Usage] = (("v1:cpuacct", UsageV1), ("v2:", UsageV2))
     quota_makers: Makers[Quota] = (("v1:cpu", QuotaV1), ("v2:cpu", QuotaV2))
     cpus = first("cpuset", cpu_makers, _pins)
@@ -201,7 +201,7 @@ def _pins(part: Cpus, scratch: Path) -> bool:
     return part.set_cpus(scratch, cpus[-1:]) == cpus[-1:]
 
 
-def _limits(part: Memory, scratch: Path) -> bool:
+def _limits(part: MemoryController, scratch: Path) -> bool:
     return part.set_limit(scratch, TRIAL_BYTES)
 
 
@@ -209,7 +209,7 @@ def _bounds(part: Quota, scratch: Path) -> bool:
     return part.set_quota(scratch, SMALLEST_QUOTA_CORES)
 
 
-def _stops(part: Stop, scratch: Path) -> bool:
+def _stops(part: FreezeController, scratch: Path) -> bool:
     if not part.order(scratch, True):
         return False
     stopped = files.wait_until(lambda: part.is_frozen(scratch), 1.0)

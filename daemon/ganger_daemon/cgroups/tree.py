@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import Variant, checked
-from ganger_daemon.cgroups.hierarchy import Cpus, CpusV1, Memory, Quota, Stop, Usage
+from ganger_daemon.cgroups.hierarchy import Cpus, CpusV1, FreezeController, MemoryController, Quota, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Parts:
     """What a node offers; `missing` says of a part that is None why."""
 
     cpus: Cpus | None
-    memory: Memory | None
-    stop: Stop | None
+    memory: MemoryController | None
+    stop: FreezeController | None
     usage: Usage | None
     quota: Quota | None
     missing: Mapping[str, str]

@@ -28,7 +28,7 @@ _PACKETS_PER_PERIOD = 200
 _PERIOD_SECONDS = 1.0
 
 
-class JobSocket:
+class JobSocketServer:
     """Listens at `path`; calls `heard` with each packet that is a JSON object."""
 
     def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:

@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from ganger.injob.page import State
+from ganger.injob.page import PageState
 from ganger.resources.topology import bits
 
 from ganger_daemon.devices.contract import UNREADABLE
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.workers.desired import LocalPart
 from ganger_daemon.workers.processes import ProcessId, anonymous_bytes
 
@@ -34,7 +34,7 @@ class MemoryWatch:
 
     def __init__(
         self,
-        host: Host,
+        host: NodeContext,
         part: LocalPart,
         is_shared: Callable[[], bool] = lambda: False,
         group: str = "",
@@ -102,7 +102,7 @@ class MemoryWatch:
         if self._verifying_since is not None or now - self._sampled_at < _SAMPLE_SECONDS:
             return
         self._sampled_at = now
-        if self._before and any(pages.progress(rank).state == State.OFFLOADED for rank in self._part.ranks):
+        if self._before and any(pages.progress(rank).state == PageState.OFFLOADED for rank in self._part.ranks):
             return
         for key, size in self._in_use(processes).items():
             self._before[key] = max(self._before.get(key, 0), size)

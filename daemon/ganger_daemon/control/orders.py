@@ -8,39 +8,43 @@ from pathlib import Path
 from ganger.injob import page
 
 from ganger_daemon.checkpoints.layout import unfinished_template
-from ganger_daemon.core.orders import Intent, Level, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger_daemon.failpoints import hit
 from ganger_daemon.files import make_directory, read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)
-class PageOrder:
+class OrderOnPage:
     sequence: int
     order: int
     stop_sequence: int = 0
     level: int = 0
 
 
-_LEVELS = {Level.PAUSE: page.Level.PAUSE, Level.OFFLOAD: page.Level.OFFLOAD, Level.CHECKPOINT: page.Level.CHECKPOINT}
+_LEVELS = {
+    ParkLevel.PAUSE: page.PageParkLevel.PAUSE,
+    ParkLevel.OFFLOAD: page.PageParkLevel.OFFLOAD,
+    ParkLevel.CHECKPOINT: page.PageParkLevel.CHECKPOINT,
+}
 
 
-def page_order(wanted: Wanted) -> PageOrder | None:
+def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
     """None for a STOP without a checkpoint: that one comes as a signal, not through the page."""
     sequence = wanted.order.number
     match wanted.intent:
-        case Intent.RUN:
-            return PageOrder(sequence, page.Order.RUN)
-        case Intent.PREPARE:
-            return PageOrder(sequence, page.Order.WAIT)
-        case Intent.PARK:
-            level = _LEVELS.get(wanted.level, page.Level.PAUSE)
-            return PageOrder(sequence, page.Order.STOP, wanted.stop_sequence, level)
-        case Intent.HAND_OVER:
-            return PageOrder(sequence, page.Order.STOP, wanted.stop_sequence, page.Level.HAND_OVER)
-        case Intent.STOP:
+        case OrderIntent.RUN:
+            return OrderOnPage(sequence, page.PageOrderKind.RUN)
+        case OrderIntent.PREPARE:
+            return OrderOnPage(sequence, page.PageOrderKind.WAIT)
+        case OrderIntent.PARK:
+            level = _LEVELS.get(wanted.level, page.PageParkLevel.PAUSE)
+            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, level)
+        case OrderIntent.HAND_OVER:
+            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, page.PageParkLevel.HAND_OVER)
+        case OrderIntent.STOP:
             if not wanted.checkpoint_first:
                 return None
-            return PageOrder(sequence, page.Order.STOP, wanted.stop_sequence, page.Level.CHECKPOINT)
+            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, page.PageParkLevel.CHECKPOINT)
 
 
 def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:

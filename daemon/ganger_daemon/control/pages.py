@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.lease import expired
-from ganger.injob.page import VERSION, Capability, Page, PageError, PageMismatchError, Progress, RawPoint, Word, now_ns
+from ganger.injob.page import (
+    VERSION,
+    Capability,
+    Page,
+    PageError,
+    PageMismatchError,
+    PageProgress,
+    RawPoint,
+    Word,
+    now_ns,
+)
 from ganger.injob.pages import page_path
 
 from ganger_daemon.core.gang import Rank
-from ganger_daemon.core.relay import Point
+from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.workers.processes import NOBODY, ProcessId
 
 
@@ -117,7 +127,7 @@ class ControlPages:
     def __getitem__(self, rank: int) -> Page:
         return self._pages[rank]
 
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> PageProgress:
         return self[rank].progress()
 
     def process(self, rank: int) -> ProcessId:
@@ -184,15 +194,15 @@ class ControlPages:
         """A run is ordered now."""
         return RunMark(now_ns(), {rank: self[rank].progress().step for rank in self.local})
 
-    def points(self) -> dict[int, Point]:
+    def points(self) -> dict[int, RelayedPoint]:
         """Where every rank is, mirrors as last heard."""
         points = {}
         for rank in sorted(self._pages):
             raw = self[rank].raw_point()
-            points[rank] = Point(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
+            points[rank] = RelayedPoint(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
         return points
 
-    def mirror(self, points: Iterable[Point]) -> None:
+    def mirror(self, points: Iterable[RelayedPoint]) -> None:
         for point in points:
             if point.rank in self._pages and point.rank not in self.local:
                 self[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
@@ -222,7 +232,7 @@ class ControlPages:
         return tuple(found)
 
 
-def _stepped(progress: Progress, mark: RunMark, rank: int) -> bool:
+def _stepped(progress: PageProgress, mark: RunMark, rank: int) -> bool:
     if progress.first_step_time_ns == 0:
         return False
     # a stop that was cancelled before it was reached leaves the time of the first step as it was

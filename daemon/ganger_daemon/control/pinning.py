@@ -10,7 +10,7 @@ from collections.abc import Collection
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import Word
 
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.workers.desired import LocalPart
 
 from .pages import ControlPages
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Pinning:
-    def __init__(self, host: Host, group: str, pages: ControlPages, part: LocalPart) -> None:
+    def __init__(self, host: NodeContext, group: str, pages: ControlPages, part: LocalPart) -> None:
         self._host = host
         self._group = group
         self._pages = pages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PageSample:
     """A gang's progress at one time; of several local ranks the slowest step and the longest wait count."""
 
     time_seconds: float
@@ -28,7 +28,7 @@ class Rate:
     data_wait_share: float
 
 
-def rate_between(earlier: Look | None, later: Look) -> Rate:
+def rate_between(earlier: PageSample | None, later: PageSample) -> Rate:
     """Mean over the interval; zero for an empty one, or after a restart set the counters back."""
     if earlier is None or later.time_seconds <= earlier.time_seconds or later.step < earlier.step:
         return Rate(0.0, 0.0)

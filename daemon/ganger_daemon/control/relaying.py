@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
 
-from ganger_daemon.core.relay import Point
+from ganger_daemon.core.relay import RelayedPoint
 
 if TYPE_CHECKING:
     from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
@@ -27,14 +27,14 @@ _RETRY_LIMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RelayMessage:
     """What one side told the other."""
 
     agreement: int
-    points: tuple[Point, ...]
+    points: tuple[RelayedPoint, ...]
 
 
-def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: Heard) -> peer_pb2.RankPoints:
+def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: RelayMessage) -> peer_pb2.RankPoints:
     return peer_pb2.RankPoints(
         job_uid=job_uid,
         epoch=epoch,
@@ -53,11 +53,11 @@ def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: Heard) ->
     )
 
 
-def from_wire(message: peer_pb2.RankPoints) -> Heard:
+def from_wire(message: peer_pb2.RankPoints) -> RelayMessage:
     points = tuple(
-        Point(point.rank, point.step, point.ack_sequence, point.ack_step, point.done) for point in message.points
+        RelayedPoint(point.rank, point.step, point.ack_sequence, point.ack_step, point.done) for point in message.points
     )
-    return Heard(message.stop_sequence, points)
+    return RelayMessage(message.stop_sequence, points)
 
 
 class Outbox:
@@ -115,7 +115,7 @@ class Hub:
 class Link:
     """Member: keeps a stream to the leader open for as long as the gang lives here."""
 
-    def __init__(self, stub: PeerServiceAsyncStub, heard: Callable[[Heard], None]) -> None:
+    def __init__(self, stub: PeerServiceAsyncStub, heard: Callable[[RelayMessage], None]) -> None:
         self._stub = stub
         self._heard = heard
         self._newest: peer_pb2.RankPoints | None = None

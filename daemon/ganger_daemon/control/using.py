@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 
 class Using:
     """Of a gang's part on this node. A virtual device that is bound to cores is as busy as these cores; of another one
     the driver says what each process used of it, and where it does not, a job that waits for no data counts as busy."""
 
-    def __init__(self, host: Host, group: str, device_mask: int) -> None:
+    def __init__(self, host: NodeContext, group: str, device_mask: int) -> None:
         self._host = host
         self._group = group
         self._mask = device_mask

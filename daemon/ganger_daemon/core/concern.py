@@ -32,7 +32,7 @@ _FEWER_STEPS = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class RankCounters:
     """Of one rank at one time."""
 
     step: int
@@ -46,17 +46,17 @@ class Watched:
     counters at its begin; `held_back`: what the last whole window said."""
 
     since: float
-    ranks: Mapping[int, Counters] = field(default_factory=dict)
+    ranks: Mapping[int, RankCounters] = field(default_factory=dict)
     stepped_at: float | None = None
     longest_pause: float = 0.0
-    window: Mapping[int, Counters] = field(default_factory=dict)
+    window: Mapping[int, RankCounters] = field(default_factory=dict)
     window_since: float = 0.0
     held_back: str = ""
     busy_at: float | None = None
     busy_seconds: float = 0.0
 
 
-def seen(watched: Watched, ranks: Mapping[int, Counters], now: float) -> Watched:
+def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
     """After a look at the counters of all local ranks."""
     if _slowest(ranks) > _slowest(watched.ranks):
         longest = watched.longest_pause
@@ -130,7 +130,7 @@ def _held_back(steps: Mapping[int, int], waits: Mapping[int, float]) -> str:
     return ""
 
 
-def _slowest(ranks: Mapping[int, Counters]) -> int:
+def _slowest(ranks: Mapping[int, RankCounters]) -> int:
     return min([counters.step for counters in ranks.values()], default=0)
 
 

@@ -27,7 +27,7 @@ class OrderKey:
         return self.set_epoch > 0
 
 
-class Intent(IntEnum):
+class OrderIntent(IntEnum):
     RUN = 1
     PREPARE = 2
     PARK = 3
@@ -35,7 +35,7 @@ class Intent(IntEnum):
     STOP = 5
 
 
-class Level(IntEnum):
+class ParkLevel(IntEnum):
     """How much a parked gang gives up; NONE with intents that do not park."""
 
     NONE = 0
@@ -44,7 +44,7 @@ class Level(IntEnum):
     CHECKPOINT = 3
 
 
-class Phase(IntEnum):
+class PartPhase(IntEnum):
     STARTING = 1
     PREPARED = 2
     READY = 3
@@ -54,7 +54,7 @@ class Phase(IntEnum):
     ENDED = 7
 
 
-class OutcomeKind(IntEnum):
+class PartOutcomeKind(IntEnum):
     DONE = 1
     YIELDED = 2
     FAILED = 3
@@ -80,8 +80,8 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    kind: OutcomeKind
+class PartOutcome:
+    kind: PartOutcomeKind
     exit_code: int = 0
     rank: int = 0
     message: str = ""
@@ -90,13 +90,13 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredOrder:
     """What is wanted of one gang here, as far as deciding needs it."""
 
     job_uid: str
     order: OrderKey
-    intent: Intent
-    level: Level = Level.NONE
+    intent: OrderIntent
+    level: ParkLevel = ParkLevel.NONE
     stop_sequence: int = 0
     grace_seconds: float = 10.0
     checkpoint_first: bool = False
@@ -109,11 +109,11 @@ class Wanted:
     @property
     def ends_at_once(self) -> bool:
         """Whether the gang is stale: its job may run elsewhere by now, so no instruction of it may run any more."""
-        return self.intent is Intent.STOP and not self.checkpoint_first and self.grace_seconds <= 0
+        return self.intent is OrderIntent.STOP and not self.checkpoint_first and self.grace_seconds <= 0
 
 
-def hastened(wanted: Wanted, is_stale: bool) -> Wanted:
+def hastened(wanted: DesiredOrder, is_stale: bool) -> DesiredOrder:
     """An order to stop a stale gang gives it no time; all other orders stay as they are."""
-    if wanted.intent is not Intent.STOP or not is_stale:
+    if wanted.intent is not OrderIntent.STOP or not is_stale:
         return wanted
     return replace(wanted, grace_seconds=0.0, checkpoint_first=False, stop_sequence=0)

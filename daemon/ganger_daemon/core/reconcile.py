@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .orders import Intent, OrderKey, Wanted
+from .orders import DesiredOrder, OrderIntent, OrderKey
 
 GangId = tuple[str, int]
 """(job uid, epoch)."""
@@ -51,14 +51,14 @@ class Observed:
 class Start:
     """Begin a gang of which there is nothing here."""
 
-    wanted: Wanted
+    wanted: DesiredOrder
 
 
 @dataclass(frozen=True, slots=True)
 class Obey:
     """A newer order for a gang that is here."""
 
-    wanted: Wanted
+    wanted: DesiredOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StopAbsent:
 class ReportGone:
     """Wanted, but nothing of it is here and it must not start: say so, so that the master can decide."""
 
-    wanted: Wanted
+    wanted: DesiredOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ Action = Start | Obey | StopAbsent | ReportGone | Forget
 
 
 def reconcile(
-    desired: Iterable[Wanted], observed: Observed, acknowledged: frozenset[int] = frozenset()
+    desired: Iterable[DesiredOrder], observed: Observed, acknowledged: frozenset[int] = frozenset()
 ) -> tuple[Action, ...]:
     """Actions that bring what is here to what is wanted; stops before starts, for a start may need what a stop
     frees."""
@@ -97,8 +97,8 @@ def reconcile(
         wanted = newest.get(gang)
         if wanted is not None:
             if wanted.order > here.order:
-                (stops if wanted.intent is Intent.STOP else starts).append(Obey(wanted))
-            elif here.ended and wanted.intent is Intent.STOP and gang[1] in acknowledged:
+                (stops if wanted.intent is OrderIntent.STOP else starts).append(Obey(wanted))
+            elif here.ended and wanted.intent is OrderIntent.STOP and gang[1] in acknowledged:
                 stops.append(Forget(gang))
             continue
         if here.ended:
@@ -113,15 +113,15 @@ def reconcile(
             continue
         wanted = newest[gang]
         over = gang[1] <= observed.finished.get(gang[0], 0)
-        if over or wanted.intent not in (Intent.RUN, Intent.PREPARE):
+        if over or wanted.intent not in (OrderIntent.RUN, OrderIntent.PREPARE):
             starts.append(ReportGone(wanted))
         else:
             starts.append(Start(wanted))
     return (*stops, *starts)
 
 
-def _newest_order_of_each(desired: Iterable[Wanted]) -> dict[GangId, Wanted]:
-    newest: dict[GangId, Wanted] = {}
+def _newest_order_of_each(desired: Iterable[DesiredOrder]) -> dict[GangId, DesiredOrder]:
+    newest: dict[GangId, DesiredOrder] = {}
     for wanted in desired:
         gang = (wanted.job_uid, wanted.epoch)
         known = newest.get(gang)
@@ -130,7 +130,7 @@ def _newest_order_of_each(desired: Iterable[Wanted]) -> dict[GangId, Wanted]:
     return newest
 
 
-def _absence(gang: GangId, newest: Mapping[GangId, Wanted], wanted_before: frozenset[GangId]) -> Absence | None:
+def _absence(gang: GangId, newest: Mapping[GangId, DesiredOrder], wanted_before: frozenset[GangId]) -> Absence | None:
     uid, epoch = gang
     if any(other == uid and newer > epoch for other, newer in newest):
         return Absence.OLDER_EPOCH

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RelayedPoint:
     rank: int
     step: int = 0
     ack_sequence: int = 0
@@ -19,16 +19,18 @@ class Point:
     done: bool = False
 
 
-def merge(known: Point, heard: Point) -> Point:
+def merge(known: RelayedPoint, heard: RelayedPoint) -> RelayedPoint:
     """What is known of one rank after hearing this. Points of a rank arrive in the order it wrote them, so between two
     acks at one step the one heard last is the newer; their numbers say nothing (checkpoints and stops count apart)."""
     assert known.rank == heard.rank, "points of different ranks never merge"
     newer = heard if heard.ack_sequence and heard.ack_step >= known.ack_step else known
     step = max(known.step, heard.step, known.ack_step, heard.ack_step)
-    return Point(known.rank, step, newer.ack_sequence, newer.ack_step, known.done or heard.done)
+    return RelayedPoint(known.rank, step, newer.ack_sequence, newer.ack_step, known.done or heard.done)
 
 
-def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset[int]) -> dict[int, Point]:
+def merge_all(
+    known: Mapping[int, RelayedPoint], heard: Iterable[RelayedPoint], own: frozenset[int]
+) -> dict[int, RelayedPoint]:
     """`known` with what was heard of ranks elsewhere; nobody tells us about our own ranks."""
     merged = dict(known)
     for point in heard:
@@ -38,7 +40,7 @@ def merge_all(known: Mapping[int, Point], heard: Iterable[Point], own: frozenset
     return merged
 
 
-def decided(points: Mapping[int, Point], stop_sequence: int) -> int | None:
+def decided(points: Mapping[int, RelayedPoint], stop_sequence: int) -> int | None:
     """K of a stop once every rank has acked, else None. A world of one stops at its ack."""
     acks = []
     for point in points.values():

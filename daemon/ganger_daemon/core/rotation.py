@@ -29,7 +29,7 @@ NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Switch:
+class SliceSwitch:
     """Rank of a leader's order."""
 
     set_epoch: int = 0
@@ -63,10 +63,10 @@ class Position:
     `quantum_seconds`, that of the rows of this cycle, zero if it is not settled, and `held_seconds`: how long this turn
     went on under former orders."""
 
-    switch: Switch = Switch()
+    switch: SliceSwitch = SliceSwitch()
     version: int = 0
     row: int = NO_ROW
-    stops: Mapping[int, Switch] = field(default_factory=dict)
+    stops: Mapping[int, SliceSwitch] = field(default_factory=dict)
     in_turn: int = NO_ROW
     owed: int = 0
     quantum_seconds: float = 0.0
@@ -74,7 +74,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class SliceMember:
     """What a member says: the order it obeys, the newest version it knows, whether all of the row's gangs there step,
     which gangs with a part there want turns, which step, and which were never started, whether one of the row waits for
     devices that others still have, and which gangs rest there because their master wants it."""
@@ -97,7 +97,7 @@ def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
     return epoch in matrix.rows[position.row]
 
 
-def _rank(position: Position) -> tuple[Switch, bool]:
+def _rank(position: Position) -> tuple[SliceSwitch, bool]:
     """Sort key: the highest position counts. A node that lost its notes has its gangs' last switch, and no row."""
     return position.switch, position.row != NO_ROW
 
@@ -117,7 +117,7 @@ def quantum_seconds(matrix: Rows, switch_seconds: float) -> float:
 def lead(
     position: Position,
     matrices: Mapping[int, Rows],
-    members: Mapping[str, Member | None],
+    members: Mapping[str, SliceMember | None],
     ordered_seconds: float,
     started_seconds: float | None,
 ) -> Position | None:
@@ -162,7 +162,7 @@ def _filled(
     position: Position,
     matrix: Rows,
     matrices: Mapping[int, Rows],
-    said: Sequence[Member],
+    said: Sequence[SliceMember],
     alive: frozenset[int],
     elapsed: float,
 ) -> Position | None:
@@ -176,7 +176,7 @@ def _filled(
     if version == position.version or not fuller:
         return None
     in_turn = _before_next(fresh, matrix, position.in_turn)
-    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    switch = SliceSwitch(position.switch.set_epoch, position.switch.sequence + 1)
     return replace(
         _ordered(position, switch, fresh, -max(fuller)[1]),
         in_turn=in_turn,
@@ -190,7 +190,7 @@ def _next(
     position: Position,
     matrix: Rows,
     matrices: Mapping[int, Rows],
-    said: Sequence[Member],
+    said: Sequence[SliceMember],
     alive: frozenset[int],
     switch_seconds: float,
 ) -> Position | None:
@@ -217,11 +217,11 @@ def _next(
         if (row, in_turn, owed) == (position.row, position.in_turn, position.owed):
             return None
         return replace(position, row=row, in_turn=in_turn, owed=owed, quantum_seconds=quantum, held_seconds=0.0)
-    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    switch = SliceSwitch(position.switch.set_epoch, position.switch.sequence + 1)
     return replace(_ordered(position, switch, fresh, row), in_turn=in_turn, owed=owed, quantum_seconds=quantum)
 
 
-def _ordered(position: Position, switch: Switch, matrix: Rows, row: int) -> Position:
+def _ordered(position: Position, switch: SliceSwitch, matrix: Rows, row: int) -> Position:
     """The order, of a row in its turn: who rests already keeps its stop, whose turn ends gets this one's."""
     turn = frozenset(matrix.rows[row])
     stops = {epoch: position.stops.get(epoch, switch) for epoch in sorted(matrix.epochs | position.stops.keys())}
@@ -229,11 +229,13 @@ def _ordered(position: Position, switch: Switch, matrix: Rows, row: int) -> Posi
     return Position(switch, matrix.version, row, stops, row)
 
 
-def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
+def _take_over(
+    latest: Position, newest: Rows, matrices: Mapping[int, Rows], said: Sequence[SliceMember]
+) -> Position | None:
     """The first order of a new leader, or of one that lost its notes: the position of the set, repeated. If no node has
     that, the row that runs."""
     is_own = latest.switch.set_epoch == newest.set_epoch
-    switch = Switch(newest.set_epoch, latest.switch.sequence + 1 if is_own else 1)
+    switch = SliceSwitch(newest.set_epoch, latest.switch.sequence + 1 if is_own else 1)
     if latest.row != NO_ROW and latest.version in matrices:
         return replace(latest, switch=switch, in_turn=latest.row, owed=0, quantum_seconds=0.0, held_seconds=0.0)
     version = _newest_known(matrices, said, 0)
@@ -249,18 +251,18 @@ def _take_over(latest: Position, newest: Rows, matrices: Mapping[int, Rows], sai
     return _ordered(replace(latest, stops={}), switch, matrix, row)
 
 
-def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequence[Member]) -> Position | None:
+def _past_unknown(position: Position, matrices: Mapping[int, Rows], said: Sequence[SliceMember]) -> Position | None:
     """Somebody does not know the matrix that is active (what it knew was lost): on with the newest, which all know."""
     version = _newest_known(matrices, said, 0)
     if version <= position.version:
         return None
     matrix = matrices[version]
-    switch = Switch(position.switch.set_epoch, position.switch.sequence + 1)
+    switch = SliceSwitch(position.switch.set_epoch, position.switch.sequence + 1)
     row = min(max(0, position.row), len(matrix.rows) - 1)
     return _ordered(position, switch, matrix, row)
 
 
-def _newest_known(matrices: Mapping[int, Rows], said: Sequence[Member], least: int) -> int:
+def _newest_known(matrices: Mapping[int, Rows], said: Sequence[SliceMember], least: int) -> int:
     known = min([member.known for member in said])
     return max([version for version in matrices if version <= known], default=least)
 

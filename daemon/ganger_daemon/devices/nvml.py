@@ -21,7 +21,7 @@ from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices import machine
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
 from ganger_daemon.devices.server import (
-    Server,
+    GpuServer,
     ecc_event,
     inventory_of,
     lost_event,
@@ -173,7 +173,7 @@ class NvmlDevices:
             raise NoDriverError("the NVIDIA driver knows of no device")
         return handles
 
-    def _read_server(self) -> Server:
+    def _read_server(self) -> GpuServer:
         nvml, handles = self._nvml, self._handles
         devices = tuple(self._read_device(i, handle) for i, handle in enumerate(handles))
         pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
@@ -196,7 +196,7 @@ class NvmlDevices:
                 unfit[i] = "did not answer at the start"
             elif mode is not None and int(mode[0]) == 1:
                 unfit[i] = "is cut into MIG slices; turn MIG mode off to let gangs use it"
-        return Server(_text(self._ask(nvml.nvmlSystemGetDriverVersion)), devices, ancestors, nvlink, unfit)
+        return GpuServer(_text(self._ask(nvml.nvmlSystemGetDriverVersion)), devices, ancestors, nvlink, unfit)
 
     def _read_device(self, index: int, handle: Any) -> Device:
         nvml = self._nvml

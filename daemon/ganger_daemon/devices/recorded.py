@@ -14,7 +14,7 @@ from typing import Any
 from ganger_daemon.cores import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, HealthKind, Inventory
 from ganger_daemon.devices.server import (
-    Server,
+    GpuServer,
     ecc_event,
     inventory_of,
     lost_event,
@@ -36,8 +36,8 @@ class Scripted:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    server: Server
+class RecordedServer:
+    server: GpuServer
     core_map: CoreMap
     memory_bytes: int
     used_memory: tuple[int, ...]
@@ -49,7 +49,7 @@ class RecordedDevices:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: RecordedServer,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
         housekeeping: int | None = None,
@@ -126,7 +126,7 @@ class RecordedDevices:
                     self._lost.add(event.device)
 
 
-def read_recording(path: Path) -> Recording:
+def read_recording(path: Path) -> RecordedServer:
     """Read a recording; a bare name ("dgx-h100") is one of those that come along. Raises ValueError naming the file and
     what is wrong with it."""
     if not path.suffix and path.parent == Path("."):
@@ -146,7 +146,7 @@ def read_recording(path: Path) -> Recording:
         raise ValueError(f"{path} is no recorded server of format {FORMAT}: {error!r}") from error
 
 
-def _recording_of(content: Mapping[str, Any]) -> Recording:
+def _recording_of(content: Mapping[str, Any]) -> RecordedServer:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}")
     entries = content["devices"]
@@ -163,14 +163,14 @@ def _recording_of(content: Mapping[str, Any]) -> Recording:
         for i, entry in enumerate(entries)
     )
     pairs = [(a, b) for a in range(len(devices)) for b in range(a + 1, len(devices))]
-    server = Server(
+    server = GpuServer(
         driver=str(content["driver"]),
         devices=devices,
         ancestors={(a, b): int(content["ancestors"][a][b]) for a, b in pairs},
         nvlink=frozenset((a, b) for a, b in pairs if content["nvlink"][a][b]),
         unfit={int(i): str(why) for i, why in content.get("unfit", {}).items()},
     )
-    return Recording(
+    return RecordedServer(
         server,
         CoreMap(tuple(_socket(i, socket) for i, socket in enumerate(content["sockets"]))),
         int(content["memory_bytes"]),

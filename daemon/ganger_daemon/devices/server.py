@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ganger.resources.values import ConfigurationSet, Level
+from ganger.resources.values import ConfigurationSet, LocalityLevel
 
 from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices.contract import Device, HealthEvent, HealthKind, Inventory
@@ -15,7 +15,7 @@ from ganger_daemon.devices.topology import ANCESTOR_LEVELS, device_type_of, grou
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class GpuServer:
     """`ancestors` and `nvlink` speak of pairs (a, b) with a < b; a pair the driver is silent about meets at the node.
     `unfit`: devices that cannot be used from the start, and why."""
 
@@ -26,13 +26,13 @@ class Server:
     unfit: Mapping[int, str] = field(default_factory=dict)
 
 
-def inventory_of(server: Server, core_map: CoreMap, memory_bytes: int, name: str = "") -> Inventory:
+def inventory_of(server: GpuServer, core_map: CoreMap, memory_bytes: int, name: str = "") -> Inventory:
     """The configuration set takes the type and memory that most devices have; `odd_devices` names the others."""
     count = len(server.devices)
     levels = {
-        (a, b): Level.NVLINK
+        (a, b): LocalityLevel.NVLINK
         if (a, b) in server.nvlink
-        else ANCESTOR_LEVELS.get(server.ancestors.get((a, b), 50), Level.NODE)
+        else ANCESTOR_LEVELS.get(server.ancestors.get((a, b), 50), LocalityLevel.NODE)
         for a in range(count)
         for b in range(a + 1, count)
     }
@@ -49,7 +49,7 @@ def inventory_of(server: Server, core_map: CoreMap, memory_bytes: int, name: str
     return Inventory(named(found, name), server.devices, core_map, server.driver)
 
 
-def odd_devices(server: Server) -> dict[int, str]:
+def odd_devices(server: GpuServer) -> dict[int, str]:
     """Devices that must not be used: those unfit, and those that are not like most of the node's."""
     kind, memory = _model_of(server)
     odd = dict(server.unfit)
@@ -100,7 +100,7 @@ def visible_devices(inventory: Inventory, device_mask: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def _model_of(server: Server) -> tuple[str, int]:
+def _model_of(server: GpuServer) -> tuple[str, int]:
     kinds = Counter(device_type_of(device.name) for device in server.devices)
     if not kinds:
         return "", 0

@@ -6,25 +6,25 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from ganger.resources.values import ConfigurationSet, DeviceGroup, Level, Socket
+from ganger.resources.values import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
 from msgspec.structs import replace
 
 from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices.contract import Device
 
 # What the driver says is the closest common ancestor of two devices, as a level.
-ANCESTOR_LEVELS: Mapping[int, Level] = {
-    0: Level.SWITCH,  # on one board
-    10: Level.SWITCH,  # one PCIe switch
-    20: Level.SWITCH,  # several PCIe switches, no host bridge
-    30: Level.SOCKET,  # one host bridge
-    40: Level.SOCKET,  # one NUMA node
-    50: Level.NODE,
+ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {
+    0: LocalityLevel.SWITCH,  # on one board
+    10: LocalityLevel.SWITCH,  # one PCIe switch
+    20: LocalityLevel.SWITCH,  # several PCIe switches, no host bridge
+    30: LocalityLevel.SOCKET,  # one host bridge
+    40: LocalityLevel.SOCKET,  # one NUMA node
+    50: LocalityLevel.NODE,
 }
-INSIDE_A_NODE = (Level.NVLINK, Level.SWITCH, Level.SOCKET)
+INSIDE_A_NODE = (LocalityLevel.NVLINK, LocalityLevel.SWITCH, LocalityLevel.SOCKET)
 
 
-def groups_of(levels: Mapping[tuple[int, int], Level], count: int) -> tuple[DeviceGroup, ...]:
+def groups_of(levels: Mapping[tuple[int, int], LocalityLevel], count: int) -> tuple[DeviceGroup, ...]:
     """The largest groups in which every pair has a path of a level or better, innermost level first, for each level
     at which there are any. They overlap where the relation is not transitive (NVLink as a cube mesh). Groups of one
     device are left out, and those a closer level has already."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.resources.values import ConfigurationSet, Level, Socket
+from ganger.resources.values import ConfigurationSet, LocalityLevel, Socket
 
 from ganger_daemon.cores import CoreMap, declared_cores
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
@@ -167,11 +167,11 @@ def virtual_inventory(
         for i in range(spec.gpus)
     )
     levels = {
-        (a, b): Level.SWITCH
+        (a, b): LocalityLevel.SWITCH
         if switches and a // per_group == b // per_group
-        else Level.SOCKET
+        else LocalityLevel.SOCKET
         if a // per_socket == b // per_socket
-        else Level.NODE
+        else LocalityLevel.NODE
         for a in range(spec.gpus)
         for b in range(a + 1, spec.gpus)
     }

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class RankTransfer:
     """One rank's way: from whom, into which arena, and where to say how far it is. `bytes_ahead`: so much of
     the arena's memory the job gets by itself, so it can be waited for."""
 
@@ -35,7 +35,7 @@ class Leg:
 class Arrival:
     """All legs of one gang's move into this node."""
 
-    def __init__(self, legs: tuple[Leg, ...], changed: Callable[[], None]) -> None:
+    def __init__(self, legs: tuple[RankTransfer, ...], changed: Callable[[], None]) -> None:
         self._legs = legs
         self._changed = changed
         self._cancelled = threading.Event()
@@ -65,7 +65,7 @@ class Arrival:
         with self._lock:
             return not self._without_room
 
-    def _travel(self, leg: Leg) -> None:
+    def _travel(self, leg: RankTransfer) -> None:
         try:
             fd = leg.open_arena()
         except Exception as error:  # the launcher may be gone: whatever it was, the move cannot go on

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 
 from ganger.wire.errors import CertificateInvalid
-from ganger.wire.roles import Role
+from ganger.wire.roles import CallerRole
 from ganger.wire.tls import client_context, identity_at
 
 from .request import StreamError
@@ -34,5 +34,5 @@ def check_daemon(connection: ssl.SSLSocket) -> None:
         identity = identity_at(connection)
     except CertificateInvalid as error:
         raise StreamError(error.message, retry=False) from error
-    if identity.role is not Role.DAEMON:
+    if identity.role is not CallerRole.DAEMON:
         raise StreamError(f"states travel between daemons only, and this is {identity}", retry=False)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import State
+from ganger.injob.page import PageState
 
-from ganger_daemon.core.orders import Phase
+from ganger_daemon.core.orders import PartPhase
 
 from .request import StreamError, StreamRequest
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ganger_daemon.gangs import GangSet
     from ganger_daemon.workers.gang import LocalGang
 
-_FILLING = (State.SAVING, State.HANDED_OVER, State.OFFLOADED)
+_FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
 
 
 class ParkedArenas:
@@ -57,7 +57,7 @@ class ParkedArena:
 
     def valid(self) -> bool:
         gang = self._gang
-        if gang.forgotten or gang.phase is Phase.ENDED:
+        if gang.forgotten or gang.phase is PartPhase.ENDED:
             return False
         return not self._stop or gang.wanted.stop_sequence == self._stop
 

@@ -10,9 +10,9 @@ from ganger.agent.v1 import agent_pb2
 from ganger_daemon.control.memory import MemoryWatch
 from ganger_daemon.control.pages import ControlPages, RunMark
 from ganger_daemon.files import read_json
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
-from .belonging import Child, stranger_text
+from .belonging import RankProcess, stranger_text
 from .desired import LocalPart, from_json, order_key, with_spec_of
 from .directories import GangPaths
 from .launching import Launching
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def recall_notes(
-    host: Host, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
+    host: NodeContext, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
 ) -> RunMark:
     """What a former daemon noted saves questions; notes that cannot be read are none."""
     mark = RunMark()
@@ -62,7 +62,7 @@ def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.D
 
 
 def find_ranks(
-    paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, Child]
+    paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, RankProcess]
 ) -> dict[int, ProcessId] | None:
     """Local ranks, dead ones too; None if not all of them were launched yet. Opens the pages, and spoils those that
     contradict what runs."""

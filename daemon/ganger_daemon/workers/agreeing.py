@@ -8,8 +8,8 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import CHECKPOINT_BIT
 
 from ganger_daemon.control.pages import ControlPages
-from ganger_daemon.control.relaying import Heard, Hub, Link, to_wire
-from ganger_daemon.core.orders import Intent, Phase, Wanted
+from ganger_daemon.control.relaying import Hub, Link, RelayMessage, to_wire
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartPhase
 from ganger_daemon.core.relay import merge_all
 
 from .desired import LocalPart, order_key_to_wire
@@ -30,18 +30,18 @@ class Agreeing:
         self._link: Link | None = None
         self.hub = Hub()
 
-    def begin(self, leader: agent_pb2.Member, wanted: Wanted, heard: Callable[[Heard], None]) -> None:
+    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, heard: Callable[[RelayMessage], None]) -> None:
         """A member opens its link to the leader, once."""
         if self._link is None and not self._part.leads:
             self._link = self._peers.link(leader.peer_address, heard)
             key = order_key_to_wire(wanted.order)
-            self._link.start(to_wire(self._paths.job_uid, self._paths.epoch, key, Heard(0, ())))
+            self._link.start(to_wire(self._paths.job_uid, self._paths.epoch, key, RelayMessage(0, ())))
 
     async def close(self) -> None:
         if self._link is not None:
             await self._link.close()
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: RelayMessage) -> None:
         """Points from another daemon go into the mirrors; a checkpoint the leader asked for is asked for here too."""
         known = self._pages.points()
         merged = merge_all(known, heard.points, frozenset(self._part.ranks))
@@ -50,25 +50,25 @@ class Agreeing:
         if asked and not self._part.leads:
             self._saving.request(heard.agreement & ~CHECKPOINT_BIT)
 
-    def in_flight(self, wanted: Wanted, phase: Phase) -> int:
+    def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
         """The agreement that is not yet settled; 0 while there is none, or nobody elsewhere to agree with."""
         if len(self._part.ranks) == self._part.world:
             return 0
-        if wanted.stop_sequence and phase in (Phase.STOPPING, Phase.RUNNING, Phase.STARTING):
+        if wanted.stop_sequence and phase in (PartPhase.STOPPING, PartPhase.RUNNING, PartPhase.STARTING):
             return wanted.stop_sequence
         sequence = self._pages.checkpoint_sequence()
-        if sequence and wanted.intent is Intent.RUN and not self._saving.keeper.is_settled(sequence):
+        if sequence and wanted.intent is OrderIntent.RUN and not self._saving.keeper.is_settled(sequence):
             return sequence
         return 0
 
-    def relay(self, wanted: Wanted, phase: Phase) -> None:
+    def relay(self, wanted: DesiredOrder, phase: PartPhase) -> None:
         """Says what is known here, while that may help somebody."""
         agreement = self.in_flight(wanted, phase)
         if not agreement:
             return
         points = self._pages.points()
         own = tuple(points[rank] for rank in self._part.ranks)
-        said = Heard(agreement, tuple(points.values()) if self._part.leads else own)
+        said = RelayMessage(agreement, tuple(points.values()) if self._part.leads else own)
         message = to_wire(self._paths.job_uid, self._paths.epoch, order_key_to_wire(wanted.order), said)
         if self._part.leads:
             self.hub.say(message)

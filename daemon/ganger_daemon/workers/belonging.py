@@ -17,7 +17,7 @@ from .processes import NOBODY, ProcessId, is_alive
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class RankProcess:
     """What a launcher says of a rank. `is_own`: the kernel names it as the parent."""
 
     process: ProcessId
@@ -25,7 +25,7 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundProcesses:
     """A rank's process, alive or not; NOBODY if it never had one. `stranger` lives and was named as the rank's, but is
     not."""
 
@@ -38,7 +38,9 @@ class Found:
         return self.stranger is not None and not self.process.pid
 
 
-def recognise(child: Child | None, noted: Collection[ProcessId], belongs: Callable[[ProcessId], bool]) -> Found:
+def recognise(
+    child: RankProcess | None, noted: Collection[ProcessId], belongs: Callable[[ProcessId], bool]
+) -> FoundProcesses:
     """`noted`: who files say it is, the most credible first. A dead process needs no proof: it hears no signal."""
     adopted = [child.process] if child is not None and not child.is_own else []
     named = [process for process in (*adopted, *noted) if process.pid > 0]
@@ -46,7 +48,7 @@ def recognise(child: Child | None, noted: Collection[ProcessId], belongs: Callab
     proved = [process for process in named if process not in strangers]
     if child is not None and child.is_own:
         proved.insert(0, child.process)
-    return Found(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
+    return FoundProcesses(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
 
 
 def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
@@ -69,7 +71,7 @@ def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def stranger_text(rank: int, found: Found) -> str:
+def stranger_text(rank: int, found: FoundProcesses) -> str:
     pid = found.stranger.pid if found.stranger is not None else 0
     return f"the files of rank {rank} name process {pid}, which is none of this gang: it is left alone"
 

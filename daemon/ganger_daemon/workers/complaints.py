@@ -14,7 +14,7 @@ from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import gang as core
 from ganger_daemon.core.orders import OrderKey
 from ganger_daemon.files import read_json
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 from .desired import LocalPart
 from .directories import GangPaths
@@ -38,7 +38,7 @@ class Complaint(NamedTuple):
 class Complaints:
     """Of one gang's local ranks."""
 
-    def __init__(self, host: Host, paths: GangPaths, part: LocalPart, pages: ControlPages) -> None:
+    def __init__(self, host: NodeContext, paths: GangPaths, part: LocalPart, pages: ControlPages) -> None:
         self._host = host
         self._paths = paths
         self._part = part
@@ -59,7 +59,7 @@ class Complaints:
         found = (complaint_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
-    def refusal(self, facts: core.Gang, unpublished: str) -> str:
+    def refusal(self, facts: core.GangPart, unpublished: str) -> str:
         """Why the level of the present order cannot be had; `unpublished`: why its checkpoint cannot be published. Once
         said it stands until there is another order."""
         sequence = facts.wanted.order.number

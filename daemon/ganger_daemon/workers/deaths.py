@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from ganger_daemon.core.gang import Exit
+from ganger_daemon.core.gang import RankExit
 
 from .directories import GangPaths
 from .exits import exit_of
@@ -27,7 +27,7 @@ class Deaths:
         self._pidfds: dict[int, int] = {}
         self._dead_since: dict[int, float] = {}
         self.processes: dict[int, ProcessId] = {}
-        self.exits: dict[int, Exit] = {}
+        self.exits: dict[int, RankExit] = {}
 
     def watch(self, rank: int, process: ProcessId) -> None:
         if self.processes.get(rank) == process:

@@ -10,7 +10,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from google.protobuf import json_format
 
-from ganger_daemon.core.orders import Intent, Level, OrderKey, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 
 DEFAULT_GRACE_SECONDS = 10.0
 
@@ -42,23 +42,23 @@ def order_key_to_wire(key: OrderKey) -> agent_pb2.OrderKey:
     )
 
 
-def wanted_of(desired: agent_pb2.DesiredGang) -> Wanted:
+def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
     """Raises DesiredInvalidError for an intent or level nobody here knows."""
     key = order_key(desired.order)
     if key.epoch != desired.epoch:
         raise DesiredInvalidError(f"gang of epoch {desired.epoch} carries an order of epoch {key.epoch}")
     try:
-        intent, level = Intent(desired.intent), Level(desired.level)
+        intent, level = OrderIntent(desired.intent), ParkLevel(desired.level)
     except ValueError as error:
         raise DesiredInvalidError(
             f"gang of epoch {desired.epoch}: {error}; the master is newer than this daemon"
         ) from error
     grace = desired.grace.ToTimedelta().total_seconds() if desired.HasField("grace") else DEFAULT_GRACE_SECONDS
-    return Wanted(
+    return DesiredOrder(
         job_uid=desired.job_uid,
         order=key,
         intent=intent,
-        level=level if intent is Intent.PARK else Level.NONE,
+        level=level if intent is OrderIntent.PARK else ParkLevel.NONE,
         stop_sequence=_stop_sequence(desired, intent),
         grace_seconds=grace,
         checkpoint_first=desired.checkpoint_first,
@@ -66,10 +66,10 @@ def wanted_of(desired: agent_pb2.DesiredGang) -> Wanted:
     )
 
 
-def _stop_sequence(desired: agent_pb2.DesiredGang, intent: Intent) -> int:
-    if intent in (Intent.PARK, Intent.HAND_OVER):
+def _stop_sequence(desired: agent_pb2.DesiredGang, intent: OrderIntent) -> int:
+    if intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
         return desired.stop_sequence or desired.order.master_sequence
-    if intent is Intent.STOP and desired.checkpoint_first:
+    if intent is OrderIntent.STOP and desired.checkpoint_first:
         # the same on every node of the gang, which is all an agreement needs
         return desired.stop_sequence or desired.order.master_sequence
     return 0
@@ -118,7 +118,7 @@ def with_spec_of(new: agent_pb2.DesiredGang, old: agent_pb2.DesiredGang) -> agen
     return merged
 
 
-def in_turn(told: agent_pb2.DesiredGang, wanted: Wanted) -> agent_pb2.DesiredGang:
+def in_turn(told: agent_pb2.DesiredGang, wanted: DesiredOrder) -> agent_pb2.DesiredGang:
     """A copy of the master's message that says what is wanted of the gang in its turn, or outside of it."""
     message = agent_pb2.DesiredGang()
     message.CopyFrom(told)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ganger_daemon.core.gang import Exit
+from ganger_daemon.core.gang import RankExit
 from ganger_daemon.files import read_json
 
 from .processes import ProcessId, is_alive
 
 
-def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> Exit | None:
+def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> RankExit | None:
     """None while the rank lives, or while its launcher may still record how it ended.
 
     A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
@@ -22,10 +22,10 @@ def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launch
         return recorded
     if is_alive(process) or launcher_lives:
         return None
-    return Exit(known=False) if page_exit_code is None else Exit(page_exit_code)
+    return RankExit(known=False) if page_exit_code is None else RankExit(page_exit_code)
 
 
-def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int | None) -> Exit | None:
+def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int | None) -> RankExit | None:
     """None without a record of this process; nonsense in its place is none."""
     if not fields:
         return None
@@ -36,7 +36,7 @@ def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int
         code, number = fields.get("code"), fields.get("signal")
         at = float(fields.get("time") or 0.0)
         if code is None and not number:
-            return Exit(known=False, at=at) if page_exit_code is None else Exit(page_exit_code, at=at)
-        return Exit(int(code or 0) & 0xFF, int(number or 0) & 0x7F, at=at)
+            return RankExit(known=False, at=at) if page_exit_code is None else RankExit(page_exit_code, at=at)
+        return RankExit(int(code or 0) & 0xFF, int(number or 0) & 0x7F, at=at)
     except (TypeError, ValueError, OverflowError):
         return None

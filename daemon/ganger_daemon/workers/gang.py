@@ -16,27 +16,35 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import metrics
 from ganger.injob.launcher.client import LauncherError
-from ganger.injob.metrics import Metric
+from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import PageError, now_ns
 
-from ganger_daemon.control.jobsocket import JobSocket
+from ganger_daemon.control.jobsocket import JobSocketServer
 from ganger_daemon.control.memory import MemoryWatch
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages, RunMark
 from ganger_daemon.control.pinning import Pinning
-from ganger_daemon.control.rates import Look
-from ganger_daemon.control.relaying import Heard, Hub
+from ganger_daemon.control.rates import PageSample
+from ganger_daemon.control.relaying import Hub, RelayMessage
 from ganger_daemon.control.using import Using
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase, hastened
+from ganger_daemon.core.orders import (
+    OrderIntent,
+    OrderKey,
+    ParkLevel,
+    PartOutcome,
+    PartOutcomeKind,
+    PartPhase,
+    hastened,
+)
 from ganger_daemon.failpoints import hit
 from ganger_daemon.files import make_directory, write_hint
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 from . import outcomes
 from .adopting import find_ranks, recall_notes, recall_told, recall_wanted_checkpoints
 from .agreeing import Agreeing
-from .belonging import Child
+from .belonging import RankProcess
 from .complaints import Complaints, summary_of
 from .deaths import Deaths
 from .desired import DEFAULT_GRACE_SECONDS, local_part, to_json, wanted_of, with_spec_of
@@ -46,19 +54,19 @@ from .launching import Launching
 from .looks import next_look
 from .observation import observe
 from .others import Peers
-from .pace import Pace
+from .pace import StepRate
 from .pressing import Pressing
 from .saving import Saving
 from .segments import Segments
-from .standing import Standing
+from .standing import Freezer
 from .watching import Watching
 
 log = logging.getLogger(__name__)
 
 # What a shell exits with where it could not execute a command.
 _NOT_EXECUTED = 127
-_COPYING = {Phase.STOPPING: core.RankState.SAVING, Phase.PREPARED: core.RankState.RESTORING}
-_NOT_STARTED = (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_UNREADABLE, OutcomeKind.STATE_OUTDATED)
+_COPYING = {PartPhase.STOPPING: core.RankState.SAVING, PartPhase.PREPARED: core.RankState.RESTORING}
+_NOT_STARTED = (PartOutcomeKind.LAUNCH_FAILED, PartOutcomeKind.STATE_UNREADABLE, PartOutcomeKind.STATE_OUTDATED)
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
 # Longest wait of a gang that has ended for the copy of its logs, if storage hangs.
@@ -72,7 +80,7 @@ class LocalGang:
 
     def __init__(
         self,
-        host: Host,
+        host: NodeContext,
         peers: Peers,
         desired: agent_pb2.DesiredGang,
         blocked_by: Callable[[LocalGang], str],
@@ -90,22 +98,22 @@ class LocalGang:
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
         self._make_parts(blocked_by, cores_kept_by)
-        self.judgement = core.Judgement(Phase.STARTING)
+        self.judgement = core.Judgement(PartPhase.STARTING)
         self.judged_under = self.wanted  # the order the judgement is of
         self.judged_told = self.told
         self.stop_wanted = False  # nobody wants it: being stopped
         self.forgotten = False
-        self._socket: JobSocket | None = None
+        self._socket: JobSocketServer | None = None
         self._packets = 0
         self._wake = asyncio.Event()
         self._launched = False
         self._launched_at = 0.0
         self._obeyed_at = 0.0
-        self._launch_failure: Outcome | None = None
+        self._launch_failure: PartOutcome | None = None
         self._order_due = True
         self._unwritten: OrderKey | None = None  # the last order that could not be, as was said
         self._mark = RunMark()
-        self._settled: Outcome | None = None
+        self._settled: PartOutcome | None = None
         self._reaped = False
         self._logs_at = time.monotonic()
         self._memory_limit = 0  # set last, in bytes; zero: only at the launch
@@ -137,26 +145,26 @@ class LocalGang:
         self._agreeing = Agreeing(peers, self.paths, self.part, self.pages, self.saving)
         self.complaints = Complaints(host, self.paths, self.part, self.pages)
         self._pressing = Pressing(host, self.paths, self.deaths)
-        self._pace = Pace(self.pages, self.part.ranks)
+        self._pace = StepRate(self.pages, self.part.ranks)
         self._using = Using(host, self.paths.group, desired.claim.device_mask)
         self._watching = Watching(self.pages, self.part.ranks)
         self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
-        self._standing = Standing(host, self.paths.group)
+        self._standing = Freezer(host, self.paths.group)
         self._segments = Segments(host, self.paths.group)
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> PartPhase:
         return self.judgement.phase
 
     @property
     def is_leaving(self) -> bool:
         """What it still has here is somebody else's soon, whatever it does: it is stopped, or on its way to rest."""
-        if self.stop_wanted or self.phase is Phase.ENDED or self.told.intent == agent_pb2.INTENT_STOP:
+        if self.stop_wanted or self.phase is PartPhase.ENDED or self.told.intent == agent_pb2.INTENT_STOP:
             return True
         rests = self.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
-        return rests and self.phase is not Phase.PARKED
+        return rests and self.phase is not PartPhase.PARKED
 
     @property
     def uid_and_epoch(self) -> tuple[str, int]:
@@ -169,7 +177,7 @@ class LocalGang:
     @property
     def may_be_on_devices(self) -> bool:
         """Whether its processes run or may any moment: what was last seen of them is not enough to say they do not."""
-        if self.judgement.phase is Phase.ENDED:
+        if self.judgement.phase is PartPhase.ENDED:
             return False
         if not self._launched:
             return self.launching.is_under_way
@@ -204,11 +212,11 @@ class LocalGang:
     @property
     def cannot_rest(self) -> bool:
         """It was to rest at a boundary, and will not at the level that is wanted."""
-        if self.wanted.intent is not Intent.PARK or self.judged_under is not self.wanted or not self._launched:
+        if self.wanted.intent is not OrderIntent.PARK or self.judged_under is not self.wanted or not self._launched:
             return False
-        if self.judgement.phase is Phase.PARKED:
+        if self.judgement.phase is PartPhase.PARKED:
             return self.judgement.level < self.wanted.level
-        if self.judgement.phase is not Phase.STOPPING or not self._has_no_boundaries():
+        if self.judgement.phase is not PartPhase.STOPPING or not self._has_no_boundaries():
             return False
         # one that is only silent may still be importing
         is_late = time.monotonic() - self._obeyed_at > self.host.order_patience_seconds
@@ -222,7 +230,7 @@ class LocalGang:
         """Something changed: look at once."""
         self._wake.set()
 
-    def mark_gone(self, outcome: Outcome) -> None:
+    def mark_gone(self, outcome: PartOutcome) -> None:
         """Nothing of it is here: only its outcome is reported."""
         self._settled = outcome
         self._reaped = True
@@ -249,7 +257,7 @@ class LocalGang:
             self.told = merged
         if wanted.order <= self.wanted.order and self._launched:
             return
-        was_running = self.wanted.intent is Intent.RUN
+        was_running = self.wanted.intent is OrderIntent.RUN
         same_stop = wanted.stop_sequence != 0 and wanted.stop_sequence == self.wanted.stop_sequence
         # turns change all day long
         log.log(
@@ -264,7 +272,7 @@ class LocalGang:
         )
         if self._launched and self.pages.readable:
             self.saving.obey(self.wanted, wanted)
-            if wanted.intent is Intent.RUN and not was_running and self.wanted.intent is not Intent.PREPARE:
+            if wanted.intent is OrderIntent.RUN and not was_running and self.wanted.intent is not OrderIntent.PREPARE:
                 self._mark = self.pages.mark()
             if not same_stop:
                 self.memory.begin(self.deaths.processes)
@@ -281,7 +289,9 @@ class LocalGang:
         """Stop the gang, which the master no longer wants. `is_stale`: the master wants a newer epoch of the job."""
         self.stop_wanted = True
         is_stale = is_stale or self._is_stale
-        stop = replace(self.wanted, intent=Intent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False)
+        stop = replace(
+            self.wanted, intent=OrderIntent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False
+        )
         self.wanted = hastened(stop, is_stale)
         self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
         self.wake()
@@ -326,7 +336,7 @@ class LocalGang:
         self.deaths.close()
         self.pages.close()
 
-    def adopt(self, children: Mapping[str, Child]) -> None:
+    def adopt(self, children: Mapping[str, RankProcess]) -> None:
         """Takes over what a former daemon left. `children`: what the launchers look after."""
         self._mark = recall_notes(self.host, self.paths, self.launching, self.memory, self._segments)
         self.told = recall_told(self.paths, self.desired)
@@ -380,8 +390,8 @@ class LocalGang:
         facts = self.facts()
         before = self.judgement.phase
         self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
-        if self.judgement.phase is Phase.PARKED and (
-            self.judgement.level >= Level.OFFLOAD or self.wanted.order.is_by_turn
+        if self.judgement.phase is PartPhase.PARKED and (
+            self.judgement.level >= ParkLevel.OFFLOAD or self.wanted.order.is_by_turn
         ):
             # before anybody who comes to its devices looks for cores
             self.pinning.give_up()
@@ -393,7 +403,7 @@ class LocalGang:
             await self._pressing.press(self.facts(), self.pages, now)
         self._publish_observation()
 
-    def facts(self) -> core.Gang:
+    def facts(self) -> core.GangPart:
         ranks: tuple[core.Rank, ...] = ()
         if self._launched:
             if self.pages.readable:
@@ -410,8 +420,8 @@ class LocalGang:
             facts, refusal=self.complaints.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
         )
 
-    def _facts(self, ranks: tuple[core.Rank, ...]) -> core.Gang:
-        return core.Gang(
+    def _facts(self, ranks: tuple[core.Rank, ...]) -> core.GangPart:
+        return core.GangPart(
             wanted=self.wanted,
             ranks=ranks,
             launched=self._launched,
@@ -435,7 +445,7 @@ class LocalGang:
         killed = any(ending.signal == core.SIGKILL for ending in self.deaths.exits.values())
         return killed and self.host.cgroups.oom_kills(self.paths.group) > 0
 
-    async def _do(self, todo: core.Todo, facts: core.Gang, now: float) -> None:
+    async def _do(self, todo: core.Todo, facts: core.GangPart, now: float) -> None:
         match todo:
             case core.Todo.LAUNCH:
                 await self._launch()
@@ -461,11 +471,11 @@ class LocalGang:
         except Exception as error:
             if not isinstance(error, self.launching.REFUSALS):
                 log.exception("launch failed", extra={"job": self.desired.job})
-            kind = error.kind if isinstance(error, LaunchRefusedError) else OutcomeKind.LAUNCH_FAILED
+            kind = error.kind if isinstance(error, LaunchRefusedError) else PartOutcomeKind.LAUNCH_FAILED
             found = error.found if isinstance(error, LaunchRefusedError) else ()
             # By its having an exit code the master knows that the command is to blame, and not the node.
             is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
-            self._launch_failure = Outcome(
+            self._launch_failure = PartOutcome(
                 kind, _NOT_EXECUTED if is_command else 0, 0, str(error) or type(error).__name__, found
             )
             self.wake()
@@ -479,14 +489,14 @@ class LocalGang:
         self._launched_at = time.monotonic()
         self._write_local()
         log.info("gang launched", extra={"job": self.desired.job, "epoch": self.desired.epoch})
-        if self.wanted.intent is Intent.PREPARE:
+        if self.wanted.intent is OrderIntent.PREPARE:
             hit("after-prepare")
         self.wake()
 
     async def _begin_attending(self) -> None:
         """Socket, relay, and the incoming move: what a running gang needs of this daemon, once."""
         if self._socket is None:
-            self._socket = JobSocket(self.paths.socket, self._heard_packet)
+            self._socket = JobSocketServer(self.paths.socket, self._heard_packet)
             self.pages.written = self._socket.nudge
             try:
                 self._socket.start()
@@ -500,7 +510,7 @@ class LocalGang:
         claim, kept = self.desired.claim, self.memory.kept_bytes
         if not claim.memory_bytes:
             return
-        rests = kept and self.wanted.intent is Intent.PARK and not self.wanted.order.is_by_turn
+        rests = kept and self.wanted.intent is OrderIntent.PARK and not self.wanted.order.is_by_turn
         limit = (min(kept, claim.memory_bytes) if rests else claim.memory_bytes) + claim.arena_bytes
         if limit != self._memory_limit:
             self._memory_limit = limit
@@ -536,7 +546,7 @@ class LocalGang:
 
     # -- what it hears --------------------------------------------------------------------------------------------
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: RelayMessage) -> None:
         """Points from another daemon of this gang."""
         if not self._reaped and self.pages.readable:
             self._agreeing.hear(heard)
@@ -576,7 +586,7 @@ class LocalGang:
             acked = [point.ack_sequence == agreement for point in self.pages.points().values()]
             if any(acked) and not all(acked):
                 hit("partial-acks")
-        if self.wanted.intent is Intent.RUN and self.judgement.phase is Phase.RUNNING:
+        if self.wanted.intent is OrderIntent.RUN and self.judgement.phase is PartPhase.RUNNING:
             await self.pinning.follow(self.desired, self._pace.iteration_seconds)
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
         facts = self.facts()
@@ -639,7 +649,7 @@ class LocalGang:
             and any(self.pages.progress(rank).state == copying for rank in self.part.ranks),
             is_verifying=self.memory.waiting,
             is_death_awaited=self.deaths.awaited,
-            is_preparing=self.wanted.intent is Intent.PREPARE,
+            is_preparing=self.wanted.intent is OrderIntent.PREPARE,
             is_young=time.monotonic() - max(self._launched_at, self._obeyed_at) < _YOUNG_SECONDS,
             is_agreeing=self.pages.readable and bool(self._agreeing.in_flight(self.wanted, phase)),
         )
@@ -652,11 +662,12 @@ class LocalGang:
             return said
         if core.is_beyond(self.facts()):
             why = self.complaints.reason("BOUNDARIES") or "this job has no boundaries"
-            return f"{why}: {self.wanted.level.name if self.wanted.intent is Intent.PARK else 'a move'} is not possible"
-        is_to_rest = self.judgement.phase is Phase.STOPPING and self.wanted.intent is Intent.PARK
+            what = self.wanted.level.name if self.wanted.intent is OrderIntent.PARK else "a move"
+            return f"{why}: {what} is not possible"
+        is_to_rest = self.judgement.phase is PartPhase.STOPPING and self.wanted.intent is OrderIntent.PARK
         if is_to_rest and not self._standing.frozen and self._has_no_boundaries():
             return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
-        if self.wanted.intent in (Intent.PREPARE, Intent.HAND_OVER):
+        if self.wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):
             return self._pressing.given_up  # nothing else stands in the way of a move
         said = self.launching.trouble or self.memory.trouble or self.pinning.trouble
         return said or self.saving.keeper.trouble or self.host.storage.trouble
@@ -665,11 +676,11 @@ class LocalGang:
         facts, now = self.facts(), time.monotonic()
         return any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None)
 
-    def progress(self) -> tuple[Look, float, float] | None:
+    def progress(self) -> tuple[PageSample, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
         if not self._launched or self._reaped or not self.pages.readable:
             return None
-        if self.wanted.order.is_by_turn and self.phase is not Phase.RUNNING:
+        if self.wanted.order.is_by_turn and self.phase is not PartPhase.RUNNING:
             self._pace.forget()
             self._using.forget()
             return None
@@ -679,7 +690,7 @@ class LocalGang:
         """Share of what its devices can do that it used since the last call; None where nobody can tell."""
         return self._using.measure(data_wait_share)
 
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self) -> tuple[ReportedMetric, ...]:
         """What the job has reported by name; of a job only its first rank is listened to."""
         if not self._launched or 0 not in self.part.ranks or not self.pages.readable:
             return ()
@@ -688,7 +699,10 @@ class LocalGang:
     def concern(self) -> str:
         """Why it does not get on, though it is meant to."""
         lives = self._launched and not self._reaped and self.pages.readable
-        is_meant_to = self.wanted.intent is Intent.RUN and self.judgement.phase in (Phase.STARTING, Phase.RUNNING)
+        is_meant_to = self.wanted.intent is OrderIntent.RUN and self.judgement.phase in (
+            PartPhase.STARTING,
+            PartPhase.RUNNING,
+        )
         return self._watching.concern(lives and is_meant_to)
 
     def _write_local(self) -> None:
@@ -731,15 +745,15 @@ class LocalGang:
         self.observed = observe(self)
 
     def _publish_observation(self) -> None:
-        if self.judgement.phase is Phase.PARKED and self._handed_logs != self.wanted.order.number:
+        if self.judgement.phase is PartPhase.PARKED and self._handed_logs != self.wanted.order.number:
             self._handed_logs = self.wanted.order.number
             self._begin_mirroring()
         message = observe(self)
         new = message.SerializeToString(deterministic=True)
         if new != self._observed:
-            if self.judgement.phase is Phase.PARKED:
+            if self.judgement.phase is PartPhase.PARKED:
                 hit("parked-before-report")
-            if self.judgement.phase is Phase.READY and self.wanted.intent is Intent.PREPARE:
+            if self.judgement.phase is PartPhase.READY and self.wanted.intent is OrderIntent.PREPARE:
                 hit("before-move-commit")
             self._observed = new
             self.observed = message

@@ -9,9 +9,9 @@ from ganger.agent.v1 import agent_pb2
 
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Wanted
-from ganger_daemon.host import Host
-from ganger_daemon.transfer.arrival import Arrival, Leg
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent
+from ganger_daemon.host import NodeContext
+from ganger_daemon.transfer.arrival import Arrival, RankTransfer
 from ganger_daemon.transfer.request import StreamRequest
 
 from .desired import LocalPart
@@ -24,7 +24,7 @@ class Incoming:
     """`changed` is called as it comes."""
 
     def __init__(
-        self, host: Host, part: LocalPart, pages: ControlPages, launching: Launching, changed: Callable[[], None]
+        self, host: NodeContext, part: LocalPart, pages: ControlPages, launching: Launching, changed: Callable[[], None]
     ) -> None:
         self._host = host
         self._part = part
@@ -37,13 +37,17 @@ class Incoming:
     def trouble(self) -> str:
         return self._arrival.trouble if self._arrival is not None else ""
 
-    def has_room(self, wanted: Wanted) -> bool:
+    def has_room(self, wanted: DesiredOrder) -> bool:
         """Whether every rank's state could come now; true for a gang that awaits none."""
         return not wanted.moves_in if self._arrival is None else self._arrival.has_room
 
-    async def follow(self, desired: agent_pb2.DesiredGang, wanted: Wanted) -> None:
+    async def follow(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
         """Begins, once, if the ranks await a state from elsewhere and have not used it yet."""
-        if self._arrival is not None or not wanted.moves_in or wanted.intent not in (Intent.PREPARE, Intent.RUN):
+        if (
+            self._arrival is not None
+            or not wanted.moves_in
+            or wanted.intent not in (OrderIntent.PREPARE, OrderIntent.RUN)
+        ):
             return
         if any(self._pages.progress(rank).state in _RESTING for rank in self._part.ranks):
             self._arrival = Arrival(await asyncio.to_thread(self._legs, desired), self._changed)
@@ -53,7 +57,7 @@ class Incoming:
         if self._arrival is not None:
             self._arrival.cancel()
 
-    def _legs(self, desired: agent_pb2.DesiredGang) -> tuple[Leg, ...]:
+    def _legs(self, desired: agent_pb2.DesiredGang) -> tuple[RankTransfer, ...]:
         source = desired.restore.parked
         addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
         requests = []

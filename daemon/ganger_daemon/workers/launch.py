@@ -25,7 +25,7 @@ from ganger_daemon.checkpoints.found import newest_found
 from ganger_daemon.checkpoints.layout import parse_final
 from ganger_daemon.checkpoints.storage import token_found
 from ganger_daemon.checkpoints.verify import Unreadable, verify
-from ganger_daemon.core.orders import FoundCheckpoint, OutcomeKind
+from ganger_daemon.core.orders import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.files import write_json
 
 from .desired import LocalPart
@@ -40,7 +40,7 @@ class LaunchRefusedError(Exception):
     """The gang cannot start here; the message has the reason, for the user. `found`: complete checkpoints on storage,
     newest first, where those matter."""
 
-    kind = OutcomeKind.LAUNCH_FAILED
+    kind = PartOutcomeKind.LAUNCH_FAILED
 
     def __init__(self, message: str, found: tuple[FoundCheckpoint, ...] = ()) -> None:
         super().__init__(message)
@@ -50,13 +50,13 @@ class LaunchRefusedError(Exception):
 class StateUnreadableError(LaunchRefusedError):
     """What it was to start from is damaged or gone; the message names the files."""
 
-    kind = OutcomeKind.STATE_UNREADABLE
+    kind = PartOutcomeKind.STATE_UNREADABLE
 
 
 class StateOutdatedError(LaunchRefusedError):
     """Storage has a newer checkpoint than the one it was to start from."""
 
-    kind = OutcomeKind.STATE_OUTDATED
+    kind = PartOutcomeKind.STATE_OUTDATED
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.launch import startup_variables
 
-from .belonging import Child, parent_of
+from .belonging import RankProcess, parent_of
 from .preloaded import code_of
 from .processes import ProcessId
 
@@ -43,13 +43,13 @@ _LIST_SECONDS = 10.0
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
 
 
-def children_of(launcher: Launcher) -> dict[str, Child]:
+def children_of(launcher: Launcher) -> dict[str, RankProcess]:
     """Ranks by name. Raises LauncherError."""
-    found: dict[str, Child] = {}
+    found: dict[str, RankProcess] = {}
     for entry in launcher.list():
         if entry["kind"] == "rank":
             process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
-            found[str(entry["name"])] = Child(process, parent_of(process.pid) == launcher.pid)
+            found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) == launcher.pid)
     return found
 
 
@@ -119,9 +119,9 @@ class Launchers:
             self._used_at[key] = time.monotonic()
         return launcher
 
-    def children(self) -> dict[str, Child]:
+    def children(self) -> dict[str, RankProcess]:
         """The ranks that launchers look after, by name: also those a former daemon began and left no notes of."""
-        found: dict[str, Child] = {}
+        found: dict[str, RankProcess] = {}
         for path in sorted(self._directory.glob("*.sock")):
             try:
                 with Launcher(str(path), _LIST_SECONDS) as launcher:

@@ -23,14 +23,14 @@ from ganger.v1 import job_pb2
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
-from ganger_daemon.core.orders import Intent, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.files import make_directory, read_json, remove_tree, sync_file, write_json
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 from ganger_daemon.storage_work import StorageWait
-from ganger_daemon.transfer.arrival import Leg
+from ganger_daemon.transfer.arrival import RankTransfer
 from ganger_daemon.transfer.request import StreamRequest
 
-from .belonging import Child, Found, holds_files_of_rank, recognise, stranger_text, strays
+from .belonging import FoundProcesses, RankProcess, holds_files_of_rank, recognise, stranger_text, strays
 from .desired import LocalPart, to_json
 from .directories import GangPaths
 from .launch import (
@@ -74,7 +74,7 @@ class Launching:
 
     def __init__(
         self,
-        host: Host,
+        host: NodeContext,
         peers: Peers,
         paths: GangPaths,
         part: LocalPart,
@@ -122,7 +122,7 @@ class Launching:
         return self.running_launcher() is not None
 
     async def launch(
-        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages
     ) -> dict[int, ProcessId] | None:
         """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
         assert self.gang is not None, "set before the first launch"
@@ -157,7 +157,7 @@ class Launching:
             self.is_under_way = False
 
     async def _launch(
-        self, desired: agent_pb2.DesiredGang, wanted: Wanted, pages: ControlPages, restore: RestorePlan
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, part = self._paths, self._host, self._part
         storage = host.storage.path if host.storage.proved else None
@@ -217,7 +217,7 @@ class Launching:
             return ""
         return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
 
-    def recognise(self, children: Mapping[str, Child], pages: ControlPages) -> dict[int, Found]:
+    def recognise(self, children: Mapping[str, RankProcess], pages: ControlPages) -> dict[int, FoundProcesses]:
         """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""
         paths = self._paths
         members = frozenset(self._host.cgroups.pids(paths.group))
@@ -227,18 +227,20 @@ class Launching:
             page = Path(page_path(str(paths.run), rank))
             return process.pid in members or holds_files_of_rank(process.pid, log_path, page)
 
-        def found(rank: int) -> Found:
+        def found(rank: int) -> FoundProcesses:
             noted = [self._noted.get(rank, NOBODY), pages.process(rank)]
             return recognise(children.get(paths.name(rank)), noted, partial(belongs, rank))
 
         return {rank: found(rank) for rank in self._part.ranks}
 
-    def legs(self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages) -> tuple[Leg, ...]:
+    def legs(
+        self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages
+    ) -> tuple[RankTransfer, ...]:
         """How each rank's state travels here, from as far as it had come."""
         assert self.gang is not None, "set before the first launch"
         ahead = bytes_ahead_per_rank(self.gang.desired, len(self._part.ranks), self._arena_bytes)
 
-        def leg(rank: int, address: str, request: StreamRequest) -> Leg:
+        def leg(rank: int, address: str, request: StreamRequest) -> RankTransfer:
             page = pages[rank]
             done = page.get(Word.ARENA_AVAILABLE)
 
@@ -246,7 +248,7 @@ class Launching:
                 if pages.readable:
                     page.set(Word.ARENA_AVAILABLE, size)
 
-            return Leg(
+            return RankTransfer(
                 rank,
                 address,
                 replace(request, offset=done),
@@ -416,7 +418,7 @@ class Launching:
         task = asyncio.ensure_future(asking)
         try:
             while not task.done():
-                if self.gang.wanted.intent is Intent.STOP:
+                if self.gang.wanted.intent is OrderIntent.STOP:
                     raise LaunchRefusedError("told to stop before its leader had said where ranks meet")
                 await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
             return Rendezvous(*task.result())
@@ -468,7 +470,7 @@ class Launching:
         return dict(sorted(processes.items()))
 
 
-def _without_injection(environment: Mapping[str, str], host: Host) -> dict[str, str]:
+def _without_injection(environment: Mapping[str, str], host: NodeContext) -> dict[str, str]:
     """The environment a launcher of these ranks had: what was added per rank is taken off again."""
     base = {name: value for name, value in environment.items() if not name.startswith("GANGER_")}
     parts = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != host.launchers.inject]

@@ -3,7 +3,7 @@ belongs to the ranks."""
 
 from __future__ import annotations
 
-from ganger_daemon.core.orders import Phase
+from ganger_daemon.core.orders import PartPhase
 
 _FAST_SECONDS = 0.0015
 _BUSY_SECONDS = 0.005
@@ -14,7 +14,7 @@ _OVER_SECONDS = 60.0
 
 
 def next_look(
-    phase: Phase,
+    phase: PartPhase,
     *,
     is_over: bool = False,
     is_launched: bool = True,
@@ -35,11 +35,11 @@ def next_look(
     if is_copying:
         # the processor belongs to who copies; the rank sends word when it is done
         return _COPY_SECONDS
-    if phase is Phase.STOPPING:
+    if phase is PartPhase.STOPPING:
         return _BUSY_SECONDS if is_verifying else _FAST_SECONDS
     if is_death_awaited:
         return _BUSY_SECONDS
-    if phase in (Phase.STARTING, Phase.PREPARED) or is_preparing:
+    if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
         # a script that never attaches is not worth a fast look for ever
         return _BUSY_SECONDS if is_young else _WAITING_SECONDS
     return _FAST_SECONDS if is_agreeing else _SLOW_SECONDS

@@ -10,13 +10,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.metrics import Metric
-from ganger.injob.page import Capability, Progress, now_ns
+from ganger.injob.metrics import ReportedMetric
+from ganger.injob.page import Capability, PageProgress, now_ns
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
 from ganger_daemon.core.gang import RankPhase, is_opaque
-from ganger_daemon.core.orders import FoundCheckpoint, Level, Outcome, Phase
+from ganger_daemon.core.orders import FoundCheckpoint, ParkLevel, PartOutcome, PartPhase
 
 from .desired import order_key_to_wire
 
@@ -42,8 +42,8 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
     if takes_turns:
         # whose turn it is the master need not know: who takes turns runs
-        if phase is not Phase.ENDED:
-            phase, level = Phase.RUNNING if gang.has_stepped else Phase.STARTING, Level.NONE
+        if phase is not PartPhase.ENDED:
+            phase, level = PartPhase.RUNNING if gang.has_stepped else PartPhase.STARTING, ParkLevel.NONE
         stop_sequence = stop_step = 0
     elif order.order.set_epoch:
         stop_sequence = told.stop_sequence
@@ -64,7 +64,7 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     for rank, process in sorted(gang.deaths.processes.items()):
         if gang.deaths.is_live(rank):
             message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
-    if phase is Phase.PARKED and level is Level.OFFLOAD:
+    if phase is PartPhase.PARKED and level is ParkLevel.OFFLOAD:
         message.residue_bytes.extend(gang.memory.residue)
         message.kept_memory_bytes = gang.memory.kept_bytes
     if judgement.outcome is not None:
@@ -81,7 +81,7 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     return message
 
 
-def _outcome_to_wire(outcome: Outcome) -> agent_pb2.Outcome:
+def _outcome_to_wire(outcome: PartOutcome) -> agent_pb2.Outcome:
     return agent_pb2.Outcome(
         kind=agent_pb2.Outcome.Kind.ValueType(outcome.kind),
         exit_code=outcome.exit_code,
@@ -101,12 +101,12 @@ def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) 
     )
 
 
-def is_still_looking(progress: Progress) -> bool:
+def is_still_looking(progress: PageProgress) -> bool:
     """Whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than PAUSE."""
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 
-def add_metrics(progress: job_pb2.Progress, metrics: Iterable[Metric]) -> None:
+def add_metrics(progress: job_pb2.Progress, metrics: Iterable[ReportedMetric]) -> None:
     for metric in metrics:
         progress.metrics.add(name=metric.name, value=metric.value, step=metric.step)
 
@@ -140,7 +140,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
                 message.capabilities.missing[what] = "that is not known before its first step"
 
 
-def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[Progress]) -> None:
+def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[PageProgress]) -> None:
     """Add the progress of an attempt that is parked or has ended. Steps that it repeats do not count as its own."""
     if any(progress.phase == RankPhase.REPLAY for progress in found):
         return
@@ -160,15 +160,15 @@ def _booted_ns() -> int:
 def _add_where_it_stands(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
     """What every turn would change."""
     found = [gang.pages.progress(rank) for rank in gang.part.ranks]
-    if gang.judgement.phase in (Phase.PARKED, Phase.STOPPING):
+    if gang.judgement.phase in (PartPhase.PARKED, PartPhase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
-    if gang.judgement.phase is Phase.PARKED and all(progress.step_time_ns for progress in found):
+    if gang.judgement.phase is PartPhase.PARKED and all(progress.step_time_ns for progress in found):
         message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
-    if gang.judgement.phase is Phase.RUNNING and all(progress.first_step_time_ns for progress in found):
+    if gang.judgement.phase is PartPhase.RUNNING and all(progress.first_step_time_ns for progress in found):
         message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
 
 
-def _waited(progress: Progress) -> float:
+def _waited(progress: PageProgress) -> float:
     """The share of an attempt's time that went into waiting for data; from its first step to its last."""
     seconds = progress.step_time_ns - progress.first_step_time_ns
     return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
@@ -192,7 +192,7 @@ def _add_what_an_opaque_job_can(
     capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
 
 
-def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[Progress]) -> None:
+def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[PageProgress]) -> None:
     able = ~0
     for progress in found:
         able &= progress.capabilities

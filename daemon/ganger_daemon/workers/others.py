@@ -8,7 +8,7 @@ from typing import Protocol
 from ganger.agent.v1 import peer_pb2
 
 from ganger_daemon.checkpoints.publish import ShardReport
-from ganger_daemon.control.relaying import Heard, Link
+from ganger_daemon.control.relaying import Link, RelayMessage
 
 
 class Peers(Protocol):
@@ -24,6 +24,6 @@ class Peers(Protocol):
         """Where a member of a node set stands after this order; None if it does not say."""
         ...
 
-    def link(self, address: str, heard: Callable[[Heard], None]) -> Link:
+    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
         """A stream of boundary points to the leader, to be started."""
         ...

@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict
 from typing import NamedTuple
 
-from ganger_daemon.core.orders import FoundCheckpoint, Outcome, OutcomeKind
+from ganger_daemon.core.orders import FoundCheckpoint, PartOutcome, PartOutcomeKind
 from ganger_daemon.files import make_directory, read_json, write_json
 
 from .directories import GangPaths
@@ -14,14 +14,14 @@ from .directories import GangPaths
 log = logging.getLogger(__name__)
 
 
-class Kept(NamedTuple):
+class StoredOutcome(NamedTuple):
     """`step` is that of the checkpoint it ended with, if it did."""
 
-    outcome: Outcome
+    outcome: PartOutcome
     step: int | None
 
 
-def keep(paths: GangPaths, outcome: Outcome, step: int | None) -> None:
+def keep(paths: GangPaths, outcome: PartOutcome, step: int | None) -> None:
     """Durable when it returns."""
     fields = {
         "kind": int(outcome.kind),
@@ -35,7 +35,7 @@ def keep(paths: GangPaths, outcome: Outcome, step: int | None) -> None:
     write_json(paths.outcome, fields, durable=True)
 
 
-def kept(paths: GangPaths) -> Kept | None:
+def kept(paths: GangPaths) -> StoredOutcome | None:
     """What a former daemon kept; None if the gang has not ended."""
     fields = read_json(paths.outcome)
     if not fields:
@@ -44,7 +44,7 @@ def kept(paths: GangPaths) -> Kept | None:
         kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
         step = None if fields.get("step") is None else int(fields["step"])
         found = tuple([FoundCheckpoint(**one) for one in fields.get("found", ())])
-        return Kept(Outcome(OutcomeKind(kind), code, rank, str(fields["message"]), found), step)
+        return StoredOutcome(PartOutcome(PartOutcomeKind(kind), code, rank, str(fields["message"]), found), step)
     except (KeyError, TypeError, ValueError) as error:
         log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})
         return None

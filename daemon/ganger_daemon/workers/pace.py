@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 
 from ganger_daemon.control.pages import ControlPages
-from ganger_daemon.control.rates import Look, iteration_seconds, rate_between
+from ganger_daemon.control.rates import PageSample, iteration_seconds, rate_between
 from ganger_daemon.core.gang import RankPhase
 
 
-class Pace:
+class StepRate:
     def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
         self._pages = pages
         self._ranks = ranks
-        self._look: Look | None = None
+        self._look: PageSample | None = None
         self.iteration_seconds = 0.0  # as last measured
 
     def forget(self) -> None:
         """It rests between its turns: that is no part of how fast it goes."""
         self._look = None
 
-    def measure(self) -> tuple[Look, float, float] | None:
+    def measure(self) -> tuple[PageSample, float, float] | None:
         """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
         found = [self._pages.progress(rank) for rank in self._ranks]
         if not any(progress.step for progress in found):
@@ -31,7 +31,7 @@ class Pace:
         slowest = min(found, key=lambda progress: progress.step)
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         began_ns = [progress.first_step_time_ns for progress in found]
-        look = Look(
+        look = PageSample(
             time.monotonic(),
             slowest.step,
             slowest.samples,

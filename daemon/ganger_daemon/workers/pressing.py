@@ -8,8 +8,8 @@ import time
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import escalation
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.orders import Intent, Wanted
-from ganger_daemon.host import Host
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent
+from ganger_daemon.host import NodeContext
 
 from . import signals
 from .deaths import Deaths
@@ -22,7 +22,7 @@ _FAILURE_GRACE_SECONDS = 5.0
 
 
 class Pressing:
-    def __init__(self, host: Host, paths: GangPaths, deaths: Deaths) -> None:
+    def __init__(self, host: NodeContext, paths: GangPaths, deaths: Deaths) -> None:
         self._host = host
         self._paths = paths
         self._deaths = deaths
@@ -32,22 +32,22 @@ class Pressing:
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
         self.given_up = ""  # why the present order is not carried out, though nothing failed
 
-    def begin(self, wanted: Wanted, now: float, iteration_seconds: float) -> None:
+    def begin(self, wanted: DesiredOrder, now: float, iteration_seconds: float) -> None:
         """A new order: orders to stop have a deadline, running needs none."""
         if self.stop_signalled and not wanted.ends_at_once:
             return
         self._ladder = None
         self.given_up = ""
-        is_move = wanted.intent is Intent.HAND_OVER
-        stops = is_move or wanted.intent is Intent.PARK
-        if stops or (wanted.intent is Intent.STOP and wanted.checkpoint_first):
+        is_move = wanted.intent is OrderIntent.HAND_OVER
+        stops = is_move or wanted.intent is OrderIntent.PARK
+        if stops or (wanted.intent is OrderIntent.STOP and wanted.checkpoint_first):
             deadline, patience = self._host.order_deadline_seconds, self._host.order_patience_seconds
             grace = wanted.grace_seconds
             self._ladder = escalation.begin(now, iteration_seconds, grace, deadline, patience, ends=not is_move)
 
-    def terminate(self, wanted: Wanted, now: float) -> None:
+    def terminate(self, wanted: DesiredOrder, now: float) -> None:
         """SIGTERM to the main processes now, the kill of the group after the grace."""
-        grace = wanted.grace_seconds if wanted.intent is Intent.STOP else _FAILURE_GRACE_SECONDS
+        grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
         signals.terminate(self._deaths.live())
@@ -64,7 +64,7 @@ class Pressing:
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await signals.kill(self._host.cgroups, self._paths.group, live)
 
-    async def press(self, facts: core.Gang, pages: ControlPages, now: float) -> None:
+    async def press(self, facts: core.GangPart, pages: ControlPages, now: float) -> None:
         """Climbs the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._deaths.live()
@@ -81,7 +81,7 @@ class Pressing:
             case escalation.Rung.DUMP:
                 pages.ask_for_stacks()
             case escalation.Rung.TERMINATE:
-                self.escalated = facts.wanted.intent is not Intent.STOP
+                self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True
                 signals.terminate(live)
             case escalation.Rung.GIVE_UP:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.page import CHECKPOINT_BIT, Capability, Level, Progress
+from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
 
 from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
@@ -23,9 +23,9 @@ from ganger_daemon.checkpoints.publish import ShardReport
 from ganger_daemon.control.orders import page_order, write_details
 from ganger_daemon.control.pages import ControlPages
 from ganger_daemon.core import escalation
-from ganger_daemon.core.orders import Intent, Outcome, OutcomeKind, Phase, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.failpoints import hit
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 from .complaints import complaint_of
 from .desired import LocalPart
@@ -45,7 +45,7 @@ class Saving:
 
     def __init__(
         self,
-        host: Host,
+        host: NodeContext,
         peers: Peers,
         paths: GangPaths,
         part: LocalPart,
@@ -121,23 +121,23 @@ class Saving:
             with suppress(OSError):
                 await self._host.storage.work.run(self.keeper.prune, storage, within_s=_WORK_S)
 
-    def obey(self, wanted: Wanted, newer: Wanted) -> None:
+    def obey(self, wanted: DesiredOrder, newer: DesiredOrder) -> None:
         """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
         if _saves(wanted) and not _saves(newer):
             self.keeper.abandon(wanted.stop_sequence)
             self._tidy_due = True
 
-    def published_step(self, wanted: Wanted, settled: Outcome | None) -> int | None:
+    def published_step(self, wanted: DesiredOrder, settled: PartOutcome | None) -> int | None:
         """Of the checkpoint the present stop has led to; None while there is none."""
         for agreement in (wanted.stop_sequence, wanted.order.master_sequence):
             if agreement in self.keeper.handed:
                 return self.keeper.handed[agreement]
-        if settled is not None and settled.kind is OutcomeKind.YIELDED and self.keeper.handed:
+        if settled is not None and settled.kind is PartOutcomeKind.YIELDED and self.keeper.handed:
             return max(self.keeper.handed.values())
         return None
 
     async def tend(
-        self, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, phase: PartPhase, now: float, is_whole: bool
     ) -> None:
         """Request checkpoints that are due, report durable ones, and let saved ranks end. Called every tick.
 
@@ -155,14 +155,22 @@ class Saving:
             work.result()
 
     async def _tend(
-        self, storage: Path, desired: agent_pb2.DesiredGang, wanted: Wanted, phase: Phase, now: float, is_whole: bool
+        self,
+        storage: Path,
+        desired: agent_pb2.DesiredGang,
+        wanted: DesiredOrder,
+        phase: PartPhase,
+        now: float,
+        is_whole: bool,
     ) -> None:
-        if self._tidy_due and phase in (Phase.RUNNING, Phase.PARKED):
+        if self._tidy_due and phase in (PartPhase.RUNNING, PartPhase.PARKED):
             # not sooner: until they rest or run again the ranks may be saving
             self._tidy_due = False
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
-        runs = wanted.intent is Intent.RUN and phase is Phase.RUNNING and is_whole and self._host.storage.proved
+        runs = (
+            wanted.intent is OrderIntent.RUN and phase is PartPhase.RUNNING and is_whole and self._host.storage.proved
+        )
         # A checkpoint from which a rank could not be restored is of no use.
         if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
             await self._ask(storage, desired, now)
@@ -196,7 +204,7 @@ class Saving:
             return
         self.request((running & ~CHECKPOINT_BIT) + 1)
 
-    async def _hand_on_running(self, storage: Path, found: list[Progress]) -> None:
+    async def _hand_on_running(self, storage: Path, found: list[PageProgress]) -> None:
         agreement = self._pages.checkpoint_sequence()
         if not agreement or self.keeper.is_settled(agreement):
             return
@@ -217,9 +225,9 @@ class Saving:
         if self._pages.readable and agreement == self._pages.checkpoint_sequence():
             await self.keeper.refuse(agreement, why)
 
-    async def _hand_on_leaving(self, storage: Path, wanted: Wanted, found: list[Progress]) -> None:
+    async def _hand_on_leaving(self, storage: Path, wanted: DesiredOrder, found: list[PageProgress]) -> None:
         order = page_order(wanted)
-        if order is None or order.level != Level.CHECKPOINT:
+        if order is None or order.level != PageParkLevel.CHECKPOINT:
             return
         steps = {progress.checkpoint_step for progress in found}
         if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
@@ -253,6 +261,6 @@ def _names(paths: Iterable[str]) -> frozenset[CheckpointName]:
     return frozenset(name for name in found if name is not None)
 
 
-def _saves(wanted: Wanted) -> bool:
+def _saves(wanted: DesiredOrder) -> bool:
     order = page_order(wanted)
-    return order is not None and order.level == Level.CHECKPOINT
+    return order is not None and order.level == PageParkLevel.CHECKPOINT

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ FileId: TypeAlias = tuple[int, int]
 class Segments:
     """The segments of one gang on this node."""
 
-    def __init__(self, host: Host, group: str) -> None:
+    def __init__(self, host: NodeContext, group: str) -> None:
         self._host = host
         self._group = group
         self._own: dict[str, FileId] = {}

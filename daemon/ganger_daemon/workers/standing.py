@@ -11,13 +11,13 @@ from ganger.injob.lease import expired
 from ganger.injob.page import now_ns
 
 from ganger_daemon.core import gang as core
-from ganger_daemon.host import Host
+from ganger_daemon.host import NodeContext
 
 log = logging.getLogger(__name__)
 
 
-class Standing:
-    def __init__(self, host: Host, group: str) -> None:
+class Freezer:
+    def __init__(self, host: NodeContext, group: str) -> None:
         self._host = host
         self._group = group
         self.frozen = False
@@ -37,7 +37,7 @@ class Standing:
         until = self._host.lease_until_ns
         return None if until is None else expired(until, now_ns())
 
-    async def follow(self, facts: core.Gang, now: float) -> None:
+    async def follow(self, facts: core.GangPart, now: float) -> None:
         """Freezes or thaws, if that is due."""
         if facts.wanted.ends_at_once:
             return  # a kill reaches what stands still, and thawed it would run beside its successor

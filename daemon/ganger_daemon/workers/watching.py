@@ -32,7 +32,7 @@ class Watching:
             return ""
         found = {rank: self._pages.progress(rank) for rank in self._ranks}
         counters = {
-            rank: core.Counters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
+            rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
             for rank, progress in found.items()
         }
         self._watched = core.seen(self._watched or core.Watched(now), counters, now)

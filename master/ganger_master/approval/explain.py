@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ganger.placement.candidates import candidates, places, widest_now
-from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.resources.reasons import Reason, Refusal, RefusalKind
 from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
 from msgspec import Struct
 
 from ganger_master.approval.protected import NOTHING, Protected, trespass
 
-_KINDS = (Kind.MISTAKE, Kind.BLOCKER, Kind.RACE)
+_KINDS = (RefusalKind.MISTAKE, RefusalKind.BLOCKER, RefusalKind.RACE)
 # What no other change of the cluster helps against comes before what the next release may solve.
 _FIRST = (
     Reason.QUOTA,
@@ -34,7 +34,7 @@ class Holder(Struct, frozen=True, gc=False):
     ends_by: float | None
 
 
-class Estimate(Struct, frozen=True, gc=False):
+class StartEstimate(Struct, frozen=True, gc=False):
     """Seconds from now; both zero when unknown, and then `assumption` says why."""
 
     after: float
@@ -80,7 +80,7 @@ def explain(
     return order(kept)
 
 
-def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float) -> Estimate:
+def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float) -> StartEstimate:
     """When the gang fits if every holder runs to its limit; unknown as soon as that rests on one without a limit.
 
     Holders may end sooner, so the interval begins now. Jobs ahead in the queue are not counted: the assumption says so.
@@ -88,8 +88,8 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
     if _fits(view, shape):
         if widest_now(shape, 0.0) < shape.locality.widest:
             left = shape.locality.patience_seconds
-            return Estimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
-        return Estimate(0.0, 1.0, "its turn comes at once and no job is ahead")
+            return StartEstimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
+        return StartEstimate(0.0, 1.0, "its turn comes at once and no job is ahead")
     limited = sorted(
         [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
     )
@@ -105,13 +105,13 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
     if high <= len(limited):
         ends_by, last, _ = limited[high - 1]
         before = max(1.0, ends_by - now)
-        return Estimate(
+        return StartEstimate(
             0.0, before, f"jobs run to their time limits, {last} being the last needed, and no job is ahead"
         )
     unlimited = [holder.job for holder in holders if holder.ends_by is None]
     if unlimited:
-        return Estimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
-    return Estimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
+        return StartEstimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
+    return StartEstimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
 
 
 def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from ganger_master.approval.reservations import Reservation
 
 
-class Kept(Struct, frozen=True, gc=False):
+class ProtectedPieces(Struct, frozen=True, gc=False):
     """One node's pieces kept for one job."""
 
     job: str
@@ -29,7 +29,7 @@ class Kept(Struct, frozen=True, gc=False):
 class Protected(Struct, frozen=True, gc=False):
     """By node, in rank order. `everything`: job and rank of the first in a strict queue; nobody may pass it."""
 
-    nodes: Mapping[str, tuple[Kept, ...]] = field(default_factory=dict)
+    nodes: Mapping[str, tuple[ProtectedPieces, ...]] = field(default_factory=dict)
     everything: tuple[str, int] | None = None
 
 
@@ -39,11 +39,11 @@ NOTHING = Protected()
 def protect(view: View, reservations: Iterable[Reservation], everything: tuple[str, int] | None = None) -> Protected:
     """The protected set of these reservations. Nodes that left the view protect nothing, nor does a claim of other
     sockets than its node has: a plan may keep whatever it likes."""
-    nodes: dict[str, tuple[Kept, ...]] = {}
+    nodes: dict[str, tuple[ProtectedPieces, ...]] = {}
     for reservation in sorted(reservations, key=lambda one: (one.rank, one.job)):
         for claim in reservation.claims:
             if claim.node in view and len(claim.millicores) == len(view.topology(claim.node).sockets):
-                kept = Kept(
+                kept = ProtectedPieces(
                     reservation.job,
                     reservation.rank,
                     claim.device_mask,

@@ -14,8 +14,8 @@ from ganger.placement.claims import split_cores
 from ganger.placement.scan import Scan
 from ganger.resources.fit import demand
 from ganger.resources.topology import Topology, bits
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ SECONDS_BEFORE = 120.0
 _NODES_TRIED = 8
 
 
-class Wanting(Struct, frozen=True, gc=False):
+class ReservationRequest(Struct, frozen=True, gc=False):
     """A waiting job that has earned a place, and the nodes that are closed to it."""
 
     job: str
@@ -50,7 +50,7 @@ def begins_at(conflicts: int, since: float) -> float:
     return since if conflicts >= CONFLICTS_BEFORE else since + SECONDS_BEFORE
 
 
-def reserve(view: View, wanting: Sequence[Wanting], limit: int = 8) -> tuple[Reservation, ...]:
+def reserve(view: View, wanting: Sequence[ReservationRequest], limit: int = 8) -> tuple[Reservation, ...]:
     """Places for the first `limit` in rank order, disjoint, each whole or not at all."""
     found: list[Reservation] = []
     if not wanting:
@@ -74,7 +74,7 @@ def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) ->
         if claim is not None:
             return (claim,)
     patient = replace(shape, locality=replace(shape.locality, wish=None))
-    found = places(idle, patient, mode=Mode.PACK, limit=4, affinity=False, avoid=closed)
+    found = places(idle, patient, mode=LoadMode.PACK, limit=4, affinity=False, avoid=closed)
     return min(found, key=lambda claims: -_free_already(view, claims), default=None)
 
 
@@ -95,17 +95,17 @@ def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[st
     return None
 
 
-def _mask(topology: Topology, allowed: int, free: int, count: int, widest: Level) -> int | None:
+def _mask(topology: Topology, allowed: int, free: int, count: int, widest: LocalityLevel) -> int | None:
     """`count` of the allowed devices within `widest`, free ones first."""
     free &= allowed
-    mask = topology.best(free, count, min(widest, Level.NODE))
+    mask = topology.best(free, count, min(widest, LocalityLevel.NODE))
     if mask is not None or allowed.bit_count() < count:
         return mask
-    if widest >= Level.NODE:
+    if widest >= LocalityLevel.NODE:
         return _some(free, allowed, count)
     fallback = topology.best(allowed, count, widest)
     near = [group.device_mask for group in topology.configuration_set.groups if group.level <= widest]
-    if widest >= Level.SOCKET:
+    if widest >= LocalityLevel.SOCKET:
         near += topology.sockets
     choices = [_some(free & group, allowed & group, count) for group in near if (allowed & group).bit_count() >= count]
     choices += [fallback] if fallback is not None else []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ganger.resources.fit import Company, fit, gang_level
 from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, GangShape, Level, NodeRow
+from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.resources.view import View
 from msgspec import Struct
 
@@ -21,15 +21,15 @@ from ganger_master.approval.protected import NOTHING, Protected, trespass
 MOST_CANDIDATES = 16
 
 
-class Approved(Struct, frozen=True, gc=False):
+class CandidateApproval(Struct, frozen=True, gc=False):
     """Candidate `candidate` (from 0) may be taken; `level` is the gang's worst pair."""
 
     candidate: int
     claims: tuple[Claim, ...]
-    level: Level
+    level: LocalityLevel
 
 
-class Rejected(Struct, frozen=True, gc=False):
+class CandidateRejection(Struct, frozen=True, gc=False):
     """Of the last candidate tried, the true blocker first; `rows` of all nodes any candidate failed on."""
 
     refusals: tuple[Refusal, ...]
@@ -47,7 +47,7 @@ def approve(
     holding: Sequence[Claim] = (),
     retune: bool = False,
     company: Company | None = None,
-) -> Approved | Rejected:
+) -> CandidateApproval | CandidateRejection:
     """Tries the candidates in order; takes nothing itself.
 
     `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
@@ -61,11 +61,11 @@ def approve(
         if not refusals and protected is not NOTHING:
             refusals = trespass(view, protected, claims, rank=rank, job=job)
         if not refusals:
-            return Approved(index, tuple(claims), gang_level(view, claims))
+            return CandidateApproval(index, tuple(claims), gang_level(view, claims))
         for refusal in refusals:
             if refusal.node in view and refusal.node not in conflicting:
                 conflicting[refusal.node] = view.row(refusal.node)
-    return Rejected(order(refusals), tuple(conflicting.values()))
+    return CandidateRejection(order(refusals), tuple(conflicting.values()))
 
 
 _NO_CANDIDATES = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candidates"),)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ganger_master.bench.report import SAMPLES, AtLeast, AtMost, report
-from ganger_master.sim.anchors import ANCHORS, JOBS, LOADS, ORACLES, OURS, TRACES, Row, figures, judged, run
-from ganger_master.sim.processes import Failed, Report, each
+from ganger_master.sim.anchors import ANCHORS, JOBS, LOADS, ORACLES, OURS, TRACES, AnchorRow, figures, judged, run
+from ganger_master.sim.processes import Report, WorkerFailure, each
 
 FOLDER: Final = Path("..") / "shared" / "traces"
 RUNS: Final = SAMPLES / "anchors-runs.jsonl"
@@ -41,12 +41,12 @@ def main(quick: bool = False) -> dict[str, Any]:
     return report("anchors", figures(cells), LIMITS, [asdict(cell) for cell in cells])
 
 
-def gone_on(tasks: Sequence[_Task], kept: Path, count: int, workers: int) -> Iterator[Row]:
+def gone_on(tasks: Sequence[_Task], kept: Path, count: int, workers: int) -> Iterator[AnchorRow]:
     """The rows of all tasks: those kept of so many jobs at most, then the others as they end, which are kept too."""
     done: set[_Task] = set()
     if kept.exists():
         for line in kept.read_text().splitlines():
-            row = Row(**json.loads(line))
+            row = AnchorRow(**json.loads(line))
             task = (row.trace, row.load, row.policy)
             if task in tasks and row.jobs <= count and task not in done:
                 done.add(task)
@@ -55,13 +55,13 @@ def gone_on(tasks: Sequence[_Task], kept: Path, count: int, workers: int) -> Ite
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("a") as file:
         for task, found in each(left, _ran, lambda task: (*task, count), workers):
-            if isinstance(found, Failed):
+            if isinstance(found, WorkerFailure):
                 raise RuntimeError(f"{task}: {found.what}\n{found.details}")
             file.write(json.dumps(asdict(found)) + "\n")
             file.flush()
             yield found
 
 
-def _ran(trace: str, load: float, policy: str, count: int, report: Report) -> Row:
+def _ran(trace: str, load: float, policy: str, count: int, report: Report) -> AnchorRow:
     """In a process of its own."""
     return run(FOLDER, trace, load, 0, policy, count)

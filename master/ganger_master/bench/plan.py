@@ -23,18 +23,18 @@ from typing import Any, Final
 import numpy as np
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import GangShape, NodeRow, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 from msgspec.structs import fields
 
 from ganger_master.bench.report import AtMost, report
 from ganger_master.bench.resized import optimus_pass
 from ganger_master.bench.tuned import synergy_pass
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import JobOrder, ranked
 from ganger_master.policies.order.fifo import FIFO_BACKFILL
 from ganger_master.policies.order.las2d import LAS2D
-from ganger_master.policies.place import PLACEMENTS, Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PLACEMENTS, PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.policies.selection import chosen
 from ganger_master.runtime.heap import settled
 
@@ -63,7 +63,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassSample:
     """A whole pass of one policy over the view and the jobs, to be done within the limit."""
 
     name: str
@@ -106,12 +106,14 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
     return report("plan", figures, limits, samples)
 
 
-def one_pass(view: View, order: Order, placement: Placement, shapes: Sequence[GangShape], facts: Facts) -> Passed:
+def one_pass(
+    view: View, order: JobOrder, placement: PlacementPreference, shapes: Sequence[GangShape], facts: Facts
+) -> Passed:
     """Ranks, chooses and places all jobs in a what-if of the view, which stays as it is."""
     wall, cpu = time.perf_counter(), time.process_time()
     capacity = Capacity(sum(mask.bit_count() for mask in view.free), math.inf, math.inf, 8)
     first = chosen(ranked(order, facts, 0.0, capacity), facts.gpus, capacity.gpus, order.is_strict)
-    room = Room(view.copy())
+    room = CapacityIndex(view.copy())
     jobs = gpus = 0
     for job in first.tolist():
         claims = placement.place(room, shapes[job])
@@ -122,11 +124,11 @@ def one_pass(view: View, order: Order, placement: Placement, shapes: Sequence[Ga
     return Passed(time.perf_counter() - wall, time.process_time() - cpu, jobs, gpus)
 
 
-def ordered_and_placed(order: Order, placement: Placement) -> Pass:
+def ordered_and_placed(order: JobOrder, placement: PlacementPreference) -> PassSample:
     def run(view: View, shapes: Sequence[GangShape], facts: Facts) -> Passed:
         return one_pass(view, order, placement, shapes, facts)
 
-    return Pass(f"{order.name}+{placement.name}", 0.5, run)
+    return PassSample(f"{order.name}+{placement.name}", 0.5, run)
 
 
 PASSES: Final = tuple(
@@ -160,7 +162,7 @@ def workload(jobs: int) -> tuple[list[GangShape], Facts]:
 
 def idle_view(nodes: int) -> View:
     of = parse_topology("2x2x2", name="bench", device_type="gpu", millicores=64_000, memory_bytes=512 * _GIB)
-    view = View((of,), mode=Mode.PACK)
+    view = View((of,), mode=LoadMode.PACK)
     cores = tuple(socket.millicores for socket in of.sockets)
     for number in range(nodes):
         rack = number // _PER_RACK
@@ -177,7 +179,7 @@ def used_view(nodes: int) -> View:
     random = np.random.default_rng(_SEED)
     view = idle_view(nodes)
     shapes, _ = workload(nodes * 2)
-    room = Room(view, only=[f"n{number:05}" for number in random.choice(nodes, nodes * 2 // 5, replace=False)])
+    room = CapacityIndex(view, only=[f"n{number:05}" for number in random.choice(nodes, nodes * 2 // 5, replace=False)])
     small = [shape for shape in shapes if shape.gpus <= 8]
     held = []
     for shape in small:
@@ -194,5 +196,5 @@ def used_view(nodes: int) -> View:
 def _room_seconds(view: View) -> float:
     twin = view.copy()
     began = time.perf_counter()
-    Room(twin)
+    CapacityIndex(twin)
     return time.perf_counter() - began

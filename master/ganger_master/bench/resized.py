@@ -17,14 +17,14 @@ import numpy as np
 from ganger.resources.values import GangShape, Role, TaskShape
 from ganger.resources.view import View
 
-from ganger_master.core.model import Gang, Job, JobSpec
+from ganger_master.core.model import Gang, JobRecord, JobSpec
 from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.planner.optimus import plan_optimus
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies import policy_named
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.optimus_belief import Belief
-from ganger_master.policies.room import Room
+from ganger_master.policies.optimus_belief import OptimusEstimate
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.traces.profiles import elasticflow_speeds
 
 _GPUS_PER_NODE: Final = 8
@@ -46,12 +46,14 @@ def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
             gpus_max=_MOST * role.tasks,
         )
         arrival = float(facts.arrival_s[position])
-        table.put(Job(position + 1, "", "", spec, arrival, pending_since=arrival), None)
+        table.put(JobRecord(position + 1, "", "", spec, arrival, pending_since=arrival), None)
     laws = _laws()
     steps = np.random.default_rng(len(shapes)).lognormal(9.0, 1.5, len(shapes)).tolist()
 
-    def believed(jobs: Sequence[tuple[Job, Gang | None]]) -> Sequence[Belief]:
-        return [Belief(steps[job.number - 1], job.number % 5 == 0, laws[job.number % len(laws)]) for job, _ in jobs]
+    def believed(jobs: Sequence[tuple[JobRecord, Gang | None]]) -> Sequence[OptimusEstimate]:
+        return [
+            OptimusEstimate(steps[job.number - 1], job.number % 5 == 0, laws[job.number % len(laws)]) for job, _ in jobs
+        ]
 
     policy = policy_named("optimus")
     gpus = sum([mask.bit_count() for mask in view.free])
@@ -59,7 +61,7 @@ def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     capacity = Capacity(gpus, cores, float(sum(view.memory)), _GPUS_PER_NODE)
     wall, cpu = time.perf_counter(), time.process_time()
     found = plan_optimus(
-        policy.order, policy.placement, table, 1e6, capacity, Room(view.copy()), believed, resize_s=13.0
+        policy.order, policy.placement, table, 1e6, capacity, CapacityIndex(view.copy()), believed, resize_s=13.0
     )
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     placed = [claim.device_mask.bit_count() for change in found.changes for claim in change.claims]

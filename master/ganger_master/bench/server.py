@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-from ganger.resources.values import Claim, ConfigurationSet, DeviceGroup, Level, Role, Socket, TaskShape
+from ganger.resources.values import Claim, ConfigurationSet, DeviceGroup, LocalityLevel, Role, Socket, TaskShape
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 
 from ganger_master.app import Master
@@ -42,9 +42,9 @@ def configuration_set() -> ConfigurationSet:
         DEVICES,
         device_memory_bytes=80 << 30,
         groups=(
-            DeviceGroup(Level.NVLINK, 0xFF),
-            DeviceGroup(Level.SOCKET, 0x0F),
-            DeviceGroup(Level.SOCKET, 0xF0),
+            DeviceGroup(LocalityLevel.NVLINK, 0xFF),
+            DeviceGroup(LocalityLevel.SOCKET, 0x0F),
+            DeviceGroup(LocalityLevel.SOCKET, 0xF0),
         ),
         sockets=(Socket(32_000, 0x0F), Socket(32_000, 0xF0)),
         memory_bytes=1 << 40,

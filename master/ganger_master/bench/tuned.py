@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from ganger.resources.values import GangShape, Level, Locality, Role, TaskShape
+from ganger.resources.values import GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.resources.view import View
 
-from ganger_master.core.model import Job, JobSpec
+from ganger_master.core.model import JobRecord, JobSpec
 from ganger_master.planner.packed import plan_packed
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Integers
@@ -34,7 +34,7 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     name are left to the tuning."""
     table = LiveTable()
     for position, shape in enumerate(shapes):
-        widest = Level.NODE if shape.gpus <= _TOGETHER else Level.CLUSTER
+        widest = LocalityLevel.NODE if shape.gpus <= _TOGETHER else LocalityLevel.CLUSTER
         spec = JobSpec(
             _COMMAND,
             (Role("worker", shape.gpus, TaskShape(1)),),
@@ -42,7 +42,7 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
             priority=int(facts.priority[position]),
         )
         arrival = float(facts.arrival_s[position])
-        table.put(Job(position + 1, "", "", spec, arrival, pending_since=arrival), None)
+        table.put(JobRecord(position + 1, "", "", spec, arrival, pending_since=arrival), None)
     profiles = profiles_of([profile.matrix for profile in synergy_profiles().values()])
 
     def position_of(numbers: Integers) -> Integers:

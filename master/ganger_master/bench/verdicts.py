@@ -27,7 +27,7 @@ from ganger.wire import convert, names
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 
-from ganger_master.approval.verdicts import Approved, approve
+from ganger_master.approval.verdicts import CandidateApproval, approve
 from ganger_master.bench import server
 from ganger_master.bench.report import AtLeast, AtMost, report
 
@@ -137,7 +137,7 @@ def approver_seconds(nodes: int) -> list[float]:
             verdict = approve(view, shape, candidates, job=f"jobs/{number}")
             shortest = min(shortest, time.perf_counter() - began)
         taken.append(shortest)
-        if isinstance(verdict, Approved):
+        if isinstance(verdict, CandidateApproval):
             for claim in verdict.claims:
                 view.take(claim)
     return taken

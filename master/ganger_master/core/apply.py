@@ -29,7 +29,7 @@ from ganger_master.core import (
     worlds,
 )
 from ganger_master.core.events import Event
-from ganger_master.core.model import Job, JobState, Node
+from ganger_master.core.model import JobRecord, JobState, Node
 from ganger_master.core.settle import settle
 from ganger_master.core.state import State
 
@@ -41,7 +41,7 @@ def apply(state: State, event: Event) -> None:
 
 
 def _job_submitted(state: State, event: events.JobSubmitted) -> None:
-    job = Job(
+    job = JobRecord(
         number=event.number,
         uid=event.uid,
         user=event.user,
@@ -53,7 +53,7 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
     _put_submitted(state, job, event.cause)
 
 
-def _put_submitted(state: State, job: Job, cause: str) -> None:
+def _put_submitted(state: State, job: JobRecord, cause: str) -> None:
     state.counters.next_job = max(state.counters.next_job, job.number + 1)
     state.put_job(job)
     # Nothing follows from a job that has nothing yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ganger_master.core import orders
-from ganger_master.core.model import Claim, Gang, Intent
+from ganger_master.core.model import Claim, Gang, GangIntent
 from ganger_master.core.state import State
 
 
@@ -14,7 +14,7 @@ def follow(state: State) -> None:
     for number in list(state.dirty.arenas):
         job = state.jobs.get(number)
         gang = state.gangs.get(job.epoch) if job is not None else None
-        if job is None or gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+        if job is None or gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
             continue
         bytes_per_device = job.arena_bytes_per_device
         if not bytes_per_device:

@@ -20,11 +20,11 @@ from ganger_master.core.events import Event
 from ganger_master.core.holdings import bytes_of_all, spec_bytes
 from ganger_master.core.membership import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
 from ganger_master.core.memberships import members_of, report_of
-from ganger_master.core.model import Job, JobSpec, JobState, Progress
+from ganger_master.core.model import JobProgress, JobRecord, JobSpec, JobState
 from ganger_master.core.state import State
 from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
 from ganger_master.core.substitution import Template, bytes_of
-from ganger_master.policies.stopping import Contender, Stop, judge
+from ganger_master.policies.stopping import Contender, EarlyStop, judge
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50
@@ -87,11 +87,11 @@ def no_array(number: int) -> Refused:
     return Refused("ARRAY_NOT_FOUND", text, {"array": f"arrays/{number}"})
 
 
-def rule_of(job: Job) -> StopRule | None:
+def rule_of(job: JobRecord) -> StopRule | None:
     return None if job.spec.array is None else job.spec.array.rule
 
 
-def has_climbed(rule: StopRule, job: Job, at: float) -> bool:
+def has_climbed(rule: StopRule, job: JobRecord, at: float) -> bool:
     """Whether it has come to the next rung."""
     return len(job.rungs) < RUNGS_LIMIT and at >= rule.rung(len(job.rungs))
 
@@ -99,11 +99,11 @@ def has_climbed(rule: StopRule, job: Job, at: float) -> bool:
 # -- what happens ------------------------------------------------------------------------------------------------------
 
 
-def members_submitted(event: events.ArraySubmitted) -> Iterator[Job]:
+def members_submitted(event: events.ArraySubmitted) -> Iterator[JobRecord]:
     for place, (uid, spec) in enumerate(zip(event.uids, event.specs, strict=True)):
         assert spec.array is not None
         is_held = 0 < spec.array.at_once <= place
-        yield Job(
+        yield JobRecord(
             number=event.number + 1 + place,
             uid=uid,
             user=event.user,
@@ -141,7 +141,7 @@ def follow(state: State, now: float) -> None:
         array = members[0].spec.array if members else None
         if array is None or not array.at_once:
             continue
-        room = array.at_once - sum(not job.held and not job.state.is_final for job in members)
+        room = array.at_once - sum(not job.held and not job.state.is_finished for job in members)
         waiting = [job for job in members if job.held and job.state is JobState.PENDING and job.ending is None]
         for job in waiting[: max(0, room)]:
             state.put_job(replace(job, held=False, pending_since=now, revision=job.revision + 1))
@@ -149,7 +149,7 @@ def follow(state: State, now: float) -> None:
         state.dirty.arrays.pop(number, None)
 
 
-def learn(state: State, job: Job, progress: Progress, now: float) -> None:
+def learn(state: State, job: JobRecord, progress: JobProgress, now: float) -> None:
     """What a part that has ended said last counts too: its end may have come before the next report."""
     rule = rule_of(job)
     report = None if rule is None else report_of(rule, progress.step, progress.loss, progress.metrics)
@@ -181,7 +181,7 @@ def climb(state: State, number: int, value: float | None, at: float, now: float,
         _stop(state, members[stop.index].number, rule, stop, now)
 
 
-def _stop(state: State, number: int, rule: StopRule, stop: Stop, now: float) -> None:
+def _stop(state: State, number: int, rule: StopRule, stop: EarlyStop, now: float) -> None:
     job = state.jobs[number]
     array = job.spec.array
     assert array is not None
@@ -195,11 +195,11 @@ def _stop(state: State, number: int, rule: StopRule, stop: Stop, now: float) -> 
     ending.end(state, number, JobState.STOPPED, now, why)
 
 
-def _is_live(job: Job) -> bool:
-    return not job.state.is_final and not (job.ending is not None and job.ending.is_final)
+def _is_live(job: JobRecord) -> bool:
+    return not job.state.is_finished and not (job.ending is not None and job.ending.is_finished)
 
 
-def _index(job: Job) -> int:
+def _index(job: JobRecord) -> int:
     assert job.spec.array is not None
     return job.spec.array.index
 
@@ -207,7 +207,7 @@ def _index(job: Job) -> int:
 # -- may it be accepted? -----------------------------------------------------------------------------------------------
 
 
-def _repeated(state: State, command: commands.SubmitArray, first: Job) -> answers.Answer:
+def _repeated(state: State, command: commands.SubmitArray, first: JobRecord) -> answers.Answer:
     array = first.spec.array
     if array is not None:
         specs = _specs(command, array.array)

@@ -17,9 +17,9 @@ from ganger_master.core.model import (
     Gang,
     GangPhase,
     GangRole,
-    Job,
+    JobRecord,
     JobState,
-    Level,
+    LocalityLevel,
     Restore,
     SuspendLevel,
 )
@@ -45,7 +45,7 @@ def review(state: State, number: int, now: float, cause: str) -> None:
     raise AssertionError(f"jobs/{number} does not come to rest")
 
 
-def start(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> int:
+def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str) -> int:
     """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
     job = state.jobs[number]
     # Before it waits no more, and only where somebody reads its history, as with all that is worked out for that alone.
@@ -182,7 +182,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     return False
 
 
-def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str) -> bool:
+def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, cause: str) -> bool:
     """Carries out what the table says of one gang; False when nothing changed."""
     if gang.role is _SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
@@ -218,7 +218,7 @@ def _follow(state: State, job: Job, gang: Gang, act: Act, now: float, cause: str
             return False
 
 
-def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:
     if gang.phase is GangPhase.STARTING:
         state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
         state.history(now, job, "gang_running", cause, epoch=gang.epoch)
@@ -244,7 +244,7 @@ def _stepped(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool
     return copies.reap(state, job, now)
 
 
-def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
+def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:
     if gang.phase is GangPhase.PARKED:
         # At rest already; a destination prepared from it may be ready by now.
         return moving.commit(state, job, now, cause)
@@ -266,7 +266,14 @@ def _rest(state: State, job: Job, gang: Gang, now: float, cause: str) -> bool:
 
 
 def _end(
-    state: State, job: Job, gang: Gang, becomes: JobState, reason: str, now: float, cause: str, preempted: bool = False
+    state: State,
+    job: JobRecord,
+    gang: Gang,
+    becomes: JobState,
+    reason: str,
+    now: float,
+    cause: str,
+    preempted: bool = False,
 ) -> bool:
     """An attempt whose present gang has come to its end by itself; whether anything may follow from what else the job
     has somewhere. Of nothing nothing follows, so that it becomes that at once."""
@@ -279,7 +286,7 @@ def _end(
     return True
 
 
-def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
     """The level wanted cannot be had: it rests where it rested before, else it goes on. Nothing is lost."""
     trouble = next(piece.trouble for piece in gang.pieces if is_refused(gang, piece))
     if job.next_epoch:
@@ -305,7 +312,7 @@ def _stay(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
         state.put_job(replace(job, state=JobState.HOLDING))
 
 
-def _waited(state: State, job: Job, claims: Sequence[Claim], now: float) -> tuple[dict[str, str], str]:
+def _waited(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[dict[str, str], str]:
     """How long it waited, who left its nodes meanwhile, and why it was last refused: for its history."""
     if not job.pending_since:
         return {}, ""
@@ -324,7 +331,7 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
             state.left_by[piece.claim.node] = (gang.job, now)
 
 
-def _is_done_with(job: Job, gang: Gang, act: Act) -> bool:
+def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:
     """Who was stopped has given all back, or its job ends and it need not be stopped."""
     return orders.holds_nothing(gang) if act is _FORGET else job.ending is not None and orders.is_over(gang)
 
@@ -341,7 +348,7 @@ def _may_run_on(gang: Gang) -> bool:
     return not is_at_rest or orders.holds_devices(gang)
 
 
-def _restore(job: Job) -> Restore:
+def _restore(job: JobRecord) -> Restore:
     if job.checkpoint is None:
         return Restore()
     return Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)

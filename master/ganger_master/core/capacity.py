@@ -15,45 +15,45 @@ from ganger.resources.values import GangShape
 
 from ganger_master.approval import explain
 from ganger_master.approval.protected import NOTHING, Protected, protect, trespass
-from ganger_master.approval.reservations import Reservation, Wanting, begins_at, reserve
-from ganger_master.approval.verdicts import Approved, Rejected, approve
+from ganger_master.approval.reservations import Reservation, ReservationRequest, begins_at, reserve
+from ganger_master.approval.verdicts import CandidateApproval, CandidateRejection, approve
 from ganger_master.core import launches, orders, sharing
-from ganger_master.core.model import Claim, Job, Level, Node
+from ganger_master.core.model import Claim, JobRecord, LocalityLevel, Node
 from ganger_master.core.shares import limit_of
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Blocked, Kept
+from ganger_master.core.waiting import Blocked, ReservedPlaces
 
 
 def judge(
     state: State,
-    job: Job,
+    job: JobRecord,
     wanted: Sequence[tuple[Claim, ...]],
     rank: int,
     now: float,
     retune: bool = False,
     shape: GangShape | None = None,
-) -> Approved | Rejected:
+) -> CandidateApproval | CandidateRejection:
     """The first candidate that fits, or why the last one does not. `rank` 0: out of turn. `retune`: with other cores
     and memory than it asks for, as `fit` has it. `shape`: that of another size which the job accepts."""
     shape = job.shape if shape is None else shape
     refusals = rules(state, job, shape.gpus)
     if refusals:
-        return Rejected(refusals, ())
+        return CandidateRejection(refusals, ())
     allowed = wanted
     if state.choosy:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
-        return Rejected(refusals, ())
+        return CandidateRejection(refusals, ())
     if job.epoch and "MOVE" in job.capabilities.missing:
         allowed = [claims for claims in allowed if _is_where_it_rests(state, job, claims)]
         if not allowed:
             detail = f"it can go on only where it rests: {job.capabilities.missing['MOVE']}"
-            return Rejected((Refusal(Reason.LEVEL_UNAVAILABLE, job=job.name, detail=detail),), ())
+            return CandidateRejection((Refusal(Reason.LEVEL_UNAVAILABLE, job=job.name, detail=detail),), ())
     company: Company = {}
     if any(claim.shared_mask for claims in allowed for claim in claims):
         refusals = sharing.rules(state, job, allowed[0])
         if refusals:
-            return Rejected(refusals, ())
+            return CandidateRejection(refusals, ())
         company = sharing.company_of(state, job, allowed[0])
     verdict = approve(
         state.view,
@@ -66,26 +66,26 @@ def judge(
         retune=retune,
         company=company,
     )
-    if isinstance(verdict, Approved) and len(allowed) < len(wanted):
-        return Approved(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
+    if isinstance(verdict, CandidateApproval) and len(allowed) < len(wanted):
+        return CandidateApproval(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
     return verdict
 
 
-def _is_where_it_rests(state: State, job: Job, claims: Sequence[Claim]) -> bool:
+def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) -> bool:
     parked = state.gangs.get(job.epoch)
     return parked is not None and orders.same_place(parked.claims, claims)
 
 
-def has_place(state: State, job: Job, now: float) -> bool:
+def has_place(state: State, job: JobRecord, now: float) -> bool:
     """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
     shape = job.shape
     found = places(state.view, shape, waited=_PATIENT)
-    return isinstance(judge(state, job, found, state.queue_rank(job.number), now), Approved)
+    return isinstance(judge(state, job, found, state.queue_rank(job.number), now), CandidateApproval)
 
 
 def judge_change(
     state: State,
-    job: Job,
+    job: JobRecord,
     claims: tuple[Claim, ...],
     holding: Sequence[Claim] = (),
     retune: bool = False,
@@ -107,7 +107,7 @@ def judge_change(
     return refusals
 
 
-def asked_memory(state: State, job: Job, claim: Claim) -> int:
+def asked_memory(state: State, job: JobRecord, claim: Claim) -> int:
     """Bytes that the job asks for, or has a right to, for the tasks of a claim on its node; 0 for a node that left."""
     slot = state.view.slots.get(claim.node)
     if slot is None:
@@ -115,13 +115,13 @@ def asked_memory(state: State, job: Job, claim: Claim) -> int:
     return demand(state.view.topologies[slot].configuration_set, job.shape, claim.tasks).memory_bytes
 
 
-def level_of(state: State, claims: Sequence[Claim]) -> Level:
+def level_of(state: State, claims: Sequence[Claim]) -> LocalityLevel:
     return gang_level(state.view, tuple(claims))
 
 
 def find_place(
-    state: State, job: Job, avoid: frozenset[str], within: frozenset[str] | None = None
-) -> tuple[tuple[Claim, ...], Level] | None:
+    state: State, job: JobRecord, avoid: frozenset[str], within: frozenset[str] | None = None
+) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.shape
     for claims in places(state.view, shape, waited=_PATIENT, avoid=avoid, only=within):
@@ -130,7 +130,7 @@ def find_place(
     return None
 
 
-def lacks(state: State, job: Job, avoid: frozenset[str]) -> tuple[Refusal, ...]:
+def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal, ...]:
     """Why `find_place` has none for it."""
     placement = candidates(state.view, job.shape, waited=_PATIENT, avoid=avoid)
     for claims in placement.candidates:
@@ -144,7 +144,7 @@ def lacks(state: State, job: Job, avoid: frozenset[str]) -> tuple[Refusal, ...]:
 _PATIENT = 1e12
 
 
-def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...]:
+def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusal, ...]:
     """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: devices to
     judge by; by default those that the job requests."""
     if job.uid in state.strays_of:
@@ -166,13 +166,13 @@ def rules(state: State, job: Job, gpus: int | None = None) -> tuple[Refusal, ...
     return (Refusal(Reason.QUOTA, figures, detail=detail),)
 
 
-def is_beyond_quota(state: State, job: Job) -> bool:
+def is_beyond_quota(state: State, job: JobRecord) -> bool:
     """Return whether the job needs more devices than its user may ever hold, so that it can never start."""
     limit = limit_of(state.settings.quota_devices, job.user)
     return limit is not None and job.gpus > limit
 
 
-def _holders(state: State, job: Job) -> str:
+def _holders(state: State, job: JobRecord) -> str:
     """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
     shares = state.shares
     told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _TOLD, job.number)]
@@ -180,7 +180,7 @@ def _holders(state: State, job: Job) -> str:
     return ", ".join([*told, f"{more} more jobs"] if more else told)
 
 
-def _quarantined(state: State, job: Job) -> Refusal:
+def _quarantined(state: State, job: JobRecord) -> Refusal:
     """Return the refusal of a job whose gang is quarantined: started again, the job would run twice."""
     names = sorted(state.strays_of[job.uid])
     epochs = sorted({one.epoch for name in names for one in state.nodes[name].strays if one.uid == job.uid})
@@ -191,7 +191,7 @@ def _quarantined(state: State, job: Job) -> Refusal:
     return Refusal(Reason.QUARANTINED, detail=detail, job=job.name)
 
 
-def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """What keeps the job from one of these nodes, whatever is free there."""
     refusals = []
     failed = _launch_failed_on(state, job)
@@ -206,7 +206,7 @@ def node_rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal
     return tuple(refusals)
 
 
-def _launch_failed_on(state: State, job: Job) -> Collection[str]:
+def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
     """Nodes closed to a job that could not be launched there; none where it could go nowhere else."""
     if not job.launch_failed_on:
         return ()
@@ -217,7 +217,7 @@ def _launch_failed_on(state: State, job: Job) -> Collection[str]:
     return failed if launches.could_go_elsewhere(state, job, [*failed, *others]) else ()
 
 
-def _closed(state: State, job: Job, node: str, reason: Reason) -> Refusal:
+def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
     said = launches.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
@@ -228,7 +228,7 @@ def _closed(state: State, job: Job, node: str, reason: Reason) -> Refusal:
     )
 
 
-def _node_rule(job: Job, node: Node, failed: Collection[str]) -> Reason | None:
+def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | None:
     if node.name in failed:
         return Reason.LAUNCH_FAILED
     if job.checkpoint is not None and not node.storage_proved:
@@ -244,7 +244,7 @@ def can_become(node: Node, user: str) -> bool:
     return node.capabilities.get("switch_user", "yes") != "no" or not user or not own or own == user
 
 
-def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
+def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Available nodes the job may not use, with the reason."""
     found = []
     failed = _launch_failed_on(state, job)
@@ -256,7 +256,7 @@ def forbidden_nodes(state: State, job: Job) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Claim, ...]:
     """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of
     a copy it moved away from: that one never runs again, so a new gang needs room beside it."""
     parked = state.gangs.get(job.epoch)
@@ -265,7 +265,7 @@ def holding_of(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Claim, 
     return tuple(piece.held for piece in parked.pieces if piece.held is not None)
 
 
-def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False) -> Protected:
+def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:
     """What the planner keeps for others, and what is kept for blocked jobs ahead of this one in the policy's order; out
     of turn, for all but this one."""
     by_order = _protected_by_order(state, job, now, out_of_turn)
@@ -279,7 +279,7 @@ def protected_from(state: State, job: Job, now: float, out_of_turn: bool = False
     return Protected(nodes, by_order.everything)
 
 
-def _promised(state: State, job: Job) -> Protected:
+def _promised(state: State, job: JobRecord) -> Protected:
     """What the planner keeps for other jobs: first of all, whoever asks."""
     others = [
         Reservation(f"jobs/{number}", 0, claims) for number, claims in state.promised.items() if number != job.number
@@ -287,7 +287,7 @@ def _promised(state: State, job: Job) -> Protected:
     return protect(state.view, others)
 
 
-def _protected_by_order(state: State, job: Job, now: float, out_of_turn: bool) -> Protected:
+def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
     found = _blocked(state)
     # Where not all is kept, only who has waited long is kept anything.
     if not found.numbers or (now < found.waited_from and not state.policy.protects_all):
@@ -311,18 +311,20 @@ def _protected_by_order(state: State, job: Job, now: float, out_of_turn: bool) -
     return protect(state.view, reservations) if reservations else NOTHING
 
 
-def lacks_memory(state: State, job: Job) -> bool:
+def lacks_memory(state: State, job: JobRecord) -> bool:
     """Whether a job waits for memory, of nodes or of devices: whoever rests keeps some of it."""
     refusals = state.refusals.get(job.number, ())
     return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
 
 
-def reservations_of(state: State, jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
+def reservations_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[Reservation, ...]:
     """Places of those of the jobs that are among the first who wait for pieces and waited long enough, by rank."""
     return _reservations(state, first_blocked(state), jobs, now)
 
 
-def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now: float) -> tuple[Reservation, ...]:
+def _reservations(
+    state: State, blocked: Sequence[JobRecord], jobs: Sequence[JobRecord], now: float
+) -> tuple[Reservation, ...]:
     waited = _waited(state, blocked, now)
     if not waited:
         return ()
@@ -337,11 +339,11 @@ def _reservations(state: State, blocked: Sequence[Job], jobs: Sequence[Job], now
     )
 
 
-def _waited(state: State, blocked: Sequence[Job], now: float) -> list[Job]:
+def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
     return [job for job in blocked if now >= begins_at(state.conflicts.get(job.number, 0), job.pending_since)]
 
 
-def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str, tuple[Claim, ...]]:
+def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
     """A place kept stays good while the view changes a little, and to look for one takes as long as many verdicts."""
     numbers = tuple(job.number for job in waited)
     kept = state.kept
@@ -351,11 +353,11 @@ def _places_for(state: State, waited: Sequence[Job], now: float) -> Mapping[str,
         or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
     ):
         wanting = [
-            Wanting(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
+            ReservationRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
             for rank, job in enumerate(waited, 1)
         ]
         found = {one.job: one.claims for one in reserve(state.view, wanting)}
-        kept = state.kept = Kept(numbers, state.view.version, now, found)
+        kept = state.kept = ReservedPlaces(numbers, state.view.version, now, found)
     return kept.places
 
 
@@ -364,7 +366,7 @@ _KEPT_SECONDS = 0.5
 _TOLD: Final = 3
 
 
-def first_blocked(state: State) -> list[Job]:
+def first_blocked(state: State) -> list[JobRecord]:
     """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
     return [state.jobs[number] for number in _blocked(state).numbers]
 
@@ -382,7 +384,7 @@ def find_blocked(state: State) -> Blocked:
     """What `state.blocked` remembers, found anew."""
     if not state.lacking:
         return _NOBODY
-    blocked: list[Job] = []
+    blocked: list[JobRecord] = []
     for number in state.lacking:
         job = state.jobs[number]
         if number not in state.declined and state.is_waiting(job):

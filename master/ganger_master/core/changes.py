@@ -9,12 +9,12 @@ from typing import Final
 from ganger.resources.values import ConfigurationSet
 from msgspec import Struct
 
-from ganger_master.core.model import Counters, Element, Gang, Job, Node, NodeSet, Request
+from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request
 
 ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "configuration_set": ConfigurationSet,
     "node": Node,
-    "job": Job,
+    "job": JobRecord,
     "request": Request,
     "gang": Gang,
     "node_set": NodeSet,
@@ -22,7 +22,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
 }
 
 
-class Changes(Struct, frozen=True, gc=False):
+class StoredChanges(Struct, frozen=True, gc=False):
     """Elements to insert or replace, and keys to remove: (kind, key)."""
 
     puts: Mapping[tuple[str, str], Element]

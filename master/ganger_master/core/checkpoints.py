@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core.model import Checkpoint, Job
+from ganger_master.core.model import Checkpoint, JobRecord
 from ganger_master.core.state import State
 
 # After so many unreadable checkpoints in a row, a job is given no other one.
@@ -21,8 +21,8 @@ def is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
 
 
 def record(
-    state: State, job: Job, checkpoint: Checkpoint, now: float, cause: str, before: Checkpoint | None = None
-) -> Job:
+    state: State, job: JobRecord, checkpoint: Checkpoint, now: float, cause: str, before: Checkpoint | None = None
+) -> JobRecord:
     """Record a complete checkpoint that is newer than the known one. `before`: the one to fall back to; by default the
     known one. Return the changed job."""
     unreadable = () if checkpoint.epoch == job.epoch else job.unreadable

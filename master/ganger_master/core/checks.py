@@ -8,17 +8,17 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.capacity import find_place, judge_change
 from ganger_master.core.memberships import members_of
-from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.state import State
 
 
-def find_job(state: State, number: int) -> Job | Refused:
+def find_job(state: State, number: int) -> JobRecord | Refused:
     job = state.jobs.get(number)
     return no_job(number, state.counters.next_job, state.jobs) if job is None else job
 
 
-def no_job(number: int, next_job: int, jobs: Mapping[int, Job]) -> Refused:
+def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> Refused:
     """A job that is not there: it never was, it is kept no longer, or it is an array."""
     text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
     members = members_of(jobs, number)
@@ -31,18 +31,18 @@ def no_job(number: int, next_job: int, jobs: Mapping[int, Job]) -> Refused:
     return Refused("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
 
 
-def unfinished(state: State, number: int) -> Job | Refused:
+def unfinished(state: State, number: int) -> JobRecord | Refused:
     """The job, if it has neither ended nor is about to."""
     job = find_job(state, number)
     if isinstance(job, Refused):
         return job
-    if job.state.is_final or (job.ending is not None and job.ending.is_final):
+    if job.state.is_finished or (job.ending is not None and job.ending.is_finished):
         state_name = (job.ending or job.state).value
         return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
     return job
 
 
-def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel | Refused:
+def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendLevel | Refused:
     """The level to suspend at, NONE if there is nothing to do."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch:
@@ -50,7 +50,7 @@ def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel |
     if gang is None or job.ending is not None:
         return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
     offered = job.capabilities
-    present = gang.park_level if gang.intent is Intent.PARK else SuspendLevel.NONE
+    present = gang.park_level if gang.intent is GangIntent.PARK else SuspendLevel.NONE
     if level is SuspendLevel.NONE:
         if present and job.state is JobState.SUSPENDED:
             return SuspendLevel.NONE
@@ -76,14 +76,14 @@ def check_suspend(state: State, job: Job, level: SuspendLevel) -> SuspendLevel |
         )
     if present == level and job.state is JobState.SUSPENDED:
         return SuspendLevel.NONE
-    if level is SuspendLevel.OFFLOAD and gang.intent is Intent.RUN and not has_arenas(gang):
+    if level is SuspendLevel.OFFLOAD and gang.intent is GangIntent.RUN and not has_arenas(gang):
         why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
         return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
     return level
 
 
 def check_move(
-    state: State, job: Job, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
+    state: State, job: JobRecord, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
 ) -> tuple[Claim, ...] | Refused:
     """The claims a job is to move to: with nodes or none where it runs, with claims also where a plan has parked it."""
     gang = state.gangs.get(job.epoch)
@@ -120,23 +120,23 @@ def check_move(
     return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
 
 
-def _leaving(state: State, job: Job, nodes: Collection[str]) -> str:
+def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
     """Who still holds something on these nodes and is told to go; empty if nobody does."""
     found: dict[str, list[str]] = {}
     for node in sorted(nodes):
         for epoch in state.gangs_on.get(node, {}):
             gang = state.gangs[epoch]
-            if gang.intent is Intent.STOP:
+            if gang.intent is GangIntent.STOP:
                 who = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"
                 found.setdefault(who, []).append(f"nodes/{node}")
     return "; ".join(f"{who} is still leaving {', '.join(places)}" for who, places in found.items())
 
 
-def busy(job: Job, why: str) -> Refused:
+def busy(job: JobRecord, why: str) -> Refused:
     return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
 
 
-def not_running(job: Job, gang: Gang | None) -> Refused:
+def not_running(job: JobRecord, gang: Gang | None) -> Refused:
     present = gang.phase.value if gang is not None else job.state.value
     if gang is not None and gang.phase is GangPhase.STARTING:
         text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it is RUNNING"
@@ -145,7 +145,7 @@ def not_running(job: Job, gang: Gang | None) -> Refused:
     return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
 
 
-def _unavailable(job: Job, level: str) -> Refused:
+def _unavailable(job: JobRecord, level: str) -> Refused:
     missing = job.capabilities.missing
     why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
     text = f"{job.name} does not offer {level}: {why or 'it has not reported what it can do yet'}"

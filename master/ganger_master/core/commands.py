@@ -15,15 +15,15 @@ from ganger_master.core.model import (
     Claim,
     ConfigurationSet,
     Counters,
+    JobProgress,
     JobSpec,
     JobState,
     ObservedPhase,
     Outcome,
-    Progress,
     StoredOrder,
     SuspendLevel,
 )
-from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
+from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
 from ganger_master.core.update import Update
 
 
@@ -196,7 +196,7 @@ class ProposePlan(Struct, frozen=True, gc=False):
     proposer: str = "planner"
     line: Line | None = None
     promises: tuple[Promise, ...] | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[TrialFinding, ...] = ()
 
 
 class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -275,7 +275,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     residue_bytes: tuple[int, ...] = ()
     kept_memory_bytes: int = 0
     # Of a part that has ended.
-    progress: Progress | None = None
+    progress: JobProgress | None = None
     # Of the slowest rank: the last step before its present rest, and the first one since it runs.
     last_step_time: float = 0.0
     first_step_time: float = 0.0

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 
 from ganger_master.core import orders
 from ganger_master.core.lifecycle import Seen, seen_of
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Job, JobState, Level, Restore
+from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, JobRecord, JobState, LocalityLevel, Restore
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 
 def go_on_elsewhere(
     state: State,
-    job: Job,
+    job: JobRecord,
     source: Gang,
     claims: Sequence[Claim],
-    level: Level,
+    level: LocalityLevel,
     now: float,
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
@@ -33,7 +33,7 @@ def go_on_elsewhere(
     return epoch
 
 
-def go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> None:
+def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:
     """A move failed after its commit and its destination is dead: the parked source runs again, as a newer epoch."""
     job = replace(job, state=JobState.HOLDING)
     state.put_gang(orders.holding_nothing(source))
@@ -42,7 +42,7 @@ def go_back(state: State, job: Job, source: Gang, now: float, cause: str) -> Non
     state.history(now, job, "move_back", cause, epoch=epoch, source=source.epoch)
 
 
-def reap(state: State, job: Job, now: float) -> bool:
+def reap(state: State, job: JobRecord, now: float) -> bool:
     """The new gang has the state and used it: the copies it came from may go."""
     sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
     for source in sources:

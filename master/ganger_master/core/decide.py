@@ -18,7 +18,7 @@ from ganger_master.core.checks import busy, check_move, check_suspend, find_job,
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Event
 from ganger_master.core.holdings import spec_bytes
-from ganger_master.core.model import Claim, Intent, JobState, Node, SuspendLevel
+from ganger_master.core.model import Claim, GangIntent, JobState, Node, SuspendLevel
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.requests import release_gang, request_gang
 from ganger_master.core.resizing import check_resize, place_resized
@@ -127,7 +127,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return Decision((), busy(job, "it is being moved or ends"))
-    if gang is None or gang.intent is not Intent.RUN or job.state is not JobState.HOLDING:
+    if gang is None or gang.intent is not GangIntent.RUN or job.state is not JobState.HOLDING:
         return Decision((), not_running(job, gang))
     if any(piece.gone for piece in gang.pieces):
         return Decision((), busy(job, "a part of it has ended"))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.model import Claim, Gang, Intent, Job, Node, ObservedPhase, Piece, Role, Stray
-from ganger_master.core.settings import Settings
-from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredRows, DesiredSet, Member
+from ganger_master.core.model import Claim, Gang, GangIntent, JobRecord, Node, ObservedPhase, Piece, Role, Stray
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.wanted import DesiredGang, DesiredRestore, DesiredRows, DesiredSet, GangMember
 
 if TYPE_CHECKING:
     from ganger_master.core.commands import ObservedGang
@@ -31,16 +31,16 @@ class Party(Struct, eq=False, gc=False):
     its checkpoints: when those change, the state forgets the party."""
 
     gang: Gang
-    job: Job
-    settings: Settings
+    job: JobRecord
+    settings: CoreSettings
     # Of its pieces: when an address among them changes, the state forgets the party.
     nodes: Sequence[Node | None]
     # The one whose arenas it starts from.
     source: Party | None
-    _members: tuple[Member, ...] | None = None
+    _members: tuple[GangMember, ...] | None = None
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[GangMember, ...]:
         """Everybody, the node that holds rank 0 first."""
         if self._members is None:
             members = []
@@ -48,7 +48,7 @@ class Party(Struct, eq=False, gc=False):
             ranks = ranks_by_claim(self.job.spec.roles, claims)
             for claim, node, own in zip(claims, self.nodes, ranks, strict=True):
                 peer, stream = (node.peer_address, node.stream_address) if node else ("", "")
-                members.append(Member(claim.node, peer, stream, own))
+                members.append(GangMember(claim.node, peer, stream, own))
             members.sort(key=lambda member: (0 not in member.ranks, member.ranks))
             self._members = tuple(members)
         return self._members
@@ -113,7 +113,7 @@ def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
     members = []
     for name in (node_set.leader, *others):
         known = state.nodes.get(name)
-        members.append(Member(name, known.peer_address if known else "", known.stream_address if known else "", ()))
+        members.append(GangMember(name, known.peer_address if known else "", known.stream_address if known else "", ()))
     return (DesiredRows(number, node_set.set_epoch, node_set.newest, tuple(members)),)
 
 
@@ -243,7 +243,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
     )
 
 
-def _kept_checkpoints(job: Job) -> tuple[str, ...]:
+def _kept_checkpoints(job: JobRecord) -> tuple[str, ...]:
     """Return the paths of the checkpoints that the job would start from. While its leader gets the same paths, no newer
     checkpoint is durable here."""
     return tuple([one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None])
@@ -264,7 +264,7 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         uid=stray.uid,
         epoch=stray.epoch,
         master_sequence=stray.master_sequence,
-        intent=Intent.STOP,
+        intent=GangIntent.STOP,
         claim=stray.told.claim if stray.told is not None else Claim(node, stray.device_mask, (), 0),
         grace_seconds=state.settings.grace_seconds if stray.is_ordered else 0.0,
         needs_spec=False,

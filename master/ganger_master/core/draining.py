@@ -6,7 +6,16 @@ from ganger.resources.reasons import Reason, Refusal
 
 from ganger_master.core import attempts, capacity, moving
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.model import Claim, Gang, GangPhase, Intent, Job, JobState, Level, SuspendLevel
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    JobRecord,
+    JobState,
+    LocalityLevel,
+    SuspendLevel,
+)
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
 
@@ -25,7 +34,7 @@ def follow(state: State, now: float) -> None:
                 return
 
 
-def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Why a job is on a node that is drained and not on its way off it: what it waits for, then what it lacks
     elsewhere. Nothing of one that is on its way, or on no such node."""
     gang = state.gangs.get(job.epoch)
@@ -36,13 +45,15 @@ def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     def waits(text: str) -> Refusal:
         return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave nodes/{node}, which is being drained: {text}")
 
-    if gang.park_level is SuspendLevel.CHECKPOINT or (gang.intent is Intent.PARK and gang.phase is GangPhase.STOPPING):
+    if gang.park_level is SuspendLevel.CHECKPOINT or (
+        gang.intent is GangIntent.PARK and gang.phase is GangPhase.STOPPING
+    ):
         return ()
     if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:
         return (waits(f"saving it failed ({job.trouble}), and is tried again after a minute"),)
-    if not job.capabilities.known or (gang.intent is Intent.RUN and gang.phase is GangPhase.STARTING):
+    if not job.capabilities.known or (gang.intent is GangIntent.RUN and gang.phase is GangPhase.STARTING):
         return (waits("it goes once it steps"),)
-    if gang.intent is not Intent.RUN:
+    if gang.intent is not GangIntent.RUN:
         if state.policy.moves and gang.parked_by_plan:
             return (waits("it goes on elsewhere once there is room"),)
         return (waits("it rests there and cannot be saved: resume it, or end it"),)
@@ -60,15 +71,15 @@ def held_up(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
 
 
-def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
-    if gang.intent is Intent.PARK:
+    if gang.intent is GangIntent.PARK:
         if state.policy.moves and gang.parked_by_plan:
             return
         _to_storage(state, job, gang, now, cause)
         return
-    if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING:
+    if gang.intent is not GangIntent.RUN or gang.phase is not GangPhase.RUNNING:
         return
     if _can_move(state, job, gang):
         found = _place_for(state, job, gang, now)
@@ -82,7 +93,7 @@ def _empty(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
     _to_storage(state, job, gang, now, cause)
 
 
-def _place_for(state: State, job: Job, gang: Gang, now: float) -> tuple[tuple[Claim, ...], Level] | None:
+def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """Not looked for at every event: what found none finds none before there is room, but for what time brings."""
     freed, looked = state.drained_in_vain.get(gang.epoch, (-1, 0.0))
     if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_SECONDS:
@@ -97,12 +108,12 @@ def _place_for(state: State, job: Job, gang: Gang, now: float) -> tuple[tuple[Cl
 _LOOKED_SECONDS = 5.0
 
 
-def _can_move(state: State, job: Job, gang: Gang) -> bool:
+def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
     can_leave = not gang.node_set or has_arenas(gang)
     return can_leave and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed
 
 
-def _to_storage(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
     """A job that cannot be saved stays until it ends: draining loses no work."""
     if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
         return

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 
-class History(Struct, frozen=True, gc=False):
+class HistoryRow(Struct, frozen=True, gc=False):
     """One row of history, not truth. `subject` is "jobs/7" or "nodes/n1"; `kind` is lower_snake."""
 
     sequence: int
@@ -26,7 +26,7 @@ class History(Struct, frozen=True, gc=False):
 class Effects(Struct, frozen=True, gc=False):
     """All that is owed for one batch; empty when nothing happened."""
 
-    history: tuple[History, ...] = ()
+    history: tuple[HistoryRow, ...] = ()
     # Jobs that changed in a way their watchers see.
     jobs: tuple[int, ...] = ()
     # Nodes whose wanted set changed: answer their held Reconcile with `desired.desired_of(state, node)`.

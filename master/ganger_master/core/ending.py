@@ -14,7 +14,7 @@ from ganger_master.core.model import (
     Failure,
     Gang,
     GangRole,
-    Job,
+    JobRecord,
     JobState,
     Outcome,
     OutcomeKind,
@@ -38,7 +38,7 @@ def end(
     """Stops every gang of the job that is not over; once all are, it becomes that. A final end stands against another.
     `preempted`: it counts as a preemption."""
     job = state.jobs[number]
-    if job.ending is not None and job.ending.is_final:
+    if job.ending is not None and job.ending.is_finished:
         return
     for gang in state.gangs_of_job(number):
         if not orders.is_over(gang):
@@ -47,8 +47,8 @@ def end(
 
 
 def to_end(
-    job: Job, becomes: JobState, now: float, reason: str, failure: Failure | None = None, preempted: bool = False
-) -> Job:
+    job: JobRecord, becomes: JobState, now: float, reason: str, failure: Failure | None = None, preempted: bool = False
+) -> JobRecord:
     """Its attempt is over, or is stopped: it becomes that once nothing is left of it."""
     return replace(
         clock_stopped(job, now),
@@ -64,12 +64,12 @@ def to_end(
     )
 
 
-def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: str) -> None:
+def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, cause: str) -> None:
     """Every gang that could step is gone: the job becomes what was decided."""
     becomes = job.ending
     assert becomes is not None
     source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
-    if source is not None and (becomes.is_final or not copies.is_usable(source)):
+    if source is not None and (becomes.is_finished or not copies.is_usable(source)):
         state.put_gang(orders.stop(source, now))
         return
     job = replace(
@@ -85,7 +85,7 @@ def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: s
     if source is not None:
         job = replace(job, gpus_given=0 if source.devices == job.spec.gpus else source.devices)
         state.put_gang(replace(source, role=GangRole.ACTIVE))
-    if becomes.is_final:
+    if becomes.is_finished:
         _finish(state, job, now, cause)
     elif becomes is JobState.SUSPENDED:
         _rest_after_failure(state, job, source, now)
@@ -97,7 +97,7 @@ def complete(state: State, job: Job, gangs: Sequence[Gang], now: float, cause: s
         state.history(now, job, "job_pending", cause, job.reason)
 
 
-def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
     """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
     outcome = bad_outcome(gang)
     state.history(
@@ -134,7 +134,7 @@ def fail(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
 
 
 def _fall_back(
-    state: State, job: Job, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
+    state: State, job: JobRecord, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
 ) -> None:
     """A checkpoint is damaged or gone: continue from the newest other one that is on storage, else from the one before
     it that is known; steps back, but never from the beginning."""
@@ -161,7 +161,7 @@ def _fall_back(
     requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
 
 
-def _catch_up(state: State, job: Job, gang: Gang, outcome: Outcome, now: float) -> bool:
+def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: float) -> bool:
     """Storage has a newer checkpoint than the master knew of, written while its node was cut off: start from that.
     Returns whether that is so by what is known here."""
     left = checkpoints.usable(outcome.checkpoints, gang.epoch, job.unreadable)
@@ -172,7 +172,7 @@ def _catch_up(state: State, job: Job, gang: Gang, outcome: Outcome, now: float) 
     return True
 
 
-def requeue(state: State, job: Job, now: float, reason: str) -> None:
+def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
     """All gangs but a parked source go; then the job waits again, or rests if its user wanted that."""
     sources = [gang for gang in state.gangs_of_job(job.number) if copies.is_usable(gang)]
     becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
@@ -181,7 +181,7 @@ def requeue(state: State, job: Job, now: float, reason: str) -> None:
         state.put_gang(source)
 
 
-def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float) -> None:
+def _rest_after_failure(state: State, job: JobRecord, source: Gang | None, now: float) -> None:
     """The user wants it to rest: on the parked copy a failed move left, else on storage."""
     level = SuspendLevel.CHECKPOINT if source is None else SuspendLevel.OFFLOAD
     if source is not None:
@@ -190,7 +190,7 @@ def _rest_after_failure(state: State, job: Job, source: Gang | None, now: float)
     state.put_job(replace(job, suspended_level=rests))
 
 
-def _finish(state: State, job: Job, now: float, cause: str) -> None:
+def _finish(state: State, job: JobRecord, now: float, cause: str) -> None:
     state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
     figures = {"failure": job.failure.reason} if job.failure else {}
     state.history(now, job, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
@@ -199,13 +199,13 @@ def _finish(state: State, job: Job, now: float, cause: str) -> None:
     finished.forget(state, now)
 
 
-def clock_stopped(job: Job, now: float) -> Job:
+def clock_stopped(job: JobRecord, now: float) -> JobRecord:
     if not job.running_since:
         return job
     return replace(job, run_seconds=job.run_seconds + max(0.0, now - job.running_since), running_since=0.0)
 
 
-def started(job: Job, gang: Gang) -> Job:
+def started(job: JobRecord, gang: Gang) -> JobRecord:
     """A gang that was over before anybody saw it step ran all the same: at the earliest since it had its place."""
     return job if job.start_time else replace(job, start_time=gang.create_time)
 

@@ -13,8 +13,8 @@ from ganger.resources.reasons import Refusal
 from msgspec import Struct
 
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
-from ganger_master.core.model import Claim, JobSpec, Level, SuspendLevel
-from ganger_master.core.purpose import NO_PURPOSE, Finding, Purpose
+from ganger_master.core.model import Claim, JobSpec, LocalityLevel, SuspendLevel
+from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
 from ganger_master.core.update import Update
 
 
@@ -109,7 +109,7 @@ class GangApproved(Struct, frozen=True, gc=False):
     cause: str
     number: int
     claims: tuple[Claim, ...]
-    level: Level
+    level: LocalityLevel
 
 
 class GangRefused(Struct, frozen=True, gc=False):
@@ -136,7 +136,7 @@ class MoveBegun(Struct, frozen=True, gc=False):
     cause: str
     number: int
     claims: tuple[Claim, ...]
-    level: Level
+    level: LocalityLevel
     purpose: Purpose = NO_PURPOSE
 
 
@@ -147,7 +147,7 @@ class ResizeBegun(Struct, frozen=True, gc=False):
     cause: str
     number: int
     claims: tuple[Claim, ...]
-    level: Level
+    level: LocalityLevel
     reason: str = ""
     purpose: Purpose = NO_PURPOSE
 
@@ -172,14 +172,14 @@ class RowsChanged(Struct, frozen=True, gc=False):
     rows: tuple[tuple[int, ...], ...]
     quantum_seconds: float
     level: SuspendLevel
-    starts: Mapping[int, tuple[tuple[Claim, ...], Level]]
+    starts: Mapping[int, tuple[tuple[Claim, ...], LocalityLevel]]
     # Who rested there by a plan, and goes on in its row.
     resumes: tuple[int, ...] = ()
     # What the set holds beyond what its gangs held before.
     takes: tuple[Claim, ...] = ()
     reason: str = ""
     # Who goes on in its rows elsewhere than where it is.
-    moves: Mapping[int, tuple[tuple[Claim, ...], Level, Purpose]] = {}
+    moves: Mapping[int, tuple[tuple[Claim, ...], LocalityLevel, Purpose]] = {}
     # Of those who move, and take turns in this set where they are: the rows they have there until they rest.
     stays: Mapping[int, tuple[int, ...]] = {}
 
@@ -293,7 +293,7 @@ class ChangeJudged(Struct, frozen=True, gc=False):
 
     time: float
     cause: str
-    finding: Finding
+    finding: TrialFinding
 
 
 class TimePassed(Struct, frozen=True, gc=False):

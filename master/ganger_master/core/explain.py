@@ -14,7 +14,7 @@ from ganger_master.approval import explain as approval
 from ganger_master.core import capacity, draining, restarts, silence, time_limits
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.membership import Membership
-from ganger_master.core.model import GangPhase, Intent, Job, JobState, Node, NodeState, ObservedPhase
+from ganger_master.core.model import GangIntent, GangPhase, JobRecord, JobState, Node, NodeState, ObservedPhase
 from ganger_master.core.residues import holders_on
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
@@ -42,8 +42,8 @@ def explain(state: State, number: int, now: float) -> Explanation:
         state.kept, state.blocked = kept, blocked
 
 
-def _explain(state: State, job: Job, now: float) -> Explanation:
-    if job.held and not job.state.is_final:
+def _explain(state: State, job: JobRecord, now: float) -> Explanation:
+    if job.held and not job.state.is_finished:
         return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
     if is_backing_off(job):
         wait = max(0.0, job.again_at - now)
@@ -54,7 +54,7 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
-        said = "" if job.state.is_final else job.trouble or trouble_of(state.gangs.get(job.epoch))
+        said = "" if job.state.is_finished else job.trouble or trouble_of(state.gangs.get(job.epoch))
         if said in (END_UNKNOWN, FOUND_AT_REST) and job.state is JobState.SUSPENDED:
             return Explanation((), assumption=said)
         trouble = f"; {said}" if said else ""
@@ -78,7 +78,7 @@ def _explain(state: State, job: Job, now: float) -> Explanation:
     return Explanation(blockers, estimate.after, estimate.before, estimate.assumption)
 
 
-def told_blockers(state: State, job: Job) -> tuple[Refusal, ...]:
+def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Why a job waits, as it was last told: by its scheduler, or by the planner's ranking where that places."""
     if job.held and job.state is JobState.PENDING and job.spec.array is not None:
         return (_held_back(job.spec.array),)
@@ -100,13 +100,13 @@ def _held_back(array: Membership) -> Refusal:
     return Refusal(Reason.ARRAY_LIMIT, detail=detail)
 
 
-def _failing(state: State, job: Job) -> Refusal:
+def _failing(state: State, job: JobRecord) -> Refusal:
     delay = restarts.delay_after(state.settings, job.failed_in_row)
     failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
 
-def _lacks_devices(state: State, job: Job) -> tuple[Refusal, ...]:
+def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Return the refusal of a job that needs more devices than are free, whatever the order of jobs. It reads no node,
     so that a list of jobs stays cheap."""
     needed, free = job.gpus, state.free_devices
@@ -118,7 +118,7 @@ def _lacks_devices(state: State, job: Job) -> tuple[Refusal, ...]:
     return (Refusal(Reason.GPUS, figures),)
 
 
-def _lacks_memory(state: State, job: Job) -> tuple[Refusal, ...]:
+def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Return the nodes whose free host memory is too little for a resumed job to share GPUs in turns where it rests."""
     gang = state.gangs.get(job.epoch)
     if gang is None or not state.sets or job.number not in state.resuming:
@@ -136,7 +136,7 @@ def _lacks_memory(state: State, job: Job) -> tuple[Refusal, ...]:
     return tuple(found)
 
 
-def _ranked(state: State, job: Job) -> Refusal:
+def _ranked(state: State, job: JobRecord) -> Refusal:
     """What the planner's order means for one who waits."""
     rank, policy = state.ranks.get(job.number, 0), state.ranked_by or state.settings.policy
     if not rank:
@@ -150,7 +150,7 @@ def _ranked(state: State, job: Job) -> Refusal:
     return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=text)
 
 
-def _takes_no_turns(state: State, job: Job) -> str:
+def _takes_no_turns(state: State, job: JobRecord) -> str:
     """Why it waits for devices of its own, where others take turns; empty if it does not."""
     if not state.sets:
         return ""
@@ -161,7 +161,7 @@ def _takes_no_turns(state: State, job: Job) -> str:
     return job.capabilities.no_turns
 
 
-def blockers_of(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Judged afresh, as a request of the job would be now; what its scheduler said when it passed comes last."""
     quota = capacity.rules(state, job)
     forbidden = capacity.forbidden_nodes(state, job)
@@ -201,7 +201,7 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
     return replace(refusal, node="", detail="; ".join([*told, *more]))
 
 
-def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
+def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """The nodes of its gang whose daemon does not call: what it does there nobody knows, and no order reaches it."""
     gang = state.gangs.get(job.epoch)
     told, fate = [], _once_lost(job)
@@ -234,9 +234,9 @@ def _silent_nodes(state: State, job: Job, now: float) -> tuple[Refusal, ...]:
     return tuple(told)
 
 
-def _once_lost(job: Job) -> str:
+def _once_lost(job: JobRecord) -> str:
     """What becomes of a job with its gang."""
-    if job.ending is not None and job.ending.is_final:
+    if job.ending is not None and job.ending.is_finished:
         return "ends"
     if job.state is JobState.SUSPENDED:
         return "rests on its last checkpoint" if job.checkpoint is not None else "rests, to begin anew,"
@@ -255,7 +255,7 @@ def _condition(node: Node) -> str:
     return f"nodes/{node.name} is {node.state.value}" + (f" ({why})" if why else "")
 
 
-def _with_keeper(state: State, job: Job, refusal: Refusal) -> Refusal:
+def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:
     """Names who keeps the most of the devices that lack memory: it helps to end it, or to park it at CHECKPOINT."""
     if refusal.reason is not Reason.DEVICE_MEMORY or refusal.job or not refusal.node:
         return refusal
@@ -271,7 +271,7 @@ def _with_keeper(state: State, job: Job, refusal: Refusal) -> Refusal:
 _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
 
 
-def _would_help(state: State, job: Job, now: float) -> bool:
+def _would_help(state: State, job: JobRecord, now: float) -> bool:
     """Whether the job could start if it might use the nodes it may not."""
     return not approval.explain(
         state.view,
@@ -283,7 +283,7 @@ def _would_help(state: State, job: Job, now: float) -> bool:
     )
 
 
-def _shape(job: Job) -> GangShape:
+def _shape(job: JobRecord) -> GangShape:
     return job.shape
 
 
@@ -299,14 +299,14 @@ def _holders(state: State, now: float) -> list[approval.Holder]:
     return holders
 
 
-def _on_the_way(state: State, job: Job) -> str:
+def _on_the_way(state: State, job: JobRecord) -> str:
     """Return what a job was ordered to do that its nodes have not reported yet; empty if they have."""
     gang = state.gangs.get(job.epoch)
     if gang is None:
         return ""
     if gang.phase is GangPhase.STOPPING:
         pieces = [piece for piece in gang.pieces if not piece.gone and piece.phase is not ObservedPhase.PARKED]
-        what = "end" if gang.intent is Intent.STOP else "rest"
+        what = "end" if gang.intent is GangIntent.STOP else "rest"
         waits = "has not reported that it does"
     elif gang.phase is GangPhase.STARTING:
         pieces = [piece for piece in gang.pieces if piece.phase is ObservedPhase.NONE]
@@ -318,7 +318,7 @@ def _on_the_way(state: State, job: Job) -> str:
     return f"it was ordered to {what}; {', '.join(names[:_NODES_TOLD])}{more} {waits}" if names else ""
 
 
-def _at_rest(state: State, job: Job) -> str:
+def _at_rest(state: State, job: JobRecord) -> str:
     match job.state:
         case JobState.SUSPENDED:
             return _on_the_way(state, job) or "it rests because a user suspended it; resume it"

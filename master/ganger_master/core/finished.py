@@ -47,7 +47,7 @@ def _may_go(state: State) -> Iterator[int]:
         if number in state.gangs_of:
             continue
         if array is not None and array.array not in lives:
-            lives[array.array] = any(not job.state.is_final for job in members_of(state.jobs, array.array))
+            lives[array.array] = any(not job.state.is_finished for job in members_of(state.jobs, array.array))
         if array is None or not lives[array.array]:
             yield number
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger_master.core.model import Job, JobSpec, JobState
+from ganger_master.core.model import JobRecord, JobSpec, JobState
 from ganger_master.core.substitution import bytes_of
 
 # Bytes of a job beside its command, environment and parameters.
@@ -40,7 +40,7 @@ class Holdings:
     # The environment that was measured last: members of an array share one.
     _measured: tuple[Mapping[str, str] | None, int] = field(default=(None, 0), compare=False)
 
-    def note(self, old: Job | None, new: Job) -> None:
+    def note(self, old: JobRecord | None, new: JobRecord) -> None:
         """Count a job as it is now. `old`: as it was counted before, None for a new one."""
         if old is None or old.spec is not new.spec:
             self._take(old)
@@ -52,7 +52,7 @@ class Holdings:
             self._take(old)
             self._give(new)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: JobRecord) -> None:
         """Count a job no more."""
         self._take(job)
         del self._bytes[job.number]
@@ -61,16 +61,16 @@ class Holdings:
         """Bytes of one job's spec, as in `spec_bytes`."""
         return self._bytes[number]
 
-    def _give(self, job: Job, sign: int = 1) -> None:
+    def _give(self, job: JobRecord, sign: int = 1) -> None:
         size = sign * self._bytes[job.number]
-        if job.state.is_final:
+        if job.state.is_finished:
             self.finished_bytes += size
         else:
             self.live_bytes[job.user] += size
         if job.state is JobState.PENDING:
             self.pending[job.user] += sign
 
-    def _take(self, job: Job | None) -> None:
+    def _take(self, job: JobRecord | None) -> None:
         if job is None:
             return
         self._give(job, -1)

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from ganger_master.core.changes import Dirty
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired import Party, Projected, project
-from ganger_master.core.model import Claim, Counters, Gang, Job, Node, NodeSet, Request
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import Claim, Counters, Gang, JobRecord, Node, NodeSet, Request
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Blocked, Kept, Turn
-from ganger_master.core.wanted import Member
+from ganger_master.core.waiting import Blocked, GrantedLease, ReservedPlaces
+from ganger_master.core.wanted import GangMember
 
 
 class SentMembers(Struct, frozen=True, gc=False):
@@ -29,20 +29,20 @@ class SentMembers(Struct, frozen=True, gc=False):
 
     node: str
     epoch: int
-    members: tuple[Member, ...]
+    members: tuple[GangMember, ...]
     # Of the gang whose arenas it starts from; None without one.
-    source: tuple[Member, ...] | None
+    source: tuple[GangMember, ...] | None
 
 
 class Image(Struct, frozen=True, gc=False):
     """A state between two batches; names are those of `State`. Sets are in their order, which decisions may follow."""
 
-    settings: Settings
+    settings: CoreSettings
     started: float
     counters: Counters
     view: ViewImage
     nodes: tuple[Node, ...] = ()
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[JobRecord, ...] = ()
     gangs: tuple[Gang, ...] = ()
     sets: tuple[NodeSet, ...] = ()
     # With the node that said it.
@@ -76,8 +76,8 @@ class Image(Struct, frozen=True, gc=False):
     conflicts: Mapping[int, int] = field(default_factory=dict)
     aside_from: int = 0
     aside_at: float = 0.0
-    kept: Kept | None = None
-    turns: tuple[Turn, ...] = ()
+    kept: ReservedPlaces | None = None
+    turns: tuple[GrantedLease, ...] = ()
     next_turn: int = 1
     passed: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     declined: Mapping[int, bool] = field(default_factory=dict)
@@ -201,7 +201,7 @@ def _index(state: State) -> None:
             state.gangs_on.setdefault(piece.claim.node, {})[epoch] = place
     for job in state.jobs.values():
         state.holdings.note(None, job)
-        if not job.state.is_final:
+        if not job.state.is_finished:
             state.live[job.number] = None
         if state.is_waiting(job):
             in_line = (*state.policy.key(job), job.number)

@@ -10,7 +10,7 @@ from ganger.resources.topology import bits
 from msgspec.structs import replace
 
 from ganger_master.core.capacity import find_blocked
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, GangRole, JobRecord, JobState, SuspendLevel
 from ganger_master.core.node_sets import is_free_of_turns, members
 from ganger_master.core.residues import holders_on
 from ganger_master.core.rows import row_of
@@ -110,23 +110,23 @@ def _gangs(state: State) -> Iterator[str]:
             yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"
         if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
             yield f"epoch {epoch} is a destination of no move"
-        if gang.intent is Intent.RUN and (gang.role is not GangRole.ACTIVE or gang.stop_sequence):
+        if gang.intent is GangIntent.RUN and (gang.role is not GangRole.ACTIVE or gang.stop_sequence):
             yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
-        if gang.intent is Intent.RUN and epoch <= job.moved_from:
+        if gang.intent is GangIntent.RUN and epoch <= job.moved_from:
             yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
-        if gang.intent is Intent.RUN and not _holds_its_place(state, gang):
+        if gang.intent is GangIntent.RUN and not _holds_its_place(state, gang):
             yield f"epoch {epoch} is to run without holding its placement"
-        if gang.intent in (Intent.PARK, Intent.HAND_OVER) and not gang.stop_sequence:
+        if gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and not gang.stop_sequence:
             yield f"epoch {epoch} is to stop, but its stop has no number"
         if gang.stop_sequence > gang.master_sequence:
             yield f"epoch {epoch} stops at a later order than its newest"
-        if (gang.intent is Intent.STOP) != (gang.role is GangRole.LEAVING):
+        if (gang.intent is GangIntent.STOP) != (gang.role is GangRole.LEAVING):
             yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
         named = state.set_of.get(epoch, 0)
         if gang.node_set != (named if named and epoch in members(state, state.sets[named]) else 0):
             yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
     for number in sorted(state.gangs_of):
-        running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is Intent.RUN]
+        running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is GangIntent.RUN]
         if len(running) > 1:
             yield f"jobs/{number} is to run as epochs {running} at once"
 
@@ -206,21 +206,21 @@ def _jobs(state: State) -> Iterator[str]:
         yield "a job's number was never given"
 
 
-def _job(state: State, job: Job) -> Iterator[str]:
+def _job(state: State, job: JobRecord) -> Iterator[str]:
     gang = state.gangs.get(job.epoch)
     if job.epoch and gang is None:
         yield f"{job.name} is at epoch {job.epoch}, which is not there"
-    if job.state.is_final:
+    if job.state.is_finished:
         if job.epoch or job.next_epoch or job.ending is not None or not job.end_time:
             yield f"{job.name} has ended, but is not at rest"
-        alive = [g.epoch for g in state.gangs_of_job(job.number) if not g.is_gone or g.intent is not Intent.STOP]
+        alive = [g.epoch for g in state.gangs_of_job(job.number) if not g.is_gone or g.intent is not GangIntent.STOP]
         if alive:
             yield f"{job.name} has ended, but epochs {alive} are alive"
         return
     if job.state is JobState.HOLDING and gang is None and job.ending is None:
         yield f"{job.name} is HOLDING without a gang"
     waits = state.is_waiting(job)
-    rests = gang is None or (gang.intent in (Intent.PARK, Intent.HAND_OVER) and gang.phase is GangPhase.PARKED)
+    rests = gang is None or (gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and gang.phase is GangPhase.PARKED)
     if waits and not rests:
         yield f"{job.name} waits, but epoch {job.epoch} does not rest"
     if waits and not job.pending_since:

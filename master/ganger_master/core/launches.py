@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ganger.placement.candidates import places
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, Job, OutcomeKind, Piece
+from ganger_master.core.model import Gang, JobRecord, OutcomeKind, Piece
 from ganger_master.core.state import State
 
 # Nodes of a job that are remembered; a gang may be as wide as the cluster.
 _MOST_NODES: Final = 64
 
 
-def note_failure(state: State, job: Job, gang: Gang) -> Job:
+def note_failure(state: State, job: JobRecord, gang: Gang) -> JobRecord:
     """Has the nodes that could not launch their part of the gang count it, and the job remember them."""
     failed = _failed(gang)
     if not failed:
@@ -45,7 +45,7 @@ def note_success(state: State, gang: Gang) -> None:
             state.put_node(replace(node, launch_failures=0, launch_failure=""))
 
 
-def visible_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
+def visible_to(jobs: Mapping[int, JobRecord], said: str, user: str) -> str:
     """Return the part of a launch failure ("jobs/7: ...") that a user may read: of another user's job only the name,
     for the rest names that user's files."""
     name, _, _ = said.partition(":")
@@ -55,16 +55,16 @@ def visible_to(jobs: Mapping[int, Job], said: str, user: str) -> str:
     return said if is_own or not said else f"{name}: its user and operators see why"
 
 
-def failed_on(state: State, job: Job) -> list[str]:
+def failed_on(state: State, job: JobRecord) -> list[str]:
     """Return the nodes on which the job could not be launched, and no other job has been since."""
     return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
 
 
-def could_go_elsewhere(state: State, job: Job, closed: Sequence[str]) -> bool:
+def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> bool:
     """Whether the nodes that serve, but for the closed ones, could hold the job if nothing else were there."""
     shape = job.shape
     shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
-    return bool(places(state.view.vacant(), shape, mode=Mode.PACK, limit=1, affinity=False, avoid=closed))
+    return bool(places(state.view.vacant(), shape, mode=LoadMode.PACK, limit=1, affinity=False, avoid=closed))
 
 
 def _failed(gang: Gang) -> list[Piece]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
-from ganger_master.core.model import Gang, Intent, ObservedPhase, Outcome, OutcomeKind, Piece, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece, SuspendLevel
 
 
 class Seen(StrEnum):
@@ -77,9 +77,9 @@ _ANYWHERE: Final = {
     Seen.GONE: Act.FAIL,
 }
 
-_ROWS: Final[Mapping[Intent, Mapping[Seen, Act]]] = {
-    Intent.RUN: {**_ANYWHERE, Seen.RUNNING: Act.STEPPED},
-    Intent.PREPARE: {
+_ROWS: Final[Mapping[GangIntent, Mapping[Seen, Act]]] = {
+    GangIntent.RUN: {**_ANYWHERE, Seen.RUNNING: Act.STEPPED},
+    GangIntent.PREPARE: {
         **_ANYWHERE,
         Seen.PREPARED: Act.HAND_OVER,
         Seen.READY: Act.COMMIT,
@@ -89,18 +89,18 @@ _ROWS: Final[Mapping[Intent, Mapping[Seen, Act]]] = {
         Seen.BROKEN: Act.ABORT,
         Seen.GONE: Act.ABORT,
     },
-    Intent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.REFUSED: Act.STAY, Seen.YIELDED: Act.REST},
-    Intent.HAND_OVER: {**_ANYWHERE, Seen.PARKED: Act.COMMIT, Seen.TROUBLED: Act.ABORT},
-    Intent.STOP: {**dict.fromkeys(Seen, Act.WAIT), Seen.GONE: Act.FORGET},
+    GangIntent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.REFUSED: Act.STAY, Seen.YIELDED: Act.REST},
+    GangIntent.HAND_OVER: {**_ANYWHERE, Seen.PARKED: Act.COMMIT, Seen.TROUBLED: Act.ABORT},
+    GangIntent.STOP: {**dict.fromkeys(Seen, Act.WAIT), Seen.GONE: Act.FORGET},
 }
 
-TABLE: Final[Mapping[tuple[Intent, Seen], Act]] = {
+TABLE: Final[Mapping[tuple[GangIntent, Seen], Act]] = {
     (intent, seen): act for intent, row in _ROWS.items() for seen, act in row.items()
 }
 
 
 # Of the commonest case: to look up a member of an enumeration takes Python 3.11 as long as a call.
-_RUN: Final = Intent.RUN
+_RUN: Final = GangIntent.RUN
 _RUNNING: Final = ObservedPhase.RUNNING
 _NOT_SEEN: Final = ObservedPhase.NONE
 _YIELDED: Final = OutcomeKind.YIELDED
@@ -133,20 +133,20 @@ def seen_of(gang: Gang) -> Seen:
     gone = [piece for piece in pieces if piece.gone]
     if gone:
         is_gone = len(gone) == len(pieces)
-        if is_gone and gang.intent is Intent.STOP:
+        if is_gone and gang.intent is GangIntent.STOP:
             return Seen.GONE
         kinds = {piece.outcome.kind for piece in gone}
         if not kinds <= _WELL:
             return Seen.BROKEN
         if is_gone:
             return Seen.YIELDED if _YIELDED in kinds else Seen.DONE
-    if gang.intent in (Intent.PREPARE, Intent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
+    if gang.intent in (GangIntent.PREPARE, GangIntent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
         return Seen.TROUBLED
     phases = {piece.phase for piece in pieces}
     if ObservedPhase.PARKED in phases:
         if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
             return Seen.PARKED
-        if gang.intent is Intent.PARK and any(is_refused(gang, piece) for piece in pieces):
+        if gang.intent is GangIntent.PARK and any(is_refused(gang, piece) for piece in pieces):
             return Seen.REFUSED
     if phases == {_RUNNING}:
         return _ALL_RUN
@@ -210,4 +210,4 @@ def _is_parked(gang: Gang, piece: Piece) -> bool:
         return False
     if piece.stop_sequence != gang.stop_sequence:
         return False
-    return gang.intent is Intent.HAND_OVER or piece.level >= max(gang.park_level, SuspendLevel.PAUSE)
+    return gang.intent is GangIntent.HAND_OVER or piece.level >= max(gang.park_level, SuspendLevel.PAUSE)

@@ -26,16 +26,16 @@ from ganger_master.core.state import State
 _NONE: Final = Effects()
 
 
-class Step(Struct, frozen=True, gc=False):
+class MachineStep(Struct, frozen=True, gc=False):
     answer: Answer
     events: tuple[Event, ...] = ()
     effects: Effects = _NONE
 
 
-def step(state: State, command: Command, now: float) -> Step:
+def step(state: State, command: Command, now: float) -> MachineStep:
     """Carries one command through, as a batch of its own. Without events there are no effects."""
     answer, events = advance(state, command, now)
-    return Step(answer, events, finish(state, now) if events else _NONE)
+    return MachineStep(answer, events, finish(state, now) if events else _NONE)
 
 
 def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ganger_master.core.membership import LOSS, MEMBERS_LIMIT, STEP, Membership, StopRule
-from ganger_master.core.model import Job, Metric
+from ganger_master.core.model import JobMetric, JobRecord
 from ganger_master.core.state import State
 
 
-def members_of(jobs: Mapping[int, Job], array: int) -> list[Job]:
+def members_of(jobs: Mapping[int, JobRecord], array: int) -> list[JobRecord]:
     """Those that are kept, in their order; empty if there is no such array, or none any more."""
-    found: list[Job] = []
+    found: list[JobRecord] = []
     end = array + 1 + MEMBERS_LIMIT
     number = array + 1
     while number < end:
@@ -28,7 +28,7 @@ def members_of(jobs: Mapping[int, Job], array: int) -> list[Job]:
 
 
 def report_of(
-    rule: StopRule, step: int, loss: float | None, metrics: Sequence[Metric]
+    rule: StopRule, step: int, loss: float | None, metrics: Sequence[JobMetric]
 ) -> tuple[float | None, float] | None:
     """The value of the rule's metric and the amount of its resource at which it was reported; None before that.
 
@@ -39,7 +39,7 @@ def report_of(
         # Zero is what stands there before the first loss.
         if rule.metric != LOSS or not loss:
             return None
-        value = Metric(LOSS, loss, step)
+        value = JobMetric(LOSS, loss, step)
     if rule.resource == STEP and at is None:
         return value.value, float(value.step)
     # Of two that were reported together, or the newer one says nothing of the older.
@@ -48,7 +48,7 @@ def report_of(
     return value.value, at.value
 
 
-def note_ended(state: State, job: Job, array: Membership, now: float, cause: str) -> None:
+def note_ended(state: State, job: JobRecord, array: Membership, now: float, cause: str) -> None:
     """The history of the array: this member has ended, and perhaps with it all."""
     progress = job.progress
     figures: dict[str, object] = {f"parameter_{name}": text for name, text in array.parameters.items()}
@@ -65,10 +65,10 @@ def note_ended(state: State, job: Job, array: Membership, now: float, cause: str
         _tell(state, now, subject, "array_ended", cause, "", dict(sorted(counts.items())))
 
 
-def _has_live(jobs: Mapping[int, Job], array: Membership) -> bool:
+def _has_live(jobs: Mapping[int, JobRecord], array: Membership) -> bool:
     """Return whether a member has not ended. The last one comes first, because members usually end in their order."""
     members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
-    return any(member is not None and not member.state.is_final for member in members)
+    return any(member is not None and not member.state.is_finished for member in members)
 
 
 def _tell(

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Final, TypeAlias
 
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Level, Locality, NodeRow, Role
+from ganger.job_state import JobState
+from ganger.resources.values import Claim, ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
@@ -28,16 +29,17 @@ __all__ = [
     "Element",
     "Failure",
     "Gang",
+    "GangIntent",
     "GangPhase",
     "GangRole",
-    "Intent",
-    "Job",
+    "JobMetric",
+    "JobProgress",
+    "JobRecord",
     "JobSpec",
     "JobState",
-    "Level",
     "Locality",
+    "LocalityLevel",
     "Matrix",
-    "Metric",
     "Node",
     "NodeRow",
     "NodeSet",
@@ -47,7 +49,6 @@ __all__ = [
     "OutcomeKind",
     "PendingRestore",
     "Piece",
-    "Progress",
     "Request",
     "Restore",
     "Role",
@@ -55,27 +56,6 @@ __all__ = [
     "Stray",
     "SuspendLevel",
 ]
-
-
-class JobState(StrEnum):
-    """PENDING waits for a gang, HOLDING has one, SUSPENDED was asked for by a user; the others are final.
-
-    STOPPED: by the rule of its array."""
-
-    PENDING = "PENDING"
-    HOLDING = "HOLDING"
-    SUSPENDED = "SUSPENDED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    STOPPED = "STOPPED"
-
-    @property
-    def is_final(self) -> bool:
-        return self in _FINAL
-
-
-_FINAL: Final = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.STOPPED)
 
 
 class GangPhase(StrEnum):
@@ -101,7 +81,7 @@ class GangRole(StrEnum):
     LEAVING = "LEAVING"
 
 
-class Intent(StrEnum):
+class GangIntent(StrEnum):
     RUN = "RUN"
     PREPARE = "PREPARE"
     PARK = "PARK"
@@ -293,7 +273,7 @@ class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
     create_time: float = 0.0
 
 
-class Metric(Struct, frozen=True, gc=False):
+class JobMetric(Struct, frozen=True, gc=False):
     """What a job reported under a name; None is no number. `step`: boundaries passed by then."""
 
     name: str
@@ -301,7 +281,7 @@ class Metric(Struct, frozen=True, gc=False):
     step: int = 0
 
 
-class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
+class JobProgress(Struct, frozen=True, gc=False, omit_defaults=True):
     """How far an attempt had got when it rested or ended. Without a `loss` the job reported none that is a number."""
 
     epoch: int
@@ -311,7 +291,7 @@ class Progress(Struct, frozen=True, gc=False, omit_defaults=True):
     time: float = 0.0
     # Of the attempt, from its first step to its last.
     data_wait_share: float = 0.0
-    metrics: tuple[Metric, ...] = ()
+    metrics: tuple[JobMetric, ...] = ()
 
 
 class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -324,7 +304,7 @@ class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
     epoch: int = 0
 
 
-class Job(Struct, frozen=True, gc=False, omit_defaults=True):
+class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     number: int
     uid: str
     user: str
@@ -371,7 +351,7 @@ class Job(Struct, frozen=True, gc=False, omit_defaults=True):
     # The same, but no more than the devices it ran on have: what others must leave it.
     used_device_bytes: int = 0
     # Of the newest attempt that has ended. What runs is measured, and measurements are not kept.
-    progress: Progress | None = None
+    progress: JobProgress | None = None
     # Where a user's suspend has brought it to rest; NONE until it rests.
     suspended_level: SuspendLevel = SuspendLevel.NONE
     # Why the job is to end once its gangs are gone; None while it is not.
@@ -503,9 +483,9 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     role: GangRole
     phase: GangPhase
     pieces: tuple[Piece, ...]
-    level: Level
+    level: LocalityLevel
     create_time: float
-    intent: Intent = Intent.RUN
+    intent: GangIntent = GangIntent.RUN
     park_level: SuspendLevel = SuspendLevel.NONE
     # Rises with every change of what is wanted.
     master_sequence: int = 1
@@ -599,7 +579,7 @@ class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
     the leader first. `spec` is None where the daemon's copy cannot be read as a job."""
 
     master_sequence: int
-    intent: Intent
+    intent: GangIntent
     claim: Claim
     nodes: tuple[str, ...]
     level: SuspendLevel = SuspendLevel.NONE
@@ -778,4 +758,4 @@ class Counters(Struct):
     restoring: PendingRestore | None = None
 
 
-Element: TypeAlias = Job | Request | Gang | Node | NodeSet | ConfigurationSet | Counters
+Element: TypeAlias = JobRecord | Request | Gang | Node | NodeSet | ConfigurationSet | Counters

@@ -11,12 +11,12 @@ from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
 from ganger_master.core.model import (
     Claim,
     Gang,
+    GangIntent,
     GangPhase,
     GangRole,
-    Intent,
-    Job,
+    JobRecord,
     JobState,
-    Level,
+    LocalityLevel,
     ObservedPhase,
     Piece,
     SuspendLevel,
@@ -30,7 +30,7 @@ def begin(
     state: State,
     number: int,
     claims: Sequence[Claim],
-    level: Level,
+    level: LocalityLevel,
     now: float,
     cause: str,
     purpose: Purpose = NO_PURPOSE,
@@ -72,18 +72,18 @@ def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
     return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 
-def can_hand_over(job: Job) -> bool:
+def can_hand_over(job: JobRecord) -> bool:
     """Whether its state can be captured at all, to be carried elsewhere, and brought back in another process."""
     offered = job.capabilities
     return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
 
 
-def let_hand_over(state: State, job: Job, now: float) -> bool:
+def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
     """The destination is prepared: the source may stop for it. False when it was told already. One that takes turns
     gives its devices up as it stops, for others wait for them, and so leaves its turns; where it rests for others it is
     not woken."""
     source = state.gangs[job.epoch]
-    if source.intent is not Intent.RUN:
+    if source.intent is not GangIntent.RUN:
         return False
     if source.node_set:
         parked = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
@@ -93,13 +93,13 @@ def let_hand_over(state: State, job: Job, now: float) -> bool:
     return True
 
 
-def commit(state: State, job: Job, now: float, cause: str) -> bool:
+def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
     """Both sides are ready at the same boundary: from here on only the new epoch may step. A destination that is ready
     with the state of another one is given up."""
     source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
     if source is None or destination is None or seen_of(destination) is not Seen.READY:
         return False
-    if seen_of(source) is not Seen.PARKED or source.intent not in (Intent.HAND_OVER, Intent.PARK):
+    if seen_of(source) is not Seen.PARKED or source.intent not in (GangIntent.HAND_OVER, GangIntent.PARK):
         return False
     step = source.pieces[0].stop_step
     for piece in destination.pieces:
@@ -129,7 +129,7 @@ def commit(state: State, job: Job, now: float, cause: str) -> bool:
     return True
 
 
-def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str = "") -> None:
+def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why: str = "") -> None:
     """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
@@ -144,7 +144,7 @@ def abort(state: State, job: Job, gang: Gang, now: float, cause: str, why: str =
     job = withdrawal.after_failed_move(job, gang, trouble)
     if can_go_back(source) and not copies.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
-        if source.intent is Intent.RUN:
+        if source.intent is GangIntent.RUN:
             state.put_gang(replace(source, phase=phase))
         else:
             going_on.run_after_all(state, source, now)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import attempts, ending, moving, orders, queue, sharing
 from ganger_master.core.events import RowsChanged
-from ganger_master.core.model import Claim, Gang, Intent, JobState, Level, Matrix, NodeSet, Piece
+from ganger_master.core.model import Claim, Gang, GangIntent, JobState, LocalityLevel, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
 
 Cores: TypeAlias = tuple[int, ...]
@@ -104,7 +104,9 @@ def _go_on(state: State, number: int, now: float, cause: str) -> None:
         attempts.resume(state, number, now, cause)
 
 
-def _start_again(state: State, number: int, claims: Sequence[Claim], level: Level, now: float, cause: str) -> None:
+def _start_again(
+    state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str
+) -> None:
     """Who waits with its state in host memory."""
     queue.note_approved(state, number)
     attempts.start(state, number, claims, level, now, cause)
@@ -211,7 +213,7 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
     }
     for epoch in sorted(unable):
         gang = state.gangs.get(epoch)
-        if gang is None or gang.intent is not Intent.RUN or state.set_of.get(epoch) != node_set.number:
+        if gang is None or gang.intent is not GangIntent.RUN or state.set_of.get(epoch) != node_set.number:
             continue
         job = state.jobs[gang.job]
         if job.ending is None:
@@ -242,7 +244,7 @@ def filled(rows: Sequence[Sequence[int]], gangs: Mapping[int, Gang]) -> tuple[tu
     for row in found:
         for epoch in sorted(gangs, key=lambda one: (turns[one], one)):
             there = [*[gangs[other] for other in row], gangs[epoch]]
-            if epoch in row or gangs[epoch].intent is not Intent.RUN:
+            if epoch in row or gangs[epoch].intent is not GangIntent.RUN:
                 continue
             if not is_free_of_turns([gang.claims for gang in there]):
                 continue
@@ -286,7 +288,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
         pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
         gang = replace(gang, pieces=pieces, node_set=0)
         # Who is being prepared has heard of no switch.
-        state.put_gang(gang if gang.intent is Intent.PREPARE else orders.begin_anew(gang))
+        state.put_gang(gang if gang.intent is GangIntent.PREPARE else orders.begin_anew(gang))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
         state.history(now, job, "turns_ended", cause, node_set=node_set.number)

@@ -18,14 +18,14 @@ from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
     Gang,
+    GangIntent,
     GangRole,
-    Intent,
+    JobProgress,
     Node,
     ObservedPhase,
     Outcome,
     OutcomeKind,
     Piece,
-    Progress,
     Stray,
 )
 from ganger_master.core.residues import kept_memory_of, residue_of
@@ -187,7 +187,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
         # An order that a restored database does not know. The gang obeys only a later one.
         gang = orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))
     state.put_gang(gang)
-    if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is Intent.RUN:
+    if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is GangIntent.RUN:
         node = piece.claim.node
         state.history(
             now, state.jobs[gang.job], "trouble", f"daemon:{node}", fresh.trouble, epoch=gang.epoch, node=node
@@ -213,7 +213,7 @@ def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
 def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: float) -> None:
     """Peak, capabilities and how far it got, from the job's present gangs only."""
     job = state.jobs[gang.job]
-    if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_final:
+    if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_finished:
         return
     fresh, peak = job, observed.peak_device_bytes
     if peak:
@@ -244,7 +244,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
 def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoint: Checkpoint, now: float) -> None:
     """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
     job = state.jobs.get(observed.job)
-    if job is None or job.uid != observed.uid or job.state.is_final:
+    if job is None or job.uid != observed.uid or job.state.is_finished:
         return
     if observed.epoch >= state.counters.next_epoch or checkpoint.path in job.unreadable:
         return
@@ -259,7 +259,7 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
         checkpoints.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 
 
-def _is_further(one: Progress, other: Progress | None) -> bool:
+def _is_further(one: JobProgress, other: JobProgress | None) -> bool:
     return other is None or (one.epoch, one.step) > (other.epoch, other.step)
 
 

@@ -13,10 +13,10 @@ from ganger_master.core.desired import threads_of
 from ganger_master.core.model import (
     Claim,
     Gang,
+    GangIntent,
     GangPhase,
     GangRole,
-    Intent,
-    Level,
+    LocalityLevel,
     ObservedPhase,
     Piece,
     Restore,
@@ -28,7 +28,7 @@ def new_gang(
     epoch: int,
     job: int,
     claims: Sequence[Claim],
-    level: Level,
+    level: LocalityLevel,
     now: float,
     role: GangRole,
     restore: Restore,
@@ -44,7 +44,7 @@ def new_gang(
         pieces=tuple([Piece(claim, claim, wanted_from=wanted_from) for claim in claims]),
         level=level,
         create_time=now,
-        intent=Intent.PREPARE if moving else Intent.RUN,
+        intent=GangIntent.PREPARE if moving else GangIntent.RUN,
         restore=restore,
         threads=threads_of(claims),
         since=now,
@@ -59,7 +59,7 @@ def run(gang: Gang, now: float) -> Gang:
         replace(
             gang,
             role=GangRole.ACTIVE,
-            intent=Intent.RUN,
+            intent=GangIntent.RUN,
             park_level=SuspendLevel.NONE,
             stop_sequence=0,
             stop_step=0,
@@ -79,7 +79,7 @@ def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
     return replace(
         gang,
         master_sequence=sequence,
-        intent=Intent.PARK,
+        intent=GangIntent.PARK,
         park_level=level,
         phase=GangPhase.STOPPING,
         stop_sequence=gang.stop_sequence or sequence,
@@ -90,19 +90,19 @@ def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
 
 def hand_over(gang: Gang) -> Gang:
     phase = GangPhase.RESIZING if gang.phase is GangPhase.RESIZING else GangPhase.MOVING
-    ordered = _order(replace(gang, intent=Intent.HAND_OVER, phase=phase))
+    ordered = _order(replace(gang, intent=GangIntent.HAND_OVER, phase=phase))
     return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
 
 
 def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
     """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
-    if gang.intent is Intent.STOP:
+    if gang.intent is GangIntent.STOP:
         return gang
     return replace(
         gang,
         master_sequence=gang.master_sequence + 1,
         role=GangRole.LEAVING,
-        intent=Intent.STOP,
+        intent=GangIntent.STOP,
         phase=GangPhase.STOPPING,
         checkpoint_first=checkpoint_first,
         since=now,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 
 # The share of the margin by which the last check may precede the call; the rest is for clocks that drift.
 _SHARE_OF_MARGIN: Final = 1.0 / 30.0
 
 
-def covers(settings: Settings, verified_at: float, received_at: float) -> bool:
+def covers(settings: CoreSettings, verified_at: float, received_at: float) -> bool:
     """Return whether a check of the store that began at `verified_at` permits an answer to a call of `received_at`.
 
     Both are seconds of one clock that is never set and that counts the time the machine sleeps."""

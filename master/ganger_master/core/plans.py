@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ganger.resources.reasons import Reason, Refusal
 
-from ganger_master.approval.verdicts import Approved
+from ganger_master.approval.verdicts import CandidateApproval
 from ganger_master.core import answers, commands, events, orders
 from ganger_master.core.answers import Answer, Refused
 from ganger_master.core.arenas import per_device
@@ -21,7 +21,7 @@ from ganger_master.core.capacity import asked_memory, judge, judge_change, level
 from ganger_master.core.checks import check_move, check_suspend, unfinished
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
 from ganger_master.core.events import Event
-from ganger_master.core.model import Claim, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.resizing import check_resize, judge_resize, shares_nothing
 from ganger_master.core.shares import limit_of
 from ganger_master.core.sizes import devices_of, shape_for
@@ -243,7 +243,7 @@ class _Trial:
         for claim in taken:
             self._state.view.take(claim)
 
-    def _use_share(self, job: Job, devices: int) -> None:
+    def _use_share(self, job: JobRecord, devices: int) -> None:
         quotas = self._state.settings.quota_devices
         limit = limit_of(quotas, job.user)
         if limit is not None:
@@ -303,7 +303,7 @@ def _judge_change(state: State, change: commands.Change, proposer: str, now: flo
 
 
 def _judge_start(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     if not state.is_waiting(job) or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
@@ -315,13 +315,13 @@ def _judge_start(
         return shares_nothing(job)
     # What it asks of cores and memory is a wish where a plan tunes them.
     verdict = judge(state, job, (change.claims,), 0, now, retune=True, shape=shape)
-    if isinstance(verdict, Approved):
+    if isinstance(verdict, CandidateApproval):
         return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
     return verdict.refusals[0]
 
 
 def _judge_move(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     claims = check_move(state, job, (), change.claims)
     if isinstance(claims, Refused):
@@ -331,7 +331,7 @@ def _judge_move(
 
 
 def _judge_resize(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = check_resize(state, job, devices_of(change.claims))
     if isinstance(gang, Refused):
@@ -344,10 +344,10 @@ def _judge_resize(
 
 
 def _judge_cores(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
-    if gang is None or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+    if gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.epoch in state.set_of:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="it takes turns, and so do its cores")
@@ -370,7 +370,7 @@ def _judge_cores(
 
 
 def _judge_suspend(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
     if job.state is not JobState.HOLDING or gang is None or job.ending is not None:
@@ -378,16 +378,16 @@ def _judge_suspend(
     level = check_suspend(state, job, change.level)
     if isinstance(level, Refused):
         return _refusal_of(job, level)
-    if level is SuspendLevel.NONE or (gang.intent is Intent.PARK and gang.park_level == level):
+    if level is SuspendLevel.NONE or (gang.intent is GangIntent.PARK and gang.park_level == level):
         return ()
     return (events.JobSuspended(now, proposer, job.number, level, by_plan=True, purpose=change.purpose),)
 
 
 def _judge_resume(
-    state: State, job: Job, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
-    if job.state is not JobState.HOLDING or gang is None or gang.intent is not Intent.PARK or job.next_epoch:
+    if job.state is not JobState.HOLDING or gang is None or gang.intent is not GangIntent.PARK or job.next_epoch:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.park_level is SuspendLevel.CHECKPOINT or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
@@ -400,7 +400,7 @@ def _judge_resume(
     return (events.JobResumed(now, proposer, job.number, change.purpose),)
 
 
-def _refusal_of(job: Job, refused: Refused) -> Refusal:
+def _refusal_of(job: JobRecord, refused: Refused) -> Refusal:
     unavailable = refused.reason == "LEVEL_UNAVAILABLE"
     reason = Reason.LEVEL_UNAVAILABLE if unavailable else Reason.WRONG_STATE
     return Refusal(reason, detail=refused.message, job=job.name)

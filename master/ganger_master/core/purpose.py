@@ -66,7 +66,7 @@ class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
 NO_PURPOSE: Final = Purpose()
 
 
-class Finding(Struct, frozen=True, gc=False):
+class TrialFinding(Struct, frozen=True, gc=False):
     """What was measured after a change. `gain`: the rate after it by the rate before, and its standard deviation; of a
     pack the sum over all in it. `detail`: what was measured of whom."""
 

@@ -19,10 +19,10 @@ from ganger_master.core.desired import threads_of
 from ganger_master.core.model import (
     Claim,
     Gang,
+    GangIntent,
     GangPhase,
     GangRole,
-    Intent,
-    Job,
+    JobRecord,
     JobState,
     ObservedPhase,
     Piece,
@@ -172,13 +172,13 @@ def _is_gang(stray: Stray, uid: str, epoch: int) -> bool:
 def adopt(state: State, event: events.QuarantineAdopted) -> None:
     parts = quarantined_parts(state, event.uid, event.epoch)
     job = _job_of(state, parts, event.time)
-    assert isinstance(job, Job), "decided before"
+    assert isinstance(job, JobRecord), "decided before"
     gang = adoptable_gang(state, job, event.epoch, parts, event.time)
     assert isinstance(gang, Gang), "decided before"
     give_gang(state, job, gang, event.time, event.cause)
 
 
-def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> Job | str:
+def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> JobRecord | str:
     """Return the job of this gang, made anew where the database does not have it; or why there can be none."""
     part = next(iter(parts.values()))
     known = state.jobs.get(part.job)
@@ -188,10 +188,10 @@ def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> Job | str:
             return "its daemon has not sent what it runs; wait a moment, or end it"
         if not part.job:
             return "its daemon does not name a job"
-        return Job(part.job, part.uid, told.user, told.spec, now, pending_since=now)
+        return JobRecord(part.job, part.uid, told.user, told.spec, now, pending_since=now)
     if known.uid != part.uid:
         return f"{known.name} is another job by now; end it, and submit its job anew"
-    if known.state.is_final or known.ending is not None:
+    if known.state.is_finished or known.ending is not None:
         return f"{known.name} has ended or is about to"
     if known.epoch or known.next_epoch:
         return f"{known.name} has another gang, of epoch {known.epoch or known.next_epoch}"
@@ -206,7 +206,7 @@ def _not_found(uid: str, epoch: int) -> Refused:
 # -- adoption ----------------------------------------------------------------------------------------------------------
 
 
-def adoptable_gang(state: State, job: Job, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
+def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
     """Return the gang that these parts make, by the newest order of its daemons; or why it cannot be adopted.
 
     `parts`: by node; a gang is adopted with all its parts or not at all."""
@@ -231,9 +231,9 @@ def adoptable_gang(state: State, job: Job, epoch: int, parts: Mapping[str, Stray
     return _booking_conflict(state, job, gang) or gang
 
 
-def give_gang(state: State, job: Job, gang: Gang, now: float, cause: str) -> None:
+def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
     """Make this gang the only one of the job."""
-    rests = gang.intent is Intent.PARK
+    rests = gang.intent is GangIntent.PARK
     trouble = job.trouble
     if rests and job.state is not JobState.SUSPENDED:
         trouble = FOUND_AT_REST
@@ -268,11 +268,11 @@ def give_gang(state: State, job: Job, gang: Gang, now: float, cause: str) -> Non
     state.history(now, job, "gang_adopted", cause, epoch=gang.epoch, nodes=" ".join(gang.nodes))
 
 
-def _refusal_by_order(state: State, job: Job, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
+def _refusal_by_order(state: State, job: JobRecord, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
     """Return why its order or its phase forbids adoption; empty if neither does."""
     if any(_order_of(part).is_sliced for part in parts.values()):
         return "it takes turns with others on its devices"
-    if newest.intent not in (Intent.RUN, Intent.PARK, Intent.HAND_OVER):
+    if newest.intent not in (GangIntent.RUN, GangIntent.PARK, GangIntent.HAND_OVER):
         return f"it was ordered to {newest.intent.value.lower()}"
     if newest.restore.parked_epoch and any(part.phase not in _SETTLED for part in parts.values()):
         return f"it still takes its state from epoch {newest.restore.parked_epoch}; wait until it steps"
@@ -290,7 +290,7 @@ def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
     return ""
 
 
-def _booking_conflict(state: State, job: Job, gang: Gang) -> str:
+def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
     """Return why what a gang holds (at rest less than its claims) cannot be booked beside other gangs; empty if it
     can."""
     if not job.spec.accepts(gang.devices):
@@ -316,7 +316,7 @@ def _booking_conflict(state: State, job: Job, gang: Gang) -> str:
     return ""
 
 
-def _crowded_device(state: State, job: Job, claim: Claim) -> int | None:
+def _crowded_device(state: State, job: JobRecord, claim: Claim) -> int | None:
     """Return a device whose memory is too small for what gangs at rest keep there and what another gang needs."""
     whole = state.configuration_sets[state.nodes[claim.node].configuration_set].device_memory_bytes
     at_rest = [one.parked_bytes for one in [*state.held_on(claim.node), claim] if one.parked_bytes]
@@ -331,7 +331,7 @@ def _crowded_device(state: State, job: Job, claim: Claim) -> int | None:
     return None
 
 
-def _other_on(state: State, job: Job, claim: Claim) -> Stray | None:
+def _other_on(state: State, job: JobRecord, claim: Claim) -> Stray | None:
     """Return a gang of another job that has a device of the claim, does not share it, and is quarantined or about to be
     ended by an operator."""
     for stray in state.nodes[claim.node].strays:
@@ -345,7 +345,13 @@ def _other_on(state: State, job: Job, claim: Claim) -> Stray | None:
 
 
 def _built(
-    state: State, job: Job, epoch: int, newest: StoredOrder, parts: Sequence[Stray], claims: Sequence[Claim], now: float
+    state: State,
+    job: JobRecord,
+    epoch: int,
+    newest: StoredOrder,
+    parts: Sequence[Stray],
+    claims: Sequence[Claim],
+    now: float,
 ) -> Gang:
     version = state.next_desired_version
     gang = Gang(
@@ -369,17 +375,17 @@ def _built(
         stepped=any(part.phase in _SETTLED for part in parts),
         since=now,
     )
-    if newest.intent is Intent.PARK:
+    if newest.intent is GangIntent.PARK:
         parked = replace(
             gang,
-            intent=Intent.PARK,
+            intent=GangIntent.PARK,
             phase=GangPhase.STOPPING,
             park_level=newest.level,
             stop_sequence=newest.stop_sequence or newest.master_sequence,
         )
         rests = all(part.phase is ObservedPhase.PARKED and part.level >= newest.level for part in parts)
         gang = orders.rested(parked, now) if rests and len({part.stop_step for part in parts}) == 1 else parked
-    elif newest.intent is Intent.HAND_OVER:
+    elif newest.intent is GangIntent.HAND_OVER:
         # The move it is the source of is not committed: it runs on.
         gang = orders.run(gang, now)
     if len({_order_of(part).master_sequence for part in parts}) > 1:
@@ -388,7 +394,7 @@ def _built(
     return gang
 
 
-def _piece(state: State, job: Job, part: Stray, claim: Claim, stop_sequence: int, version: int) -> Piece:
+def _piece(state: State, job: JobRecord, part: Stray, claim: Claim, stop_sequence: int, version: int) -> Piece:
     is_parked = part.phase is ObservedPhase.PARKED
     is_offloaded = is_parked and part.level is SuspendLevel.OFFLOAD
     return Piece(

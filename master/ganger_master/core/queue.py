@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 
-from ganger.resources.reasons import Kind
-from ganger.resources.values import GangShape, Level
+from ganger.resources.reasons import RefusalKind
+from ganger.resources.values import GangShape, LocalityLevel
 from msgspec.structs import replace
 
 from ganger_master.core.capacity import first_blocked, has_place, lacks_memory, reservations_of, rules
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.events import GangRefused
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.policies import Places
 
 # How far behind the head of the queue turns are given: bounds the work of one event.
@@ -84,8 +84,8 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _give(state: State, job: Job, now: float) -> int:
-    turn = Turn(
+def _give(state: State, job: JobRecord, now: float) -> int:
+    turn = GrantedLease(
         turn=state.next_turn,
         number=job.number,
         revision=job.revision,
@@ -101,7 +101,7 @@ def _give(state: State, job: Job, now: float) -> int:
     return turn.turn
 
 
-def scheduler_of(state: State, job: Job) -> str:
+def scheduler_of(state: State, job: JobRecord) -> str:
     """Id of the scheduler whose stream claimed the job; "" for the default hosts. One that was named at submission has
     a few leases of time to appear."""
     if state.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
@@ -109,7 +109,7 @@ def scheduler_of(state: State, job: Job) -> str:
     return state.claimed_by.get(job.number, job.spec.scheduler)
 
 
-def valid_turn(state: State, number: int, turn: int, now: float) -> Turn | None:
+def valid_turn(state: State, number: int, turn: int, now: float) -> GrantedLease | None:
     """The job's turn of that number, unless it has expired."""
     held = state.turns.get(turn)
     return held if held is not None and held.number == number and now <= held.expires else None
@@ -135,7 +135,7 @@ def note_refused(state: State, event: GangRefused) -> None:
 
     A request without the job's turn changes nothing about it.
     """
-    is_mistake = bool(event.refusals) and event.refusals[0].reason.kind is Kind.MISTAKE
+    is_mistake = bool(event.refusals) and event.refusals[0].reason.kind is RefusalKind.MISTAKE
     turn = state.turns.get(state.turn_of.get(event.number, 0))
     in_turn = turn is not None and turn.turn == event.turn
     # A blocker that is known stands against what a stranger got wrong.
@@ -219,12 +219,12 @@ def next_time(state: State, now: float) -> float | None:
 _JUST_AFTER = 0.001
 
 
-def _lose(state: State, turn: Turn) -> None:
+def _lose(state: State, turn: GrantedLease) -> None:
     state.drop_turn(turn.number)
     state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
 
 
-def _note_declined(state: State, turn: Turn, event: GangRefused, last: float) -> None:
+def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: float) -> None:
     """Whose scheduler leaves a place that is there, by its own choice or for a wish, is kept none: it would hold up all
     behind it for as long as it likes."""
     number, declined, job = event.number, state.declined, state.jobs[event.number]
@@ -247,13 +247,13 @@ def _note_declined(state: State, turn: Turn, event: GangRefused, last: float) ->
 _LOOKED_SECONDS = 0.5
 
 
-def _reserved_nodes(state: State, job: Job, now: float) -> tuple[str, ...]:
+def _reserved_nodes(state: State, job: JobRecord, now: float) -> tuple[str, ...]:
     if state.policy.protects_all:
         return ()
     return tuple(node for reservation in reservations_of(state, [job], now) for node in reservation.nodes)
 
 
-def _has_room_beside(state: State, job: Job, asking: int) -> bool:
+def _has_room_beside(state: State, job: JobRecord, asking: int) -> bool:
     """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
     if not state.turns or not state.policy.protects_all:
         return True
@@ -309,18 +309,18 @@ def _asking(state: State) -> int:
     return sum([state.jobs[turn.number].gpus for turn in state.turns.values()])
 
 
-def _is_too_large(state: State, job: Job, ahead: int) -> bool:
+def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
     """Whether it lacks devices wherever they may be, beside those that others ahead ask for at the moment; of who holds
     up all others also whether it does on every node, where it may lie on no more than one. (Others are refused three
     times before room is kept for them.) Schedulers of their own are asked all the same: that they answer shows that
     they are there."""
     lacks = job.gpus > state.free_devices - ahead
-    if not lacks and state.policy.protects_all and job.shape.locality.widest <= Level.NODE:
+    if not lacks and state.policy.protects_all and job.shape.locality.widest <= LocalityLevel.NODE:
         lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
     return lacks and not scheduler_of(state, job)
 
 
-def _is_spent(state: State, job: Job) -> bool:
+def _is_spent(state: State, job: JobRecord) -> bool:
     """Whether its user's quota leaves less than the job needs at least, so that there is no use in asking it."""
     return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
 

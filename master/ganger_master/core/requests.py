@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.resources.reasons import Reason, Refusal, RefusalKind
 
-from ganger_master.approval.verdicts import Approved
+from ganger_master.approval.verdicts import CandidateApproval
 from ganger_master.core import answers, commands, events, queue
 from ganger_master.core.answers import Answer, JobAnswer, Refused
 from ganger_master.core.capacity import forbidden_nodes, judge, rules
 from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
-from ganger_master.core.model import Job, JobState
+from ganger_master.core.model import JobRecord, JobState
 from ganger_master.core.state import State
 from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
@@ -49,11 +49,11 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         return (event,), _rejected(state, job, refusals, False)
     rank = state.queue_rank(job.number) if turn is not None else 0
     verdict = judge(state, job, command.candidates, rank, now)
-    if isinstance(verdict, Approved):
+    if isinstance(verdict, CandidateApproval):
         approved = events.GangApproved(now, cause, job.number, tuple(verdict.claims), verdict.level)
         return (approved,), answers.Approved(job.number, 0, 0, 0, verdict.candidate)
     # Another candidate may fit; what is kept for others stays kept.
-    is_conflict = verdict.refusals[0].reason in WAITS_FOR_PIECES or verdict.refusals[0].reason.kind is Kind.RACE
+    is_conflict = verdict.refusals[0].reason in WAITS_FOR_PIECES or verdict.refusals[0].reason.kind is RefusalKind.RACE
     kept = is_conflict and turn is not None and turn.tries + 1 < _TRIES_LIMIT
     refused = events.GangRefused(
         now, cause, job.number, tuple(verdict.refusals), command.turn, kept, state.view.version
@@ -62,7 +62,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     return (refused,), rejected
 
 
-def why_waiting(state: State, job: Job, blockers: Sequence[Refusal]) -> tuple[Refusal, ...]:
+def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal]) -> tuple[Refusal, ...]:
     """The scheduler's blockers, after what only the master knows."""
     own = rules(state, job)
     return (*own, *(blockers or ()), *(forbidden_nodes(state, job) if not own else ()))
@@ -79,7 +79,7 @@ def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Res
     return (events.GangReleased(now, f"scheduler:{command.scheduler}", job.number),), JobAnswer(job.number)
 
 
-def _check_asked(state: State, job: Job, command: commands.RequestGang) -> Refusal | None:
+def _check_asked(state: State, job: JobRecord, command: commands.RequestGang) -> Refusal | None:
     if state.policy.places is Places.PLANNER:
         text = f"the planner places all jobs: policy {state.settings.policy}"
         return Refusal(Reason.OUT_OF_TURN, detail=text, job=job.name)
@@ -91,5 +91,5 @@ def _check_asked(state: State, job: Job, command: commands.RequestGang) -> Refus
     return None
 
 
-def _rejected(state: State, job: Job, refusals: tuple[Refusal, ...], kept: bool) -> answers.Rejected:
+def _rejected(state: State, job: JobRecord, refusals: tuple[Refusal, ...], kept: bool) -> answers.Rejected:
     return answers.Rejected(job.number, refusals, (), state.view.version, kept)

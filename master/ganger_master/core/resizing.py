@@ -11,13 +11,13 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.capacity import judge_change, rules
 from ganger_master.core.checks import busy, not_running
-from ganger_master.core.model import Claim, Gang, GangPhase, Job, JobState, SuspendLevel
+from ganger_master.core.model import Claim, Gang, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.sizes import devices_of, tasks_divide
 from ganger_master.core.state import State
 from ganger_master.core.worlds import taken_by
 
 
-def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
+def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
     """The gang that may go on with so many devices, or why it may not, wherever they are."""
     gang, spec, capabilities = state.gangs.get(job.epoch), job.spec, job.capabilities
     if not spec.is_elastic:
@@ -51,7 +51,7 @@ def check_resize(state: State, job: Job, gpus: int) -> Gang | Refused:
     return gang
 
 
-def judge_resize(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """Why a gang cannot have these claims instead of its own; empty if it can."""
     gpus = devices_of(claims)
     if any(claim.shared_mask for claim in claims):
@@ -65,7 +65,7 @@ def judge_resize(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) ->
     return refusals or _no_memory_for_both(state, job, gang, claims)
 
 
-def _no_memory_for_both(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+def _no_memory_for_both(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """Until the old world has gone both hold what they need, the larger of each kind: tasks of the new one cannot have
     what arenas of the old one are in."""
     for taken in taken_by(gang, claims):
@@ -77,7 +77,7 @@ def _no_memory_for_both(state: State, job: Job, gang: Gang, claims: Sequence[Cla
     return ()
 
 
-def place_resized(state: State, job: Job, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
+def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
     """Where it can have so many devices, as close to where it is as can be."""
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     claims = resized(state.view, shape, gang.claims)
@@ -87,10 +87,10 @@ def place_resized(state: State, job: Job, gang: Gang, gpus: int) -> tuple[Claim,
     return _refused(job, refusals[0].message) if refusals else claims
 
 
-def shares_nothing(job: Job) -> Refusal:
+def shares_nothing(job: JobRecord) -> Refusal:
     """Two worlds of one job have pieces in common, and with others none."""
     return Refusal(Reason.NOT_SUPPORTED, job=job.name, detail="a world of another size shares no devices with others")
 
 
-def _refused(job: Job, why: str) -> Refused:
+def _refused(job: JobRecord, why: str) -> Refused:
     return Refused("RESIZE_REFUSED", f"{job.name} cannot be resized: {why}", {"job": job.name})

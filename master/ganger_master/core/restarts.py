@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ganger_master.core.model import Job, JobState
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 
-def note_failure(settings: Settings, job: Job, now: float) -> Job:
+def note_failure(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:
     """An attempt has failed; one that ran for long says nothing of those before it."""
     ran = now - job.running_since if job.running_since else 0.0
     in_row = 1 if ran >= settings.restart_reset_seconds else job.failed_in_row + 1
@@ -18,7 +18,7 @@ def note_failure(settings: Settings, job: Job, now: float) -> Job:
     return replace(job, failed_in_row=in_row, again_at=now + delay if delay else 0.0)
 
 
-def delay_after(settings: Settings, failed_in_row: int) -> float:
+def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
     """Seconds."""
     if failed_in_row < 2:
         return 0.0
@@ -36,5 +36,5 @@ def let_go_on(state: State, now: float) -> None:
             state.put_job(replace(job, again_at=0.0, pending_since=now, revision=job.revision + 1))
 
 
-def is_backing_off(job: Job) -> bool:
+def is_backing_off(job: JobRecord) -> bool:
     return bool(job.again_at) and job.state is JobState.PENDING and job.ending is None

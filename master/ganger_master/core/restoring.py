@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from typing import Final
 
 from ganger.resources.values import ConfigurationSet
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from msgspec.structs import replace
 
 from ganger_master.core.changes import ELEMENT_TYPES, Dirty
 from ganger_master.core.desired import project
-from ganger_master.core.model import Counters, Element, Gang, Job, Node, NodeSet, Request
-from ganger_master.core.settings import Settings
+from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
-def restored(settings: Settings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
+def restored(settings: CoreSettings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
     """The state of those elements. Sessions are void and free pieces unknown until each node's first report, unless
     this is the master that has them from `former`, and has lost no more than what it did not store since: its sessions
     go on, and what nodes said of their rows stands. It owes a tick that looks again."""
@@ -33,13 +33,13 @@ def restored(settings: Settings, elements: Iterable[Element], now: float, former
         assert isinstance(counters, Counters)
         state.counters = replace(counters)
         state.view.version = counters.view_version
-        state.view.mode = Mode.PACK if counters.packs else Mode.SPREAD
+        state.view.mode = LoadMode.PACK if counters.packs else LoadMode.SPREAD
     for node in by_kind["node"]:
         assert isinstance(node, Node)
         _put_node(state, node, now, former)
     for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
         state.put_gang(gang)
-    for job in sorted((j for j in by_kind["job"] if isinstance(j, Job)), key=lambda job: job.number):
+    for job in sorted((j for j in by_kind["job"] if isinstance(j, JobRecord)), key=lambda job: job.number):
         state.put_job(job)
     state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
     for node_set in by_kind["node_set"]:

@@ -22,8 +22,8 @@ from ganger_master.core.desired import undescribed
 from ganger_master.core.model import (
     Failure,
     Gang,
-    Intent,
-    Job,
+    GangIntent,
+    JobRecord,
     JobState,
     ObservedPhase,
     Outcome,
@@ -226,7 +226,9 @@ Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict
 _COUNTED_AS: Final = {EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted"}
 
 
-def verdict_of(state: State, job: Job, alive: _LiveGangs, over: _EndedGangs, ended: RecordedEnd | None) -> Verdict:
+def verdict_of(
+    state: State, job: JobRecord, alive: _LiveGangs, over: _EndedGangs, ended: RecordedEnd | None
+) -> Verdict:
     """Return what happened to a job since the backup.
 
     `alive` and `over`: its gangs that nodes report, living and ended; `ended`: its recorded end, if there is one."""
@@ -246,7 +248,7 @@ def verdict_of(state: State, job: Job, alive: _LiveGangs, over: _EndedGangs, end
     return _by_outcomes(state, job, newest, news[newest])
 
 
-def _by_storage_note(job: Job, over: _EndedGangs) -> Verdict:
+def _by_storage_note(job: JobRecord, over: _EndedGangs) -> Verdict:
     """Return the verdict for a job of which storage has only a note that it ended."""
     parts = over[max(over)].values() if over else ()
     if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
@@ -263,10 +265,10 @@ def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bo
     """Return whether a gang is neither on its way to its end nor the destination of a move that is not committed."""
     newest, gang = _newest_order(parts), state.gangs.get(epoch)
     if newest is not None:
-        return newest.intent not in (Intent.STOP, Intent.PREPARE)
+        return newest.intent not in (GangIntent.STOP, GangIntent.PREPARE)
     # A daemon that cannot describe the order: by the database, or by the phases.
     if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
-        return gang.intent not in (Intent.STOP, Intent.PREPARE)
+        return gang.intent not in (GangIntent.STOP, GangIntent.PREPARE)
     return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
 
 
@@ -276,12 +278,12 @@ def _newest_order(parts: Mapping[str, ObservedGang]) -> StoredOrder | None:
     return max(orders_known, key=lambda one: one.master_sequence, default=None)
 
 
-def _is_unknown_end(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
+def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
     """Return whether the database neither knows that this attempt ended nor had ordered it to end."""
     gang = state.gangs.get(epoch)
     if gang is None:
         return quarantine.is_skipped(state, epoch)
-    is_wanted_over = gang.intent is Intent.STOP and all(
+    is_wanted_over = gang.intent is GangIntent.STOP and all(
         part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
     )
     return gang.job == job.number and not is_wanted_over
@@ -293,11 +295,11 @@ def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, 
         return False
     order = _newest_order(parts)
     # If it was ordered to run since, the move to the later one was given up.
-    is_handed_over = order is not None and order.intent is Intent.HAND_OVER
+    is_handed_over = order is not None and order.intent is GangIntent.HAND_OVER
     return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
 
 
-def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: Job) -> bool:
+def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: JobRecord) -> bool:
     """Return whether a gang is where the database has it, without time slices or orders that the database does not
     know."""
     gang = state.gangs.get(epoch)
@@ -312,7 +314,7 @@ def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], ali
     return all(part.master_sequence <= gang.master_sequence for part in parts.values())
 
 
-def _by_outcomes(state: State, job: Job, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
+def _by_outcomes(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
     kinds = {part.outcome.kind for part in parts.values()}
     gang = state.gangs.get(epoch)
     nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
@@ -456,7 +458,7 @@ def _note_stopped(
 ) -> None:
     """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
     them again, and other gangs may have their devices since."""
-    for gang in [one for one in state.gangs.values() if one.intent is Intent.STOP]:
+    for gang in [one for one in state.gangs.values() if one.intent is GangIntent.STOP]:
         uid = state.jobs[gang.job].uid
         there, ended = alive.get(uid, {}).get(gang.epoch, {}), over.get(uid, {}).get(gang.epoch, {})
         pieces = []
@@ -477,7 +479,7 @@ def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[s
     return replace(piece, gone=True, lost=False, held=None, phase=ObservedPhase.ENDED, outcome=outcome)
 
 
-def _waiting(job: Job, now: float) -> Job:
+def _waiting(job: JobRecord, now: float) -> JobRecord:
     """Return the job without a gang: pending, or suspended at CHECKPOINT."""
     if job.epoch:
         return job
@@ -514,7 +516,7 @@ def _note_strays(
                 or observed.uid in ends
                 or observed.epoch < _newest_living(state, alive.get(observed.uid, {}))
             )
-            is_final = job is not None and job.uid == observed.uid and job.state.is_final
+            is_final = job is not None and job.uid == observed.uid and job.state.is_finished
             note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
             if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, AdoptVerdict)):
                 continue
@@ -528,13 +530,13 @@ def _parts_of(alive: Mapping[str, _LiveGangs], observed: ObservedGang) -> Mappin
     return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
 
 
-def _note_of(state: State, observed: ObservedGang, job: Job | None) -> str:
+def _note_of(state: State, observed: ObservedGang, job: JobRecord | None) -> str:
     if job is None:
         return "an unknown job"
     return "an unknown job under a known number" if job.uid != observed.uid else "an epoch of after the backup"
 
 
-def _adopt(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
+def _adopt(state: State, job: JobRecord, epoch: int, now: float, cause: str) -> bool:
     """Adopt the gang. Return False if it stays quarantined; then its job waits for an operator."""
     parts: dict[str, Stray] = quarantine.quarantined_parts(state, job.uid, epoch)
     taken: Gang | str = "nothing of it is there"
@@ -548,7 +550,7 @@ def _adopt(state: State, job: Job, epoch: int, now: float, cause: str) -> bool:
     return False
 
 
-def _suspend(state: State, job: Job, now: float, cause: str) -> None:
+def _suspend(state: State, job: JobRecord, now: float, cause: str) -> None:
     if job.state is not JobState.SUSPENDED or job.epoch:
         ending.end(state, job.number, JobState.SUSPENDED, now, END_UNKNOWN)
     state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN))
@@ -565,7 +567,7 @@ def follow_ended_strays(state: State, name: str, now: float, cause: str) -> None
         if any(part.phase is not ObservedPhase.ENDED for part in parts.values()):
             continue
         quarantine.dismiss(state, stray.uid, stray.epoch)
-        if job.state.is_final or job.ending is not None or job.epoch or quarantine.live_epochs(state, stray.uid):
+        if job.state.is_finished or job.ending is not None or job.epoch or quarantine.live_epochs(state, stray.uid):
             continue
         if all(part.outcome.kind is OutcomeKind.DONE for part in parts.values()):
             ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")

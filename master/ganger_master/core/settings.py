@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CoreSettings:
     """`lost_after_seconds` None: no node is ever lost without an operator's word."""
 
     lost_after_seconds: float | None = 600.0

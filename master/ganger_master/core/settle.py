@@ -7,7 +7,7 @@ one request (`decide`).
 
 from __future__ import annotations
 
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 
 from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue, rollback, time_limits
 from ganger_master.core.effects import Effects
@@ -80,7 +80,7 @@ def next_wake(state: State, now: float) -> float | None:
 
 def _tell_mode(state: State, now: float) -> None:
     """Gangs are packed from now on, or spread apart: for operators, and for after a restart."""
-    packs = state.view.mode is Mode.PACK
+    packs = state.view.mode is LoadMode.PACK
     if packs == state.counters.packs:
         return
     state.counters.packs = packs

@@ -16,7 +16,7 @@ from ganger.resources.topology import bits
 from msgspec.structs import replace
 
 from ganger_master.core import orders
-from ganger_master.core.model import Claim, Gang, Job, Piece
+from ganger_master.core.model import Claim, Gang, JobRecord, Piece
 from ganger_master.core.state import State
 from ganger_master.core.worlds import has_two_worlds
 
@@ -25,7 +25,7 @@ CAPABILITY: Final = "packing"
 _NOBODY: Final = -1
 
 
-def rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+def rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """What keeps a job from sharing devices on these nodes, whatever room there is."""
     nodes = [claim.node for claim in claims if claim.shared_mask and claim.node in state.nodes]
     if nodes and not job.spec.preemptible:
@@ -42,7 +42,7 @@ def rules(state: State, job: Job, claims: Sequence[Claim]) -> tuple[Refusal, ...
 
 
 def company_of(
-    state: State, job: Job, claims: Sequence[Claim], agreed_only: bool = False
+    state: State, job: JobRecord, claims: Sequence[Claim], agreed_only: bool = False
 ) -> Mapping[str, tuple[int, ...]]:
     """Of the nodes where the claims share devices, as `fit` has it: bytes that those need who hold each device, by what
     they name and what was measured. Nobody joins who is not to be suspended, of whom nothing is known, who is being
@@ -97,7 +97,7 @@ def stray_devices(state: State, node: str) -> int:
     return functools.reduce(operator.or_, [stray.device_mask for stray in strays], 0)
 
 
-def _company_on(state: State, job: Job, claim: Claim, agreed_only: bool) -> tuple[int, ...]:
+def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -> tuple[int, ...]:
     """By device of the node; of those that are not to be shared nothing is said."""
     devices = state.view.topology(claim.node).devices
     needed: list[list[int]] = [[] for _ in range(devices)]

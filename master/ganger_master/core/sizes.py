@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from ganger.resources.reasons import Reason, Refusal
 from ganger.resources.values import Claim, GangShape
 
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 
 
 def devices_of(claims: Sequence[Claim]) -> int:
     return sum([claim.device_mask.bit_count() for claim in claims])
 
 
-def tasks_divide(job: Job, gpus: int) -> bool:
+def tasks_divide(job: JobRecord, gpus: int) -> bool:
     """Whether the ranks that so many devices make divide what the job takes at once over all of them."""
     each = job.spec.roles[0].shape.gpus
     return not job.capabilities.resize_divides or not job.capabilities.resize_divides % (gpus // each)
 
 
-def shape_for(job: Job, claims: Sequence[Claim], rests_for_any_size: bool = False) -> GangShape | Refusal:
+def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool = False) -> GangShape | Refusal:
     """By what these claims are judged: the shape of the number of devices they have, or why the job may not have so
     many. `rests_for_any_size`: it rests where another number of ranks can take up its state."""
     gpus = devices_of(claims)

@@ -20,14 +20,14 @@ _STILL_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ClockReading:
     """What two clocks said at once, in seconds: the one that people set, and one that only ever goes on."""
 
     wall: float
     steady: float
 
 
-def noticed(before: Look, now: Look) -> Tick | None:
+def noticed(before: ClockReading, now: ClockReading) -> Tick | None:
     """What to tell the core ahead of everything else; None where time just passed. `before` is to be only seconds ago
     unless the master stood still."""
     passed = now.steady - before.steady

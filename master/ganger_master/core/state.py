@@ -16,17 +16,17 @@ from ganger.resources.values import ConfigurationSet, NodeRow
 from ganger.resources.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.changes import Changes, Dirty
+from ganger_master.core.changes import Dirty, StoredChanges
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired import Party, Projected
-from ganger_master.core.effects import History
+from ganger_master.core.effects import HistoryRow
 from ganger_master.core.holdings import Holdings
-from ganger_master.core.model import Claim, Counters, Element, Gang, Job, JobState, Node, NodeSet, Request
+from ganger_master.core.model import Claim, Counters, Element, Gang, JobRecord, JobState, Node, NodeSet, Request
 from ganger_master.core.rows import row_of
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.shares import Shares
 from ganger_master.core.texts import cut
-from ganger_master.core.waiting import Blocked, Kept, Part, Turn, Waiting, is_lack, is_lasting
+from ganger_master.core.waiting import Blocked, GrantedLease, QueueSubset, ReservedPlaces, Waiting, is_lack, is_lasting
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 
@@ -38,12 +38,12 @@ class State:
     """See the module. `now` is the time of the restart: nodes count as answered then, so none is lost early. `tells`:
     somebody stores it, reads its history or carries its orders out; who only asks what it decides pays for neither."""
 
-    def __init__(self, settings: Settings, now: float = 0.0, tells: bool = True) -> None:
+    def __init__(self, settings: CoreSettings, now: float = 0.0, tells: bool = True) -> None:
         self.settings = settings
         self.tells = tells
         self.policy = policy_named(settings.policy)
         self.started = now
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, JobRecord] = {}
         self.gangs: dict[int, Gang] = {}
         self.nodes: dict[str, Node] = {}
         self.sets: dict[int, NodeSet] = {}
@@ -102,24 +102,24 @@ class State:
         # By epoch, of gangs that found no place off a draining node: `freed` of the view that was looked at, and when.
         self.drained_in_vain: dict[int, tuple[int, float]] = {}
         # By node and epoch: what was last said of a gang, and gang and job as that left them.
-        self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, Job]] = {}
+        self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}
         # By set and node: what was last said of its rows.
         self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
         # No node can turn silent or be lost before this time; None while none can.
         self.next_silence_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
         # Who was last refused for lack of pieces.
-        self.lacking = Part()
+        self.lacking = QueueSubset()
         # And who for what no other job holds; which of them are looked at now, by how many of them are ahead, and since
         # when.
-        self.aside = Part()
+        self.aside = QueueSubset()
         self.aside_from = 0
         self.aside_at = 0.0
         # What `capacity` found, until a refusal or a conflict comes or goes.
         self.blocked: Blocked | None = None
         self.conflicts: dict[int, int] = {}
-        self.kept: Kept | None = None
-        self.turns: dict[int, Turn] = {}
+        self.kept: ReservedPlaces | None = None
+        self.turns: dict[int, GrantedLease] = {}
         self.turn_of: dict[int, int] = {}
         self.next_turn = 1
         # Waiting jobs that were refused or passed at this view version: no turn until the view changes or time passes.
@@ -139,7 +139,7 @@ class State:
         self.wake_at: float | None = None
         # Changes since the last take_changes.
         self.dirty = Dirty()
-        self.outbox: list[History] = []
+        self.outbox: list[HistoryRow] = []
         self._puts: dict[tuple[str, str], Element] = {}
         self._removes: dict[tuple[str, str], None] = {}
         self._counters_taken: Counters | None = None
@@ -152,7 +152,7 @@ class State:
 
     # -- elements ------------------------------------------------------------------------------------------------------
 
-    def put_job(self, job: Job) -> None:
+    def put_job(self, job: JobRecord) -> None:
         old = self.jobs.get(job.number)
         if old == job:
             return
@@ -241,10 +241,10 @@ class State:
         if job is not None:
             self.shares.charge(number, job.user, self.charged_for(job))
 
-    def charged_for(self, job: Job) -> int:
+    def charged_for(self, job: JobRecord) -> int:
         """A job counts towards its user's quota from the approval of its gang until that is gone; one that is about to
         have more devices counts with those."""
-        if job.state.is_final or job.epoch not in self.gangs:
+        if job.state.is_finished or job.epoch not in self.gangs:
             return 0
         coming = self.gangs.get(job.next_epoch)
         return job.gpus if coming is None else max(job.gpus, coming.devices)
@@ -350,12 +350,12 @@ class State:
         self.view.put_configuration_set(configuration_set)
         self._put(("configuration_set", configuration_set.name), configuration_set)
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> StoredChanges:
         """What became different since the last call; the caller makes it durable before any effect leaves."""
         if self.counters != self._counters_taken:
             self._counters_taken = replace(self.counters)
             self._put(("counters", ""), self._counters_taken)
-        changes = Changes(self._puts, tuple(self._removes))
+        changes = StoredChanges(self._puts, tuple(self._removes))
         self._puts, self._removes = {}, {}
         return changes
 
@@ -380,7 +380,7 @@ class State:
         return self.waiting.rank((*self.policy.key(job), number)) + 1
 
     @staticmethod
-    def is_waiting(job: Job) -> bool:
+    def is_waiting(job: JobRecord) -> bool:
         is_free = job.ending is None and job.next_epoch == 0
         return job.state is _PENDING and is_free and not job.held and not job.again_at
 
@@ -421,7 +421,7 @@ class State:
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def history(
-        self, now: float, subject: Job | str, kind: str, cause: str, message: str = "", **figures: object
+        self, now: float, subject: JobRecord | str, kind: str, cause: str, message: str = "", **figures: object
     ) -> None:
         if not self.tells:
             return
@@ -429,7 +429,7 @@ class State:
         self.counters.next_event += 1
         texts = {name: cut(str(value)) for name, value in figures.items()}
         name = subject if isinstance(subject, str) else subject.name
-        self.outbox.append(History(sequence, now, name, kind, cause, cut(message), texts))
+        self.outbox.append(HistoryRow(sequence, now, name, kind, cause, cut(message), texts))
 
     def note_refusals(self, number: int, refusals: tuple[Refusal, ...]) -> None:
         self.refusals[number] = refusals
@@ -612,10 +612,10 @@ class State:
         self._puts[key] = element
         self._removes.pop(key, None)
 
-    def _index_job(self, old: Job | None, job: Job) -> None:
+    def _index_job(self, old: JobRecord | None, job: JobRecord) -> None:
         if old is not None and _is_indexed_alike(old, job):
             return
-        number, is_final = job.number, job.state.is_final
+        number, is_final = job.number, job.state.is_finished
         if old is None and job.request_id:
             self.requests[job.user, job.request_id] = number
         if is_final:
@@ -727,7 +727,7 @@ def _list(listed: dict[int, None], number: int, belongs: object) -> None:
         listed.pop(number, None)
 
 
-def _is_indexed_alike(old: Job, job: Job) -> bool:
+def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
     """Whether nothing changed that says where a job is listed, as in most changes of it."""
     return (
         old.state is job.state

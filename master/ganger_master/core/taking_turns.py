@@ -21,7 +21,17 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.checks import unfinished
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, NodeSet, SuspendLevel
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    LocalityLevel,
+    NodeSet,
+    SuspendLevel,
+)
 from ganger_master.core.sizes import shape_for
 from ganger_master.core.state import State
 from ganger_master.core.worlds import has_two_worlds
@@ -51,10 +61,10 @@ class _Member:
     def __init__(
         self,
         change: Change,
-        job: Job,
+        job: JobRecord,
         gang: Gang | None,
         claims: Claims,
-        level: Level,
+        level: LocalityLevel,
         rests: bool = False,
         moves: bool = False,
     ) -> None:
@@ -225,7 +235,7 @@ def _is_launched_in_part(state: State, gang: Gang) -> bool:
 
 def _rests_by_plan(gang: Gang) -> bool:
     offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
-    return gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and gang.parked_by_plan and offloaded
+    return gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and gang.parked_by_plan and offloaded
 
 
 def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
@@ -275,12 +285,12 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
             _refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
         if any(claim.shared_mask for claim in change.claims):
             _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
-        return _Member(change, job, None, change.claims, Level.CLUSTER)
+        return _Member(change, job, None, change.claims, LocalityLevel.CLUSTER)
     if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
         return _resting(state, change, job, gang)
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
-    if gang is None or not settled or gang.intent is not Intent.RUN or job.next_epoch or job.ending is not None:
+    if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         _refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
     if _is_launched_in_part(state, gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
@@ -296,7 +306,7 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
     return _Member(change, job, gang, gang.claims, gang.level)
 
 
-def _resting(state: State, change: Change, job: Job, gang: Gang) -> _Member:
+def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
     """One who rests in host memory, and goes on there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
         _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
@@ -308,7 +318,7 @@ def _resting(state: State, change: Change, job: Job, gang: Gang) -> _Member:
     return _Member(change, job, gang, claims, gang.level, rests=True)
 
 
-def _moving(state: State, change: Change, job: Job, gang: Gang) -> _Member:
+def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
     if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not moving.can_hand_over(job):
         _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
     if gang.node_set and not has_arenas(gang):
@@ -319,7 +329,7 @@ def _moving(state: State, change: Change, job: Job, gang: Gang) -> _Member:
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
     if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
-    return _Member(change, job, gang, change.claims, Level.CLUSTER, moves=True)
+    return _Member(change, job, gang, change.claims, LocalityLevel.CLUSTER, moves=True)
 
 
 def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:

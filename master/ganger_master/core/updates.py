@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from ganger.resources.values import Level, Locality
+from ganger.resources.values import Locality, LocalityLevel
 from ganger.units import format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
@@ -19,7 +19,7 @@ from ganger_master.core.arrays import no_array
 from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.memberships import members_of
-from ganger_master.core.model import Job, JobSpec
+from ganger_master.core.model import JobRecord, JobSpec
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes
 from ganger_master.core.update import Submitted, Update, Updated
@@ -126,7 +126,7 @@ def _told(old: JobSpec, new: JobSpec) -> str:
 
 
 def _locality_text(locality: Locality) -> str:
-    widest = "any" if locality.widest is Level.CLUSTER else locality.widest.name.lower()
+    widest = "any" if locality.widest is LocalityLevel.CLUSTER else locality.widest.name.lower()
     if locality.wish is None:
         return widest
     return f"{locality.wish.name.lower()} for {format_duration(locality.patience_seconds)}, then {widest}"
@@ -160,16 +160,16 @@ _ASPECTS: Final = (
 _NOT_NOW: Final = "UPDATE_REFUSED"
 
 
-def _may_change(state: State, job: Job, request_id: str) -> bool:
+def _may_change(state: State, job: JobRecord, request_id: str) -> bool:
     """Whether it has not ended, or was updated so before it did."""
     return not isinstance(unfinished(state, job.number), Refused) or _known(job, request_id) is not None
 
 
-def _known(job: Job, request_id: str) -> Updated | None:
+def _known(job: JobRecord, request_id: str) -> Updated | None:
     return next((one for one in job.updates if request_id and one.request_id == request_id), None)
 
 
-def _decided(state: State, job: Job, asked: Update, request_id: str) -> JobSpec | Refused:
+def _decided(state: State, job: JobRecord, asked: Update, request_id: str) -> JobSpec | Refused:
     """The spec it is to have."""
     known = _known(job, request_id)
     if known is not None:
@@ -217,7 +217,7 @@ def _path(path: str) -> str:
     return _PATHS.get(path) or path.replace("spec.", "update.", 1)
 
 
-def _refused_now(state: State, job: Job, spec: JobSpec) -> Refused | None:
+def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
     """What the state of the job, or the cluster, does not allow."""
     otherwise = _otherwise(job.spec, spec)
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
@@ -261,7 +261,7 @@ def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float,
     )
 
 
-def _refused_in_turns(state: State, job: Job, names: set[str]) -> Refused | None:
+def _refused_in_turns(state: State, job: JobRecord, names: set[str]) -> Refused | None:
     if not (job.epoch in state.set_of or job.next_epoch in state.set_of) or not names & {"priority", "time limit"}:
         return None
     text = (

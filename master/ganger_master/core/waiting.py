@@ -31,7 +31,7 @@ _LASTING: Final = frozenset(
 _LONGEST_RUN: Final = 512
 
 
-class Turn(Struct, frozen=True, gc=False):
+class GrantedLease(Struct, frozen=True, gc=False):
     """A lease to request a gang. Only the holder's requests count as in turn, until `expires`. It was decided when it
     was `given`, and its holder is told once that is durable."""
 
@@ -61,7 +61,7 @@ class Blocked(Struct, frozen=True, gc=False):
     waited_from: float
 
 
-class Kept(Struct, frozen=True, gc=False):
+class ReservedPlaces(Struct, frozen=True, gc=False):
     """The places that were last found for the jobs of these numbers, by job."""
 
     numbers: tuple[int, ...]
@@ -138,7 +138,7 @@ class Waiting:
         return self._count
 
 
-class Part:
+class QueueSubset:
     """Some of those who wait, in the same order."""
 
     def __init__(self) -> None:

@@ -6,12 +6,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ganger_master.core.model import Claim, Intent, JobSpec, Matrix, SuspendLevel
+from ganger_master.core.model import Claim, GangIntent, JobSpec, Matrix, SuspendLevel
 
 NO_CLAIM = Claim("", 0, (), 0)
 
 
-class Member(Struct, frozen=True, gc=False):
+class GangMember(Struct, frozen=True, gc=False):
     """One node of a gang; `ranks` ascend. The first member leads."""
 
     node: str
@@ -25,7 +25,7 @@ class DesiredRestore(Struct, frozen=True, gc=False):
 
     checkpoint_path: str = ""
     parked_epoch: int = 0
-    parked_members: tuple[Member, ...] = ()
+    parked_members: tuple[GangMember, ...] = ()
     step: int = 0
     alone: bool = False
     peak_device_bytes: int = 0
@@ -38,11 +38,11 @@ class DesiredGang(Struct, frozen=True, gc=False):
     uid: str
     epoch: int
     master_sequence: int
-    intent: Intent
+    intent: GangIntent
     level: SuspendLevel = SuspendLevel.NONE
     stop_sequence: int = 0
     claim: Claim = NO_CLAIM
-    members: tuple[Member, ...] = ()
+    members: tuple[GangMember, ...] = ()
     spec: JobSpec | None = None
     user: str = ""
     restore: DesiredRestore = DesiredRestore()
@@ -60,7 +60,7 @@ class DesiredGang(Struct, frozen=True, gc=False):
     needs_spec: bool = True
 
 
-class Wanted(Protocol):
+class DesiredSource(Protocol):
     """What a gang means for one node, made when somebody asks for it: many sets are followed by others unread."""
 
     @property
@@ -73,14 +73,14 @@ class DesiredRows(Struct, frozen=True, gc=False):
     node_set: int
     set_epoch: int
     matrix: Matrix
-    members: tuple[Member, ...]
+    members: tuple[GangMember, ...]
 
 
 class DesiredSet(Struct, frozen=True, gc=False):
     """All that is wanted on a node, by epoch, then the strays that are not. Gangs not named are not wanted."""
 
     version: int = 0
-    wanted: tuple[Wanted, ...] = ()
+    wanted: tuple[DesiredSource, ...] = ()
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
     rows: tuple[DesiredRows, ...] = ()

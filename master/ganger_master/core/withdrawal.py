@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.model import Gang, GangRole, Job, OutcomeKind, SuspendLevel
+from ganger_master.core.model import Gang, GangRole, JobRecord, OutcomeKind, SuspendLevel
 
 # How a daemon's trouble begins where the job's state, and not a disk or a node, is what failed (`Error` of the page).
 _UNSAVEABLE = "STATE_UNSAVEABLE:"
@@ -14,7 +14,7 @@ _UNREADABLE = "STATE_UNREADABLE:"
 _NO_STATE = 77
 
 
-def after_failed_move(job: Job, gang: Gang, trouble: str) -> Job:
+def after_failed_move(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
     """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
 
     A destination whose program ended, or could not read the state, would do so after a checkpoint too."""
@@ -33,12 +33,12 @@ def after_failed_move(job: Job, gang: Gang, trouble: str) -> Job:
     return _without(job, names, f"{what} failed at it once: {trouble}")
 
 
-def after_refused_suspend(job: Job, level: SuspendLevel, trouble: str) -> Job:
+def after_refused_suspend(job: JobRecord, level: SuspendLevel, trouble: str) -> JobRecord:
     """Return the job without `level`, if it was refused because the state cannot be saved."""
     if not trouble.startswith(_UNSAVEABLE):
         return job
     return _without(job, (level.name,), f"it failed once: {trouble}")
 
 
-def _without(job: Job, names: tuple[str, ...], why: str) -> Job:
+def _without(job: JobRecord, names: tuple[str, ...], why: str) -> JobRecord:
     return replace(job, capabilities=job.capabilities.without(dict.fromkeys(names, why)))

@@ -16,7 +16,18 @@ from ganger.resources.fit import MEMORY_SHARE
 from msgspec.structs import replace
 
 from ganger_master.core import orders
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, Intent, Job, Level, Piece, Restore, SuspendLevel
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    LocalityLevel,
+    Piece,
+    Restore,
+    SuspendLevel,
+)
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
 from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
@@ -26,7 +37,7 @@ def begin_resize(
     state: State,
     number: int,
     claims: Sequence[Claim],
-    level: Level,
+    level: LocalityLevel,
     now: float,
     cause: str,
     reason: str = "",
@@ -46,7 +57,9 @@ def begin_resize(
     return epoch
 
 
-def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], level: Level, now: float) -> int:
+def begin_with(
+    state: State, job: JobRecord, source: Gang, claims: Sequence[Claim], level: LocalityLevel, now: float
+) -> int:
     """The destination of a change of worlds; the job's next epoch."""
     epoch = state.take_epoch()
     alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
@@ -62,7 +75,7 @@ def begin_with(state: State, job: Job, source: Gang, claims: Sequence[Claim], le
     return epoch
 
 
-def share_pieces(state: State, job: Job, gangs: Sequence[Gang]) -> bool:
+def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
     """Of the worlds of a job the present one holds what it wants, the others what they want beside that: first the one
     that is to follow, then those that were given up and are leaving. Whether somebody holds something else than
     before."""
@@ -93,10 +106,10 @@ def has_two_worlds(state: State, number: int) -> bool:
 
 def can_go_back(gang: Gang) -> bool:
     """Whether an old world that was told to rest, or to hand over, can simply go on: it has given nothing up yet."""
-    return gang.intent in (Intent.RUN, Intent.HAND_OVER) or gang.phase is not GangPhase.PARKED
+    return gang.intent in (GangIntent.RUN, GangIntent.HAND_OVER) or gang.phase is not GangPhase.PARKED
 
 
-def rests_for_any_size(state: State, job: Job) -> bool:
+def rests_for_any_size(state: State, job: JobRecord) -> bool:
     """Whether it waits with its state parked where a world of another size can take it up."""
     gang = state.gangs.get(job.epoch)
     return gang is not None and job.capabilities.resize and gang.rested_level is SuspendLevel.OFFLOAD
@@ -162,7 +175,7 @@ def _gives_back(gang: Gang, claims: Sequence[Claim]) -> bool:
     return any(claim.device_mask & ~masks.get(claim.node, 0) for claim in gang.claims)
 
 
-def _fits_twice(state: State, job: Job, gang: Gang, claims: Sequence[Claim]) -> bool:
+def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> bool:
     """Whether the devices that both worlds use have memory for both, each with as much as was seen of the job and what
     its processes keep beside."""
     common = [

@@ -13,7 +13,7 @@ from ganger.resources.reasons import Reason
 from ganger.resources.values import NodeRow
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
-from ganger_master.core.model import Gang, GangPhase, Job, JobState, Node, NodeState, OutcomeKind
+from ganger_master.core.model import Gang, GangPhase, JobRecord, JobState, Node, NodeState, OutcomeKind
 from ganger_master.metrics.snapshot import Snapshot
 from ganger_master.runtime.meter import Distribution
 
@@ -121,7 +121,7 @@ def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
     yield CounterMetricFamily("ganger_core_errors", text, meter.core_errors)
 
 
-def _gpus(jobs: Iterable[Job]) -> int:
+def _gpus(jobs: Iterable[JobRecord]) -> int:
     return sum(job.gpus for job in jobs)
 
 

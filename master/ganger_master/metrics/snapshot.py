@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ganger.resources.values import ConfigurationSet, NodeRow
 
-from ganger_master.core.model import Gang, Job, Node
-from ganger_master.runtime.meter import Meter
+from ganger_master.core.model import Gang, JobRecord, Node
+from ganger_master.runtime.meter import MasterCounters
 from ganger_master.runtime.writer import Writer
 
 
@@ -21,7 +21,7 @@ class Snapshot:
     now: float
     policy: str
     is_ready: bool
-    jobs: tuple[Job, ...]
+    jobs: tuple[JobRecord, ...]
     gangs: tuple[Gang, ...]
     nodes: tuple[Node, ...]
     rows: Mapping[str, NodeRow]
@@ -31,7 +31,7 @@ class Snapshot:
     answered: Mapping[str, float]
     daemons: int
     approved: int
-    meter: Meter
+    meter: MasterCounters
 
 
 def take(writer: Writer, daemons: int, now: float) -> Snapshot:

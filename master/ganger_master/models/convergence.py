@@ -92,7 +92,7 @@ class ConvergenceModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class StepsLeftEstimate:
     """A number of steps with a range of nominal 90 % (some 80 % where the noise grows with the loss, see the tests);
     infinite where nothing bounds it."""
 
@@ -140,7 +140,9 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
     )
 
 
-def steps_to_convergence(model: ConvergenceModel, least_decrease: float, stride: float, patience: int = 1) -> Estimate:
+def steps_to_convergence(
+    model: ConvergenceModel, least_decrease: float, stride: float, patience: int = 1
+) -> StepsLeftEstimate:
     """Steps from the start until the loss has fallen by less than `least_decrease` (a share of the largest loss seen)
     in each of `patience` consecutive strides (steps of an epoch). Optimus's definition, with thresholds of 1-5 %."""
     if not (stride > 0.0 and patience >= 1):
@@ -149,23 +151,23 @@ def steps_to_convergence(model: ConvergenceModel, least_decrease: float, stride:
     return _estimate(model, lambda curve: curve.slow_from(fall, stride) + patience * stride)
 
 
-def remaining(total: Estimate, done: float) -> Estimate:
+def remaining(total: StepsLeftEstimate, done: float) -> StepsLeftEstimate:
     """Of a total number of steps, what is left after `done`; never below zero."""
-    return Estimate(max(0.0, total.value - done), max(0.0, total.low - done), max(0.0, total.high - done))
+    return StepsLeftEstimate(max(0.0, total.value - done), max(0.0, total.low - done), max(0.0, total.high - done))
 
 
-def _estimate(model: ConvergenceModel, steps: Callable[[Curve], float]) -> Estimate:
+def _estimate(model: ConvergenceModel, steps: Callable[[Curve], float]) -> StepsLeftEstimate:
     value = steps(model.best)
     if model.points <= _NUMBERS:
-        return Estimate(value, 0.0, math.inf)
+        return StepsLeftEstimate(value, 0.0, math.inf)
     if math.isinf(value):
-        return Estimate(value, min([value, *map(steps, model.plausible)]), value)
+        return StepsLeftEstimate(value, min([value, *map(steps, model.plausible)]), value)
     # independent axes add up in quadrature
     sides = [(steps(one) - value, steps(other) - value) for one, other in model.axes]
     up = math.hypot(*(max(0.0, *side) for side in sides)) if sides else 0.0
     down = math.hypot(*(max(0.0, -min(side)) for side in sides)) if sides else 0.0
     others = [steps(curve) for curve in model.plausible]
-    return Estimate(value, max(0.0, min([value - down, *others])), max([value + up, *others]))
+    return StepsLeftEstimate(value, max(0.0, min([value - down, *others])), max([value + up, *others]))
 
 
 def _prepared(points: Iterable[LossPoint]) -> tuple[Floats, Floats]:

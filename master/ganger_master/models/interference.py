@@ -54,7 +54,7 @@ UNKNOWN_DEVICE = Contention(Belief.independent(np.array([0.0, math.log(0.05)]), 
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ColocationTrial:
     """A pack that was measured: everybody's pressure alone, and everybody's speed relative to alone (> 0)."""
 
     pressures: tuple[Pressure, ...]
@@ -108,7 +108,7 @@ def forecast(
     return Forecast(gain, gain * math.exp(-1.28 * spread), gain * math.exp(1.28 * spread), min(speeds), fits)
 
 
-def learn(contention: Contention, trials: Iterable[Trial]) -> Contention:
+def learn(contention: Contention, trials: Iterable[ColocationTrial]) -> Contention:
     """The belief after trials. Trials with a speed or utilisation that is not finite and above zero, or with one
     resident, teach nothing. Packs without contention teach only that there is none below their load."""
     usable = [

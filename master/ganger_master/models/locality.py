@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.models.accuracy import NOT_FITTED, FitError, fit_error, is_usable
 
@@ -26,7 +26,7 @@ class LocalityPoint:
     gpus: int
     nodes: int
     relative_speed: float
-    level: Level = Level.RACK
+    level: LocalityLevel = LocalityLevel.RACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +41,30 @@ class LocalityModel:
     beyond: float
     error: FitError = NOT_FITTED
 
-    def relative_speed(self, gpus: int, nodes: int, level: Level) -> float:
+    def relative_speed(self, gpus: int, nodes: int, level: LocalityLevel) -> float:
         """1 for a single GPU, whatever the level."""
         if gpus < 2:
             return 1.0
         if nodes < 2:
-            return 1.0 / (1.0 + self.inside * (min(level, Level.NODE) - Level.NVLINK))
+            return 1.0 / (1.0 + self.inside * (min(level, LocalityLevel.NODE) - LocalityLevel.NVLINK))
         apart = self.across + self.per_node * (nodes - 2) + self.per_gpu * (gpus - 2)
-        return 1.0 / (1.0 + apart + self.beyond * (max(level, Level.RACK) - Level.RACK))
+        return 1.0 / (1.0 + apart + self.beyond * (max(level, LocalityLevel.RACK) - LocalityLevel.RACK))
 
-    def widest_level(self, gpus: int, gpus_per_node: int, loss: float) -> Level:
+    def widest_level(self, gpus: int, gpus_per_node: int, loss: float) -> LocalityLevel:
         """The widest level at which the job, on as few servers as hold it, loses at most `loss` of its best possible
         speed there; at least the closest that holds it at all."""
         nodes = max(1, -(-gpus // max(1, gpus_per_node)))
-        levels = [level for level in Level if (level > Level.NODE) == (nodes > 1)]
+        levels = [level for level in LocalityLevel if (level > LocalityLevel.NODE) == (nodes > 1)]
         if nodes == 1 and gpus > 1:
             # a job that fits one server may also be split over two
-            levels = list(Level)
+            levels = list(LocalityLevel)
         tolerated = levels[0]
         best = self.relative_speed(gpus, nodes, levels[0])
         for level in levels:
-            spread = max(nodes, 2) if level > Level.NODE else nodes
+            spread = max(nodes, 2) if level > LocalityLevel.NODE else nodes
             if self.relative_speed(gpus, spread, level) >= (1.0 - loss) * best:
                 tolerated = level
-        return Level.CLUSTER if gpus < 2 else tolerated
+        return LocalityLevel.CLUSTER if gpus < 2 else tolerated
 
 
 # The middle of Chronus's five models, and of Figure 1b for the levels inside a server (AlexNet -27 %, ResNet152 -11 %
@@ -99,6 +99,6 @@ def fit_locality(points: Iterable[LocalityPoint], prior: LocalityModel = UNKNOWN
 
 def _features(point: LocalityPoint) -> list[float]:
     if point.nodes < 2:
-        return [0.0, 0.0, 0.0, float(min(point.level, Level.NODE) - Level.NVLINK), 0.0]
-    beyond = float(max(point.level, Level.RACK) - Level.RACK)
+        return [0.0, 0.0, 0.0, float(min(point.level, LocalityLevel.NODE) - LocalityLevel.NVLINK), 0.0]
+    beyond = float(max(point.level, LocalityLevel.RACK) - LocalityLevel.RACK)
     return [1.0, point.nodes - 2.0, point.gpus - 2.0, 0.0, beyond]

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from ganger_master.models.accuracy import NOT_FITTED, FitError, Floats, fit_error, is_usable, left_out_error
 
 
-class Mode(Enum):
+class UpdateMode(Enum):
     """Whether a step waits for every worker."""
 
     SYNCHRONOUS = "synchronous"
@@ -35,8 +35,8 @@ class Mode(Enum):
 # computation, overhead and transfer, as weakly as a point measured with this relative trust.
 _PRIOR_TRUST = 0.02
 _PRIOR_SHARE = {
-    Mode.SYNCHRONOUS: (1 / 3, 1 / 3, 1 / 3, 0.01, 0.01, 0.0),
-    Mode.ASYNCHRONOUS: (2 / 3, 1 / 3, 0.01, 0.01),
+    UpdateMode.SYNCHRONOUS: (1 / 3, 1 / 3, 1 / 3, 0.01, 0.01, 0.0),
+    UpdateMode.ASYNCHRONOUS: (2 / 3, 1 / 3, 0.01, 0.01),
 }
 
 
@@ -53,7 +53,7 @@ class ServerPoint:
 class ServerSpeed:
     """The fitted coefficients in seconds; `error` on the points used, `left_out` on each when the others are used."""
 
-    mode: Mode
+    mode: UpdateMode
     coefficients: tuple[float, ...]
     batch: float = 1.0
     error: FitError = NOT_FITTED
@@ -64,7 +64,7 @@ class ServerSpeed:
         if servers < 1 or workers < 1:
             return 0.0
         p, w, t = float(servers), float(workers), self.coefficients
-        if self.mode is Mode.ASYNCHRONOUS:
+        if self.mode is UpdateMode.ASYNCHRONOUS:
             seconds = t[0] + t[1] * w / p + t[2] * w + t[3] * p
             return w / seconds if seconds > 0.0 else math.inf
         seconds = t[0] * self.batch / w + t[1] + t[2] * w / p + t[3] * w + t[4] * p + t[5] / p
@@ -76,19 +76,19 @@ class ServerSpeed:
         runs = (p >= 1.0) & (w >= 1.0)
         seconds = features(self.mode, np.where(runs, p, 1.0), np.where(runs, w, 1.0), self.batch) @ self.coefficients
         with np.errstate(divide="ignore"):
-            rates = np.where(self.mode is Mode.ASYNCHRONOUS, w, 1.0) / seconds
+            rates = np.where(self.mode is UpdateMode.ASYNCHRONOUS, w, 1.0) / seconds
         return np.asarray(np.where(runs, rates, 0.0), float)
 
 
-def features(mode: Mode, servers: ArrayLike, workers: ArrayLike, batch: float = 1.0) -> Floats:
+def features(mode: UpdateMode, servers: ArrayLike, workers: ArrayLike, batch: float = 1.0) -> Floats:
     """What multiplies each coefficient in the seconds of a step; shape of the inputs plus one last axis."""
     p, w = np.broadcast_arrays(np.asarray(servers, float), np.asarray(workers, float))
-    if mode is Mode.ASYNCHRONOUS:
+    if mode is UpdateMode.ASYNCHRONOUS:
         return np.stack([np.ones_like(p), w / p, w, p], axis=-1)
     return np.stack([batch / w, np.ones_like(p), w / p, w, p, 1.0 / p], axis=-1)
 
 
-def fit_server_speed(points: Iterable[ServerPoint], mode: Mode, batch: float = 1.0) -> ServerSpeed | None:
+def fit_server_speed(points: Iterable[ServerPoint], mode: UpdateMode, batch: float = 1.0) -> ServerSpeed | None:
     """The coefficients of least relative error; None if no point is usable (speeds must be finite and above zero,
     counts at least one: the published file has failed runs with speed 0).
 
@@ -119,11 +119,11 @@ def fit_server_speed(points: Iterable[ServerPoint], mode: Mode, batch: float = 1
     )
 
 
-def _solve(points: Sequence[ServerPoint], mode: Mode, batch: float) -> tuple[float, ...]:
+def _solve(points: Sequence[ServerPoint], mode: UpdateMode, batch: float) -> tuple[float, ...]:
     p = np.array([point.servers for point in points])
     w = np.array([point.workers for point in points])
     rates = np.array([point.steps_per_second for point in points])
-    per_step = rates / w if mode is Mode.ASYNCHRONOUS else rates
+    per_step = rates / w if mode is UpdateMode.ASYNCHRONOUS else rates
     rows = features(mode, p, w, batch) * per_step[:, None]
     # scaled so that a coefficient of one is a whole step at the middle of what was measured
     scale = 1.0 / np.exp(np.mean(np.log(rows), axis=0))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ganger_master.models.accuracy import Floats
-from ganger_master.models.server_speed import Mode, ServerSpeed, features
+from ganger_master.models.server_speed import ServerSpeed, UpdateMode, features
 
 # What Optimus samples per new job; more gain little (its paper: ten for an error below 10 %).
 FIRST_POINTS = 8
@@ -23,7 +23,7 @@ _RIDGE = 1e-3
 _MOST_EXCHANGES = 50
 # Seconds per coefficient that weigh the candidates before anything is known: computation, overhead, transfer and
 # update count alike, connections little.
-_GUESS = {Mode.SYNCHRONOUS: (1.0, 1.0, 1.0, 0.02, 0.02, 0.5), Mode.ASYNCHRONOUS: (1.0, 1.0, 0.02, 0.02)}
+_GUESS = {UpdateMode.SYNCHRONOUS: (1.0, 1.0, 1.0, 0.02, 0.02, 0.5), UpdateMode.ASYNCHRONOUS: (1.0, 1.0, 0.02, 0.02)}
 
 
 def d_optimal(rows: Floats, count: int, known: Floats | None = None) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def d_optimal(rows: Floats, count: int, known: Floats | None = None) -> tuple[in
 
 def first_placements(
     candidates: Sequence[tuple[int, int]],
-    mode: Mode,
+    mode: UpdateMode,
     batch: float = 1.0,
     count: int = FIRST_POINTS,
     model: ServerSpeed | None = None,
@@ -69,7 +69,7 @@ def first_placements(
         if model is None:
             plain = features(mode, p, w)
             return np.asarray(plain / (plain @ np.array(_GUESS[mode]))[:, None], float)
-        rates = model.all_steps_per_second(p, w) / (w if mode is Mode.ASYNCHRONOUS else 1.0)
+        rates = model.all_steps_per_second(p, w) / (w if mode is UpdateMode.ASYNCHRONOUS else 1.0)
         return np.asarray(features(mode, p, w, batch) * rates[:, None], float)
 
     if not candidates:

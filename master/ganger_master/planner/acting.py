@@ -13,18 +13,18 @@ from ganger.resources.view import View
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change, Promise
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal
 from ganger_master.planner.brought import Brought, Nobody, Rated
-from ganger_master.planner.errands import Errand, Leg, Stage, carry_on, stage_of
+from ganger_master.planner.errands import Errand, MigrationStep, Stage, carry_on, stage_of
 from ganger_master.planner.move_costs import MoveCosts, move_costs
 from ganger_master.planner.table import LiveTable, is_shared
-from ganger_master.planner.target import Pass
-from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, in_order
+from ganger_master.planner.target import PlanDraft
+from ganger_master.policies.introspect.hole import Displacement, Hole, Movable, Movables, in_order
 from ganger_master.policies.introspect.migration import movable
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
-from ganger_master.policies.place import Placement
+from ganger_master.policies.place import PlacementPreference
 
 # Moves under way at once, for each of which hosts and networks work.
 MOST_AT_ONCE: Final = 16
@@ -53,7 +53,7 @@ class Moving:
     closer_s: float = -math.inf
     closer_again_s: float = math.inf
     # What the other pass said last, but for its changes.
-    found: Pass | None = None
+    found: PlanDraft | None = None
 
     @property
     def promises(self) -> tuple[Promise, ...]:
@@ -62,12 +62,12 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class MigrationTerms:
     """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
     that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for, of
     a node; None: as many in all as there are devices in use. `on_trial`: packs of these are being measured."""
 
-    placement: Placement
+    placement: PlacementPreference
     draining: tuple[str, ...] = ()
     holes: bool = True
     is_strict: bool = False
@@ -79,7 +79,7 @@ class Terms:
 class Acting:
     """`trying` is the room, with all taken that has been begun."""
 
-    def __init__(self, terms: Terms, table: LiveTable, now: float, trying: WhatIf) -> None:
+    def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: WhatIf) -> None:
         self.terms = terms
         self.table = table
         self.now = now
@@ -99,7 +99,7 @@ class Acting:
         return self.room.free_devices
 
     @cached_property
-    def running(self) -> list[tuple[Job, Gang]]:
+    def running(self) -> list[tuple[JobRecord, Gang]]:
         return self.table.running
 
     @cached_property
@@ -107,13 +107,13 @@ class Acting:
         return move_costs(self.running)
 
     @cached_property
-    def gangs(self) -> dict[int, tuple[Job, Gang, Movable]]:
+    def gangs(self) -> dict[int, tuple[JobRecord, Gang, Movable]]:
         """Those that can be moved at all, by number."""
         return self.movable(self.running)
 
     def movable(
-        self, pairs: Iterable[tuple[Job, Gang]], *, packed: bool = False
-    ) -> dict[int, tuple[Job, Gang, Movable]]:
+        self, pairs: Iterable[tuple[JobRecord, Gang]], *, packed: bool = False
+    ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
         """Of these; who shares its devices is its pack's to move, unless the `packed` are asked for."""
         view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
@@ -130,7 +130,7 @@ class Acting:
         return sum([job.gpus for job, gang in self.running if _goes_alone(job, gang)])
 
     @cached_property
-    def _pairs(self) -> dict[int, tuple[Job, Gang]]:
+    def _pairs(self) -> dict[int, tuple[JobRecord, Gang]]:
         return {job.number: (job, gang) for job, gang in self.running}
 
     @property
@@ -148,7 +148,7 @@ class Acting:
         stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
         return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
 
-    def ran_s(self, job: Job) -> float:
+    def ran_s(self, job: JobRecord) -> float:
         """As long as it is expected to run yet, if nobody knows better."""
         return job.run_seconds + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
 
@@ -181,7 +181,9 @@ class Acting:
             pause = self.costs.pause_s(job, gang)
             own = last_goal if move is hole.moves[-1] else None
             rest = SuspendLevel.OFFLOAD if move.claims else level
-            legs.append(Leg(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest))
+            legs.append(
+                MigrationStep(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest)
+            )
         errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
         carried = carry_on([errand], self.table, self.trying, self.now)
         self.errands.extend(carried.errands)
@@ -189,7 +191,7 @@ class Acting:
         return bool(carried.errands)
 
 
-def _has_memory(view: View, moves: Sequence[Move], parked: Sequence[Move]) -> bool:
+def _has_memory(view: View, moves: Sequence[Displacement], parked: Sequence[Displacement]) -> bool:
     """Whether all find host memory where they go. Who rests on its way gives none back before it is there."""
     if not parked:
         return True
@@ -202,8 +204,8 @@ def _has_memory(view: View, moves: Sequence[Move], parked: Sequence[Move]) -> bo
     return all(needed[node] <= view.memory[view.slots[node]] for node in needed if node in view.slots)
 
 
-def _can_move(job: Job, gang: Gang) -> bool:
-    if gang.intent is not Intent.RUN or gang.phase is not GangPhase.RUNNING or job.state is not JobState.HOLDING:
+def _can_move(job: JobRecord, gang: Gang) -> bool:
+    if gang.intent is not GangIntent.RUN or gang.phase is not GangPhase.RUNNING or job.state is not JobState.HOLDING:
         return False
     if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
         return False
@@ -211,7 +213,7 @@ def _can_move(job: Job, gang: Gang) -> bool:
     return can_hand_over(job) and not gang.node_set
 
 
-def _goes_alone(job: Job, gang: Gang) -> bool:
+def _goes_alone(job: JobRecord, gang: Gang) -> bool:
     return not is_shared(gang) and _can_move(job, gang)
 
 

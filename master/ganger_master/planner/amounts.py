@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ganger.placement.claims import resplit_cores, split_cores
-from ganger.resources.values import Claim, Level
+from ganger.resources.values import Claim, LocalityLevel
 from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 
 # Millicores and bytes of each claim.
 Amounts: TypeAlias = tuple[tuple[int, int], ...]
@@ -27,7 +27,7 @@ class Wish:
     """Other amounts for the claims of a gang. Of one that is to start the claims say where, with device masks or, where
     `gpus` says how many, without. With less than `least` it does not start."""
 
-    job: Job
+    job: JobRecord
     claims: tuple[Claim, ...]
     amounts: Amounts
     least: Amounts
@@ -150,7 +150,7 @@ class _Free:
             return 0
         room = wish.job.shape.device_memory_bytes
         free = node.mask & self._view.roomy(node.slot, room) if room else node.mask
-        widest = min(wish.job.shape.locality.widest, Level.NODE)
+        widest = min(wish.job.shape.locality.widest, LocalityLevel.NODE)
         return self._view.topologies[node.slot].best(free, wish.gpus[at], widest)
 
     def _node(self, name: str) -> _Node | None:

@@ -16,15 +16,15 @@ from typing import Final, Protocol, TypeAlias
 from ganger.resources.fit import gang_level
 from ganger.resources.view import View
 
-from ganger_master.core.model import Gang, GangPhase, Intent, Job
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord
 from ganger_master.core.orders import same_place
-from ganger_master.core.purpose import Finding, Goal
+from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.models.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from ganger_master.planner.errands import is_free
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.migration import Tried, Why, tried, verdict, worth_going_back
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.migration import MigrationReason, Tried, tried, verdict, worth_going_back
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, TrialRates, TrialVerdict
 from ganger_master.policies.introspect.whatif import Claims
 
 # What is not settled by then is not to be seen.
@@ -37,14 +37,14 @@ _MOST_BEFORE: Final = 16
 _MOST_POINTS: Final = 16
 _MOST_KINDS: Final = 1024
 _WHY: Final = {
-    Goal.LOCALITY: Why.LOCALITY,
-    Goal.HOLE: Why.HOLE,
-    Goal.UNPACK: Why.UNPACK,
-    Goal.DRAIN: Why.DRAIN,
-    Goal.DEFRAGMENT: Why.DEFRAGMENT,
-    Goal.RETURN: Why.HOLE,
-    Goal.EXCHANGE: Why.EXCHANGE,
-    Goal.BALANCE: Why.BALANCE,
+    Goal.LOCALITY: MigrationReason.LOCALITY,
+    Goal.HOLE: MigrationReason.HOLE,
+    Goal.UNPACK: MigrationReason.UNPACK,
+    Goal.DRAIN: MigrationReason.DRAIN,
+    Goal.DEFRAGMENT: MigrationReason.DEFRAGMENT,
+    Goal.RETURN: MigrationReason.HOLE,
+    Goal.EXCHANGE: MigrationReason.EXCHANGE,
+    Goal.BALANCE: MigrationReason.BALANCE,
 }
 # There is no way back to a node that is drained, who rested had no place to go back to, and into packs others put jobs.
 _FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
@@ -97,7 +97,7 @@ class Nobody:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class MigrationTrial:
     """`look_s`: when there may be more to see."""
 
     goal: Goal
@@ -122,8 +122,8 @@ class Owed:
 class Brought:
     """What is remembered. `failed`: by kind of job and nodes where a move did not help; `owed`: who is to go back."""
 
-    trials: Mapping[int, Trial] = field(default_factory=dict)
-    failed: Failed[Tried] = field(default_factory=Failed)
+    trials: Mapping[int, MigrationTrial] = field(default_factory=dict)
+    failed: FailedTrials[Tried] = field(default_factory=FailedTrials)
     points: Mapping[str, Points] = field(default_factory=dict)
     owed: Mapping[int, Owed] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ class Brought:
         before = rated.present(number)[-_MOST_BEFORE:]
         if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
             return self
-        trial = Trial(goal, before, gang.claims, claims, now, now + _LOOK_S)
+        trial = MigrationTrial(goal, before, gang.claims, claims, now, now + _LOOK_S)
         return replace(self, trials={**self.trials, number: trial})
 
     @property
@@ -147,8 +147,8 @@ class Brought:
         view: View,
         rated: Rated,
         now: float,
-        takes: Callable[[Job, Gang], tuple[float, float]],
-    ) -> tuple[Brought, tuple[Finding, ...]]:
+        takes: Callable[[JobRecord, Gang], tuple[float, float]],
+    ) -> tuple[Brought, tuple[TrialFinding, ...]]:
         """After a look at all that were moved and of whom there may be more to see; and what was found. `takes`: for
         how long a job is expected to run yet, and to stand still for a move."""
         if now < self.look_s:
@@ -173,11 +173,11 @@ class Brought:
             trials[number] = replace(trial, look_s=now + next_look_s(now - trial.began_s, len(after)))
             if len(after) < FIRST_WINDOWS:
                 continue
-            judged = verdict(_WHY[trial.goal], Rates(trial.before, after))
-            if judged.verdict is Verdict.MEASURE:
+            judged = verdict(_WHY[trial.goal], TrialRates(trial.before, after))
+            if judged.verdict is TrialVerdict.MEASURE:
                 continue
             del trials[number]
-            is_kept = judged.verdict is Verdict.KEEP
+            is_kept = judged.verdict is TrialVerdict.KEEP
             kind, gain, detail = rated.signature(number), judged.gain.value, ""
             if not is_kept:
                 failed = failed.noted(tried(number, kind, trial.claims), now)
@@ -189,7 +189,7 @@ class Brought:
                 detail = _what_becomes(view, trial, pays=pays)
                 if judged.is_open:
                     detail = f"{len(after)} windows leave that open; {detail}"
-            findings.append(Finding(number, trial.goal, is_kept, gain, judged.gain.deviation, detail))
+            findings.append(TrialFinding(number, trial.goal, is_kept, gain, judged.gain.deviation, detail))
             point = _point(view, trial, judged.gain.value, self.locality(kind))
             if kind and point is not None:
                 points[kind] = (*points.pop(kind, ()), point)[-_MOST_POINTS:]
@@ -218,7 +218,7 @@ class Brought:
         return fit_locality(points) if points else UNKNOWN_JOB
 
 
-def _what_becomes(view: View, trial: Trial, *, pays: bool) -> str:
+def _what_becomes(view: View, trial: MigrationTrial, *, pays: bool) -> str:
     """Of one whose move did not help, for people."""
     if trial.goal in _FINAL:
         return "it stays all the same"
@@ -241,18 +241,18 @@ def next_look_s(gone_s: float, windows: int) -> float:
     return max(_LEAST_LOOK_S, gone_s * (wanted - windows) / (windows + 1))
 
 
-def _where(job: Job, gang: Gang | None, trial: Trial) -> bool | None:
+def _where(job: JobRecord, gang: Gang | None, trial: MigrationTrial) -> bool | None:
     """Whether it runs where it was moved to; None while it is on its way."""
     if job.next_epoch or job.ending is not None or gang is None:
         return None
-    runs = gang.intent is Intent.RUN and gang.phase is GangPhase.RUNNING
+    runs = gang.intent is GangIntent.RUN and gang.phase is GangPhase.RUNNING
     if same_place(gang.claims, trial.claims):
         return runs or None
     # It rests on its way; else it has been sent elsewhere, or stays after all.
     return None if same_place(gang.claims, trial.source) and not runs else False
 
 
-def _point(view: View, trial: Trial, gain: float, model: LocalityModel) -> LocalityPoint | None:
+def _point(view: View, trial: MigrationTrial, gain: float, model: LocalityModel) -> LocalityPoint | None:
     """How fast it was where it lay further apart, against the closest; None where that was the same, or where one of
     both places is no more."""
     if not gain > 0.0 or any(claim.node not in view for claim in (*trial.source, *trial.claims)):

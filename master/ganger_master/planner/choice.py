@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.order import Order, next_change_s, ranked, ranks
+from ganger_master.policies.order import JobOrder, next_change_s, ranked, ranks
 from ganger_master.policies.selection import guarded, selected
 from ganger_master.policies.sorting import behind, sorted_by
 
@@ -38,12 +38,12 @@ class Choice(Struct, frozen=True, eq=False, gc=False):
     changes_at: float
 
 
-class Asked(Struct, frozen=True, eq=False, gc=False):
+class RankedQueue(Struct, frozen=True, eq=False, gc=False):
     """What a choice is made of. `ranks`: columns to sort the jobs by; `may`: by position, who runs, or may start;
     `units`: by position, as `LiveTable.units`, where those who share devices are chosen together or not at all; None:
     where they are not."""
 
-    order: Order
+    order: JobOrder
     gpus: int
     rows: Integers
     facts: Facts
@@ -86,14 +86,14 @@ class Asked(Struct, frozen=True, eq=False, gc=False):
 
 
 def asked(
-    order: Order,
+    order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     as_one: bool = False,
-) -> Asked:
+) -> RankedQueue:
     """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
     order, rows, facts = _known(order, table, now, remaining_s)
     columns = ranks(order, facts, now, capacity)
@@ -109,10 +109,10 @@ def asked(
     if as_one:
         units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, now)
-    return Asked(order, capacity.gpus, rows, facts, columns, waiting, may, told, units, changes_at)
+    return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, may, told, units, changes_at)
 
 
-def choose(of: Asked) -> Choice:
+def choose(of: RankedQueue) -> Choice:
     order, rows, facts, leader = of.order, of.rows, of.facts, None
     line = sorted_by(*of.ranks)
     told = facts.number[line[of.told[line]]]
@@ -129,7 +129,7 @@ def choose(of: Asked) -> Choice:
 
 
 def within_quotas(
-    order: Order,
+    order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
@@ -149,8 +149,8 @@ def within_quotas(
 
 
 def _known(
-    order: Order, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
-) -> tuple[Order, Integers, Facts]:
+    order: JobOrder, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
+) -> tuple[JobOrder, Integers, Facts]:
     """The order as what is known now makes it, and the rows and facts of all who are live."""
     if order.with_history is not None:
         order = order.with_history(table.history)

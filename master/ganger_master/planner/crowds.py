@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
-from ganger_master.planner.windows import Look, Windows
+from ganger_master.planner.windows import ProgressSample, RateWindows
 
 # Windows at one load that count, and loads of a job.
 _MOST_WINDOWS: Final = 16
@@ -32,7 +32,7 @@ class _Job:
     like: Like
     load: int = 0
     since_s: float = 0.0
-    windows: Windows = field(default_factory=Windows)
+    windows: RateWindows = field(default_factory=RateWindows)
     rates: Rates = field(default_factory=dict)
 
 
@@ -70,7 +70,7 @@ class Crowds:
             self.put(number, frozenset(), None, now, now)
             del self._jobs[number]
 
-    def hear(self, number: int, look: Look, now: float) -> None:
+    def hear(self, number: int, look: ProgressSample, now: float) -> None:
         """A report of progress of a job that has its devices to itself."""
         job = self._jobs.get(number)
         if job is None or not job.place or now < job.since_s:
@@ -115,4 +115,4 @@ class Crowds:
             load = sum(count for node in nodes for other, count in self._on[node].items() if other != number)
             if load != job.load:
                 since_s = max(job.since_s, now + self._settle_s)
-                self._jobs[number] = replace(job, load=load, since_s=since_s, windows=Windows())
+                self._jobs[number] = replace(job, load=load, since_s=since_s, windows=RateWindows())

@@ -19,19 +19,19 @@ from ganger.resources.values import Claim
 from ganger.resources.view import View
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Job
-from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.core.sizes import tasks_divide
 from ganger_master.planner.in_place import given_back
 from ganger_master.planner.slices import as_held
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, TrialRates, TrialVerdict
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
-from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference, Want
+from ganger_master.policies.room import CapacityIndex
 
 # Of more who wait than these nobody looks whom one cut serves: everybody gives back what it can.
 _FEW: Final = 16
@@ -40,7 +40,7 @@ _TRIAL_MOST_S: Final = 600.0
 _ANYWHERE: Final = Want(math.inf)
 
 
-class Speeds(Protocol):
+class SpeedSource(Protocol):
     """What is measured of elastic jobs, by number. Rates are in whatever is done per second, alike for all sizes."""
 
     def windows(self, number: int) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ class Speeds(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizeTrial:
     """It had `fewer` GPUs and is to have `more`; `before`: its rates by windows until then."""
 
     fewer: int
@@ -63,18 +63,18 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Growing:
+class GrowthTrials:
     """What is remembered from one pass to the next. Lost, who is on trial keeps its size."""
 
     # Since when devices are free, by node, of nodes where somebody might grow.
     idle: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    trials: Mapping[int, Trial] = field(default_factory=dict)
+    trials: Mapping[int, SizeTrial] = field(default_factory=dict)
     # Job and size that was not worth it, or could not be had.
-    failed: Failed[tuple[int, int]] = field(default_factory=Failed)
+    failed: FailedTrials[tuple[int, int]] = field(default_factory=FailedTrials)
     # Pieces on their way to those who wait, by the job that gives them.
     giving: Mapping[int, Claims] = field(default_factory=dict)
 
-    def without(self, numbers: Iterable[int], now: float) -> Growing:
+    def without(self, numbers: Iterable[int], now: float) -> GrowthTrials:
         """What was proposed for these jobs was refused."""
         gone = set(numbers)
         failed = self.failed
@@ -94,21 +94,21 @@ class Sizes:
     though nothing happens; infinite: not before."""
 
     changes: tuple[Change, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[TrialFinding, ...] = ()
     is_giving: bool = False
     next_s: float = math.inf
 
 
 def plan_sizes(
-    placement: Placement,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
-    speeds: Speeds,
-    growing: Growing,
+    room: CapacityIndex,
+    speeds: SpeedSource,
+    growing: GrowthTrials,
     idle_s: float = IDLE_S,
     busy: Collection[int] = (),
-) -> tuple[Sizes, Growing]:
+) -> tuple[Sizes, GrowthTrials]:
     """The changes of size to propose now. `room` is left as it is. `busy`: numbers of those who keep theirs."""
     room.refresh()
     pairs = [pair for pair in table.running if _may_change(*pair)]
@@ -136,7 +136,7 @@ def plan_sizes(
     return Sizes(changes, findings, next_s=next_s), growing
 
 
-def with_sizes(found: Pass, sizes: Sizes) -> Pass:
+def with_sizes(found: PlanDraft, sizes: Sizes) -> PlanDraft:
     """What another pass found, after these changes of size. Whose size changes is left alone by it, and so is whoever
     was to change together with it."""
     numbers = {change.number for change in sizes.changes}
@@ -146,18 +146,18 @@ def with_sizes(found: Pass, sizes: Sizes) -> Pass:
     return replace(found, changes=changes, next_change_s=min(found.next_change_s, sizes.next_s))
 
 
-def _may_change(job: Job, gang: Gang) -> bool:
+def _may_change(job: JobRecord, gang: Gang) -> bool:
     can = job.spec.is_elastic and job.spec.preemptible and job.capabilities.resize and not job.next_epoch
     settled = gang.phase is GangPhase.RUNNING and job.ending is None
     # Who shares its devices, at once or in turns, keeps its size until it has some of its own.
     return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
 
 
-def _may_have_more(table: LiveTable, job: Job, gang: Gang) -> bool:
+def _may_have_more(table: LiveTable, job: JobRecord, gang: Gang) -> bool:
     return table.quotas is None or table.quotas.left(job) > gang.devices
 
 
-def _followed(growing: Growing, table: LiveTable, now: float) -> Growing:
+def _followed(growing: GrowthTrials, table: LiveTable, now: float) -> GrowthTrials:
     """Without what is done, and what came to nothing."""
     giving = {}
     for number, claims in growing.giving.items():
@@ -188,12 +188,12 @@ def _holds(gang: Gang, claims: Claims) -> bool:
 
 
 def _given_back(
-    placement: Placement,
+    placement: PlacementPreference,
     table: LiveTable,
-    room: Room,
-    speeds: Speeds,
-    growing: Growing,
-    running: Mapping[int, tuple[Job, Gang]],
+    room: CapacityIndex,
+    speeds: SpeedSource,
+    growing: GrowthTrials,
+    running: Mapping[int, tuple[JobRecord, Gang]],
 ) -> dict[int, tuple[Change, Claims]]:
     """By number: its change, and the pieces that it gives back."""
     can = {number: pair for number, pair in running.items() if pair[1].devices > _least(*pair)}
@@ -234,7 +234,7 @@ def _give(trying: WhatIf, claims: Claims) -> None:
             trying.give((claim,))
 
 
-def _cut(pair: tuple[Job, Gang], gpus: int, view: View, waits: int) -> tuple[Change, Claims] | None:
+def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, waits: int) -> tuple[Change, Claims] | None:
     job, gang = pair
     claims = _claims(job, gang, gpus, view)
     if claims is None:
@@ -247,26 +247,26 @@ def _cut(pair: tuple[Job, Gang], gpus: int, view: View, waits: int) -> tuple[Cha
 
 
 def _judged(
-    running: Mapping[int, tuple[Job, Gang]], speeds: Speeds, growing: Growing, view: View, now: float
-) -> tuple[tuple[Change, ...], tuple[Finding, ...], Growing]:
+    running: Mapping[int, tuple[JobRecord, Gang]], speeds: SpeedSource, growing: GrowthTrials, view: View, now: float
+) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...], GrowthTrials]:
     """Who grew and stays so, or not."""
     changes: list[Change] = []
-    findings: list[Finding] = []
+    findings: list[TrialFinding] = []
     trials, failed = dict(growing.trials), growing.failed
     for number, trial in growing.trials.items():
         if number not in running or running[number][1].devices != trial.more:
             continue
         job, gang = running[number]
-        judged = verdict(trial.fewer, trial.more, Rates(trial.before, speeds.windows(number)))
+        judged = verdict(trial.fewer, trial.more, TrialRates(trial.before, speeds.windows(number)))
         is_late = now > trial.began_s + _TRIAL_MOST_S
-        if judged.verdict is Verdict.MEASURE and not is_late:
+        if judged.verdict is TrialVerdict.MEASURE and not is_late:
             continue
         del trials[number]
-        keeps = judged.verdict is Verdict.KEEP
+        keeps = judged.verdict is TrialVerdict.KEEP
         if not math.isnan(judged.gain.value):
-            is_open = judged.verdict is Verdict.MEASURE or judged.is_open
+            is_open = judged.verdict is TrialVerdict.MEASURE or judged.is_open
             detail = "its windows leave open whether it gained enough" if is_open else ""
-            findings.append(Finding(number, Goal.GROW, keeps, judged.gain.value, judged.gain.deviation, detail))
+            findings.append(TrialFinding(number, Goal.GROW, keeps, judged.gain.value, judged.gain.deviation, detail))
         if keeps:
             failed = failed.forgotten((number, trial.more))
             continue
@@ -280,7 +280,7 @@ def _judged(
 
 
 def _idle(
-    known: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[Job, Gang]], now: float
+    known: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[JobRecord, Gang]], now: float
 ) -> dict[str, dict[int, float]]:
     """Since when devices are free on the nodes of jobs that might grow."""
     found: dict[str, dict[int, float]] = {}
@@ -293,8 +293,13 @@ def _idle(
 
 
 def _grown(
-    pairs: Sequence[tuple[Job, Gang]], speeds: Speeds, growing: Growing, view: View, now: float, idle_s: float
-) -> tuple[Change, Trial] | None:
+    pairs: Sequence[tuple[JobRecord, Gang]],
+    speeds: SpeedSource,
+    growing: GrowthTrials,
+    view: View,
+    now: float,
+    idle_s: float,
+) -> tuple[Change, SizeTrial] | None:
     nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
     measured = [
         (job, gang)
@@ -322,11 +327,13 @@ def _grown(
         return None
     rate = speeds.rates(job.number)[gang.devices]
     text = f"idle GPUs; {rate:.4g} a second with {gang.devices}, to be measured with {growth.gpus}"
-    trial = Trial(gang.devices, growth.gpus, speeds.windows(job.number), now)
+    trial = SizeTrial(gang.devices, growth.gpus, speeds.windows(job.number), now)
     return _change(job, claims, text, Purpose(Goal.GROW)), trial
 
 
-def _elastic(job: Job, gang: Gang, speeds: Speeds, failed: Failed[tuple[int, int]], now: float = -math.inf) -> Elastic:
+def _elastic(
+    job: JobRecord, gang: Gang, speeds: SpeedSource, failed: FailedTrials[tuple[int, int]], now: float = -math.inf
+) -> Elastic:
     """Of one that was not measured yet, as if it gained by each GPU."""
     sizes = _sizes(job, gang)
     rates = {gpus: rate for gpus, rate in speeds.rates(job.number).items() if gpus in sizes and rate > 0.0}
@@ -337,7 +344,7 @@ def _elastic(job: Job, gang: Gang, speeds: Speeds, failed: Failed[tuple[int, int
     return Elastic(job.number, sizes, seat, rates, ceiling=ceiling)
 
 
-def _sizes(job: Job, gang: Gang) -> tuple[int, ...]:
+def _sizes(job: JobRecord, gang: Gang) -> tuple[int, ...]:
     """Numbers of GPUs that it may have, its present one among them."""
     spec = job.spec
     each = spec.roles[0].shape.gpus
@@ -345,14 +352,14 @@ def _sizes(job: Job, gang: Gang) -> tuple[int, ...]:
     return tuple(sorted({*may, gang.devices}))
 
 
-def _least(job: Job, gang: Gang) -> int:
+def _least(job: JobRecord, gang: Gang) -> int:
     return _sizes(job, gang)[0]
 
 
-def _claims(job: Job, gang: Gang, gpus: int, view: View, one_node_only: bool = False) -> Claims | None:
+def _claims(job: JobRecord, gang: Gang, gpus: int, view: View, one_node_only: bool = False) -> Claims | None:
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     return resized(view, as_held(shape, gang), gang.claims, one_node_only)
 
 
-def _change(job: Job, claims: Claims, reason: str, purpose: Purpose) -> Change:
+def _change(job: JobRecord, claims: Claims, reason: str, purpose: Purpose) -> Change:
     return Change(job.number, job.revision, "RESIZE", claims, reason=reason, purpose=purpose)

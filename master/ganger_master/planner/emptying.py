@@ -9,7 +9,7 @@ from typing import Final
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting
@@ -45,7 +45,7 @@ def _is_anybody_on_the_way(table: LiveTable) -> bool:
     return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
 
 
-def _sharing(acting: Acting, node: str) -> list[Job]:
+def _sharing(acting: Acting, node: str) -> list[JobRecord]:
     """Who is on a node beside others, at once or in turns. The master has moved those for whom devices are free, and
     where they could take turns they are sent by those who make matrices, before anybody is asked for here: once all who
     share devices run, nobody else makes room for them."""
@@ -56,14 +56,14 @@ def _sharing(acting: Acting, node: str) -> list[Job]:
         job
         for job, gang in sharing
         if any(claim.node == node for claim in gang.claims)
-        and gang.intent is Intent.RUN
+        and gang.intent is GangIntent.RUN
         and job.ending is None
         and job.spec.preemptible
         and job.number not in acting.busy | acting.terms.on_trial
     ]
 
 
-def parked(acting: Acting) -> list[tuple[Job, Gang]]:
+def parked(acting: Acting) -> list[tuple[JobRecord, Gang]]:
     """Who rests in host memory because a plan said so, and is on no errand, first one first."""
     busy = acting.busy
     found = [
@@ -74,7 +74,7 @@ def parked(acting: Acting) -> list[tuple[Job, Gang]]:
     return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
 
 
-def bring_back(acting: Acting, pairs: Sequence[tuple[Job, Gang]]) -> None:
+def bring_back(acting: Acting, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
     """Where it was, if that is free, else elsewhere out of its memory."""
     for job, gang in pairs:
         purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))

@@ -16,7 +16,7 @@ from ganger.resources.values import Claim
 from ganger.resources.view import View
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.table import LiveTable
@@ -29,7 +29,7 @@ _MOST_TRIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class MigrationStep:
     """One job that goes from `source` to `claims`, or rests at `level` where there are none. `is_parked`: it rests in
     host memory on its way, for others need its place before its own is free. `goal`: its own, if not the errand's."""
 
@@ -48,7 +48,7 @@ class Errand:
     """`waiting`: the number of the job whose place is `hole`; zero if it is for none. `saved`: GPU-seconds."""
 
     goal: Goal
-    legs: tuple[Leg, ...]
+    legs: tuple[MigrationStep, ...]
     began_s: float
     waiting: int = 0
     hole: Claims = ()
@@ -58,7 +58,7 @@ class Errand:
     def numbers(self) -> frozenset[int]:
         return frozenset([leg.number for leg in self.legs] + [self.waiting] * bool(self.waiting))
 
-    def purpose(self, leg: Leg) -> Purpose:
+    def purpose(self, leg: MigrationStep) -> Purpose:
         return Purpose(leg.goal or self.goal, self.waiting, self.saved, leg.pause_s)
 
 
@@ -70,7 +70,7 @@ class Stage(Enum):
     ASTRAY = "astray"
 
 
-def stage_of(leg: Leg, table: LiveTable) -> Stage:
+def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
     """Where somebody is. Who has ended, or was suspended by a user, is in nobody's way."""
     found = table.get(leg.number)
     if found is None:
@@ -80,12 +80,12 @@ def stage_of(leg: Leg, table: LiveTable) -> Stage:
         return Stage.UNDER_WAY
     if gang is None or job.state is not JobState.HOLDING:
         return Stage.DONE
-    if gang.intent is Intent.PARK:
+    if gang.intent is GangIntent.PARK:
         rests = gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
         return Stage.RESTS if rests else Stage.UNDER_WAY
     if leg.claims and same_place(gang.claims, leg.claims):
         return Stage.DONE
-    if not same_place(gang.claims, leg.source) or gang.intent is not Intent.RUN:
+    if not same_place(gang.claims, leg.source) or gang.intent is not GangIntent.RUN:
         return Stage.ASTRAY
     return Stage.TO_BEGIN if gang.phase is GangPhase.RUNNING else Stage.UNDER_WAY
 
@@ -159,7 +159,7 @@ def is_free(view: View, claims: Claims) -> bool:
     return True
 
 
-def park(job: Job, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> Change:
+def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> Change:
     return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
@@ -221,7 +221,7 @@ def _follow(
     return replace(errand, legs=tuple(legs))
 
 
-def _next_change(errand: Errand, leg: Leg, stage: Stage, table: LiveTable, view: View) -> Change | None:
+def _next_change(errand: Errand, leg: MigrationStep, stage: Stage, table: LiveTable, view: View) -> Change | None:
     found = table.get(leg.number)
     if found is None or stage not in (Stage.TO_BEGIN, Stage.RESTS):
         return None
@@ -246,7 +246,7 @@ def _may_come_free(view: View, claims: Claims, leaving: Mapping[str, int]) -> bo
 
 
 def _moves(table: LiveTable, number: int) -> bool:
-    found: tuple[Job, Gang | None] | None = table.get(number)
+    found: tuple[JobRecord, Gang | None] | None = table.get(number)
     return found is not None and found[0].next_epoch != 0
 
 
@@ -257,5 +257,5 @@ def _masks(claims: Iterable[Claims]) -> dict[str, int]:
     return masks
 
 
-def _pairs(errand: Errand, stages: list[Stage]) -> list[tuple[Leg, Stage]]:
+def _pairs(errand: Errand, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
     return list(zip(errand.legs, stages, strict=True))

@@ -14,17 +14,17 @@ from ganger.resources.topology import bits
 from ganger.resources.view import View
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Job
+from ganger_master.core.model import Gang, GangPhase, JobRecord
 from ganger_master.core.moving import can_hand_over
 from ganger_master.planner.move_costs import move_costs
 from ganger_master.planner.slices import seat_of
-from ganger_master.policies.introspect.balance import Going, Standing, balanced
-from ganger_master.policies.introspect.slicing import Sharer, shares
+from ganger_master.policies.introspect.balance import Going, ServiceBalance, balanced
+from ganger_master.policies.introspect.slicing import SliceShare, shares
 
 # Nobody is owed, or owes, more quanta than these.
 _MOST_OWED: Final = 8.0
 
-Pairs: TypeAlias = Collection[tuple[Job, Gang]]
+Pairs: TypeAlias = Collection[tuple[JobRecord, Gang]]
 _Kind: TypeAlias = tuple[object, ...]
 
 
@@ -53,7 +53,7 @@ def credited(
 ) -> Fairness:
     """After they have received so much. Who is new, or was not heard of, is neither ahead nor behind; nor who is
     starting, be it where it moved to: it has its turns, and no step shows them."""
-    groups: dict[_Kind, list[tuple[Job, Gang]]] = {}
+    groups: dict[_Kind, list[tuple[JobRecord, Gang]]] = {}
     steps = {job.number for job, gang in pairs if gang.phase is not GangPhase.STARTING and job.number in received_s}
     for job, gang in pairs:
         # Who has no devices shares none.
@@ -64,7 +64,7 @@ def credited(
     for group in groups.values():
         got = {job.number: received_s[job.number] - before.heard_s[job.number] for job, _ in group}
         devices = {(claim.node, bit) for _, gang in group for claim in gang.claims for bit in bits(claim.device_mask)}
-        sharers = [Sharer(job.number, job.gpus, weight=weights.get(job.number, 1.0)) for job, _ in group]
+        sharers = [SliceShare(job.number, job.gpus, weight=weights.get(job.number, 1.0)) for job, _ in group]
         entitled = shares(sharers, len(devices))
         whole, total = sum(entitled.values()), sum(got.values())
         for number, own in got.items():
@@ -83,7 +83,7 @@ def going(
     """Who moves now, and to whom. `may_share`: numbers of those who may take turns."""
     costs = move_costs(pairs)
     standings = [
-        Standing(
+        ServiceBalance(
             job.number,
             _kind(job, gang, view),
             seat_of(gang.claims),
@@ -112,16 +112,16 @@ def stayed(fairness: Fairness, before: Fairness, numbers: Collection[int]) -> Fa
     return replace(fairness, since_s=since, bound_for=bound_for)
 
 
-def may_go(job: Job, gang: Gang) -> bool:
+def may_go(job: JobRecord, gang: Gang) -> bool:
     """Whether it may be moved for the others' sake."""
     return job.spec.movable and can_go(job, gang)
 
 
-def can_go(job: Job, gang: Gang) -> bool:
+def can_go(job: JobRecord, gang: Gang) -> bool:
     """Whether it can be moved at all."""
     return gang.phase is GangPhase.RUNNING and not job.next_epoch and can_hand_over(job)
 
 
-def _kind(job: Job, gang: Gang, view: View) -> _Kind:
+def _kind(job: JobRecord, gang: Gang, view: View) -> _Kind:
     names = {view.topology(claim.node).configuration_set.name for claim in gang.claims if claim.device_mask}
     return (job.gpus, job.spec.priority, *sorted(names))

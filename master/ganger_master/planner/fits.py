@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.models.convergence import Estimate, LossPoint, fit_convergence, steps_to_convergence
+from ganger_master.models.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 
 # Losses are fitted from so many passes over the data on, and anew once there are so many times as many.
 _FIRST_PASSES: Final = 2
@@ -19,7 +19,7 @@ class Fits:
     """By job number. One writer."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, tuple[int, Estimate | None]] = {}
+        self._ends: dict[int, tuple[int, StepsLeftEstimate | None]] = {}
         self._speeds: dict[int, tuple[Mapping[int, float], AllReduceModel | None]] = {}
 
     def forget(self, number: int) -> None:
@@ -39,7 +39,7 @@ class Fits:
         least_decrease: float,
         pass_steps: float,
         in_a_row: int = 1,
-    ) -> Estimate | None:
+    ) -> StepsLeftEstimate | None:
         """Steps from the start until its losses have converged, by those of so many `passes` over its data, each of
         `pass_steps`; None while they say too little. The rest as `steps_to_convergence` has it."""
         if passes < _FIRST_PASSES:

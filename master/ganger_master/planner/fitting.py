@@ -17,16 +17,16 @@ from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.core.orders import same_place
 from ganger_master.planner.mates import Unit
 from ganger_master.planner.refused import KeptOut
 from ganger_master.planner.staying import Staying
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.terms import Claims, Terms, held_by_all, held_of
-from ganger_master.policies.place import Placement, Want
+from ganger_master.planner.terms import Claims, PassTerms, held_by_all, held_of
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.counted import is_counted
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 _ANYTHING = Want()
 _NOWHERE: frozenset[str] = frozenset()
@@ -39,7 +39,13 @@ class Fitting:
     is done before more than counts matters."""
 
     def __init__(
-        self, placement: Placement, room: Room, table: LiveTable, now: float, kept_out: KeptOut, terms: Terms
+        self,
+        placement: PlacementPreference,
+        room: CapacityIndex,
+        table: LiveTable,
+        now: float,
+        kept_out: KeptOut,
+        terms: PassTerms,
     ) -> None:
         self._placement = placement
         self._what_if = room
@@ -71,7 +77,7 @@ class Fitting:
         self._kept: frozenset[str] = _NOWHERE
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> CapacityIndex:
         """With all that is held in it by now."""
         self._see()
         return self._what_if
@@ -95,7 +101,7 @@ class Fitting:
         self.undo()
         return (*self._stops, *self._starts)
 
-    def stop(self, gangs: Iterable[tuple[Job, Gang]]) -> None:
+    def stop(self, gangs: Iterable[tuple[JobRecord, Gang]]) -> None:
         self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
 
     def _displace(self, unit: Unit) -> None:
@@ -106,7 +112,7 @@ class Fitting:
         """Once one of the `overdue` finds no room only the `passing` start where it could be."""
         self._overdue, self._passing = overdue, passing
 
-    def starts_all(self, jobs: Iterable[Job]) -> bool:
+    def starts_all(self, jobs: Iterable[JobRecord]) -> bool:
         """Whether all of them find room; if so, they start."""
         for job in jobs:
             claims = self._hold(job, _NOWHERE, set())
@@ -116,8 +122,8 @@ class Fitting:
         return True
 
     def start(
-        self, jobs: Iterable[Job], beside_others: bool = False, going: Sequence[tuple[Job, Gang]] = ()
-    ) -> list[Job]:
+        self, jobs: Iterable[JobRecord], beside_others: bool = False, going: Sequence[tuple[JobRecord, Gang]] = ()
+    ) -> list[JobRecord]:
         """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come. Who is
         `going` makes room: the first ones that wait for it have it kept."""
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
@@ -145,11 +151,11 @@ class Fitting:
 
     def make_way(
         self,
-        crowded: Sequence[Job],
+        crowded: Sequence[JobRecord],
         leaving: Sequence[Unit],
-        going: Sequence[tuple[Job, Gang]],
+        going: Sequence[tuple[JobRecord, Gang]],
         staying: Staying | None,
-    ) -> list[Job]:
+    ) -> list[JobRecord]:
         """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
         enough; who of these finds no place even so. Who is `going` has been told already."""
         if self._placement.by_counts and self._takes_all(crowded, leaving, going):
@@ -160,7 +166,7 @@ class Fitting:
         gone = [held_of(gang) for _, gang in going]
         for back in (*(claims for _, claims in held), *gone):
             self._give(back)
-        unplaced: list[Job] = []
+        unplaced: list[JobRecord] = []
         vain: set[GangShape] = set()
         wanted: set[str] = set()
         for job in crowded:
@@ -181,7 +187,9 @@ class Fitting:
         self._busy.update(claim.node for claims in (*(claims for _, claims in held), *gone) for claim in claims)
         return unplaced
 
-    def _takes_all(self, crowded: Iterable[Job], leaving: Iterable[Unit], going: Iterable[tuple[Job, Gang]]) -> bool:
+    def _takes_all(
+        self, crowded: Iterable[JobRecord], leaving: Iterable[Unit], going: Iterable[tuple[JobRecord, Gang]]
+    ) -> bool:
         """By counts: whether there is room for the crowded, but for none beside them of those who are leaving."""
         held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in held_of(gang)]
@@ -204,7 +212,7 @@ class Fitting:
             for claim, affinity in zip(claims, affinities, strict=True):
                 room.take((claim,), affinity)
 
-    def _make_hole(self, job: Job, staying: Staying, wanted: set[str]) -> Claims | None:
+    def _make_hole(self, job: JobRecord, staying: Staying, wanted: set[str]) -> Claims | None:
         """Stops those who are in the way of one who ranks higher, or can be elsewhere; its place, taken in the room as
         theirs are. Their nodes become `wanted`."""
         shape = self._terms.shape(job)
@@ -228,11 +236,13 @@ class Fitting:
         self._take(hole.claims)
         return hole.claims
 
-    def _comes_to(self, job: Job, going: Iterable[tuple[Job, Gang]], avoid: frozenset[str]) -> frozenset[str]:
+    def _comes_to(
+        self, job: JobRecord, going: Iterable[tuple[JobRecord, Gang]], avoid: frozenset[str]
+    ) -> frozenset[str]:
         """The nodes where a job will be once those have gone who were told to; none if that is not enough."""
         return self._would_be(job, [held_of(gang) for _, gang in going], avoid)
 
-    def _would_be(self, job: Job, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
+    def _would_be(self, job: JobRecord, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
         """The nodes where a job would be if these were given back; none if that is not enough."""
         mark = self._mark()
         for back in given:
@@ -241,7 +251,7 @@ class Fitting:
         self.undo(mark)
         return frozenset(claim.node for claim in claims or ())
 
-    def _wait_for(self, job: Job) -> None:
+    def _wait_for(self, job: JobRecord) -> None:
         """Keeps what gets free where a job could be, if it would be somewhere once all who run are gone."""
         self._see()
         done = self._done.copy()
@@ -254,10 +264,10 @@ class Fitting:
             self.waited_for.add(job.number)
             self._kept |= nodes_for(self._room.view, self._terms.shape(job))
 
-    def _waited(self, job: Job) -> float:
+    def _waited(self, job: JobRecord) -> float:
         return max(0.0, self._now - job.pending_since)
 
-    def _hold(self, job: Job, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
+    def _hold(self, job: JobRecord, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
         """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
         shape = self._terms.shape(job)
         closed = self._closed.get(job.number, _NOWHERE)

@@ -14,23 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.models.convergence import LossPoint
 from ganger_master.planner.fits import Fits
-from ganger_master.policies.optimus_belief import NOTHING, Belief, Believed, steps_left
+from ganger_master.policies.optimus_belief import NOTHING, Believed, OptimusEstimate, steps_left
 
 # Of a job; beyond, neighbours are averaged, so that there are half as many.
 MOST_POINTS: Final = 256
 
 
-class Rates(Protocol):
+class RatesByGpusSource(Protocol):
     def rates(self, number: int) -> Mapping[int, float]:
         """Steps a second by number of GPUs, as last measured with each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LossReport:
     """Boundaries passed; the loss there, NaN where it is not known; passes over the data behind it, and in all, zero
     where nobody says."""
 
@@ -44,7 +44,7 @@ class Report:
 class _Known:
     """Every point stands for so many reports; `open` are those of the next one."""
 
-    last: Report = field(default_factory=lambda: Report(0))
+    last: LossReport = field(default_factory=lambda: LossReport(0))
     points: list[LossPoint] = field(default_factory=list)
     each: int = 1
     open: list[LossPoint] = field(default_factory=list)
@@ -58,12 +58,12 @@ Remembered: TypeAlias = Mapping[int, _Known]
 class Foreseen:
     """By job number; one writer. Lost, it is measured again."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: RatesByGpusSource) -> None:
         self._rates = rates
         self._fits = Fits()
         self._jobs: dict[int, _Known] = {}
 
-    def hear(self, number: int, report: Report) -> None:
+    def hear(self, number: int, report: LossReport) -> None:
         known = self._jobs.setdefault(number, _Known())
         before, known.last = known.last, report
         if report.step < before.step:
@@ -105,15 +105,15 @@ class Foreseen:
         """Of jobs with the gangs they have; nothing of those whose speed was not measured yet."""
         return lambda jobs: [self._belief(job, gang, max(1, gpus_per_node)) for job, gang in jobs]
 
-    def _belief(self, job: Job, gang: Gang | None, gpus_per_node: int) -> Belief:
+    def _belief(self, job: JobRecord, gang: Gang | None, gpus_per_node: int) -> OptimusEstimate:
         seconds = {gpus: 1.0 / rate for gpus, rate in self._rates.rates(job.number).items() if rate > 0.0}
         known = self._jobs.get(job.number)
         if known is None or not seconds:
             return NOTHING
         left, is_guess = self._left(job, known)
-        return Belief(left, is_guess, self._fits.speed(job.number, seconds, gpus_per_node))
+        return OptimusEstimate(left, is_guess, self._fits.speed(job.number, seconds, gpus_per_node))
 
-    def _left(self, job: Job, known: _Known) -> tuple[float, bool]:
+    def _left(self, job: JobRecord, known: _Known) -> tuple[float, bool]:
         done, pass_steps = known.last.step, known.pass_steps
         if not pass_steps:
             return max(1.0, done), True

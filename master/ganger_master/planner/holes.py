@@ -17,11 +17,11 @@ from ganger.resources.values import GangShape
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.planner.acting import MOST_AT_ONCE, Acting, Looked
 from ganger_master.planner.errands import Errand, is_waiting
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.introspect.swap import badness, swap_for
 from ganger_master.policies.order import SLACK_S
@@ -68,7 +68,7 @@ class Holes:
         for errand in errands:
             self._look_later(errand.waiting)
 
-    def make(self, found: Pass) -> None:
+    def make(self, found: PlanDraft) -> None:
         """Begins errands for the first of those who wait on."""
         acting = self._acting
         started = {change.number for change in found.changes if change.kind == "START"}
@@ -98,7 +98,7 @@ class Holes:
             if looks == _MOST_HOLES:
                 break
 
-    def _make(self, job: Job) -> None:
+    def _make(self, job: JobRecord) -> None:
         acting = self._acting
         waited = max(0.0, acting.now - job.pending_since)
         shape = replace_of(
@@ -126,7 +126,7 @@ class Holes:
         saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
         acting.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
 
-    def _by_moves(self, job: Job, shape: GangShape, stay: frozenset[int]) -> Hole | None:
+    def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> Hole | None:
         acting = self._acting
         if acting.free < shape.gpus:
             return None
@@ -134,7 +134,7 @@ class Holes:
         hole = hole_for(acting.room, movables, shape, placement=acting.terms.placement, stay=stay)
         return hole if hole is not None and hole.moves else None
 
-    def _by_stops(self, job: Job, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
+    def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
         """Return the hole that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
@@ -144,11 +144,11 @@ class Holes:
                 best, at = hole, level
         return best, at
 
-    def _outranks(self, job: Job) -> bool:
+    def _outranks(self, job: JobRecord) -> bool:
         least = self._acting.table.least_urgent_running
         return least is not None and least < job.spec.priority
 
-    def _stoppable(self, job: Job, level: SuspendLevel) -> list[Movable]:
+    def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
         """Return gangs that may move for a job; those of lower priority may also rest at this level."""
         found = []
         for other, gang, one in self._acting.gangs.values():
@@ -174,12 +174,12 @@ class Holes:
             acting.come_back(self._looked[number].again_s)
 
 
-def _can_rest(job: Job, gang: Gang, level: SuspendLevel) -> bool:
+def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
     if level is SuspendLevel.CHECKPOINT:
         return job.capabilities.checkpoint
     return job.capabilities.offload and has_arenas(gang)
 
 
-def _may_go(other: Job, job: Job) -> bool:
+def _may_go(other: JobRecord, job: JobRecord) -> bool:
     """Whether one may be moved for the other: nobody waits for a move of lower priority."""
     return other.spec.movable and other.spec.priority <= job.spec.priority

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Intent, Job, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, JobRecord, SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.errands import park
 from ganger_master.planner.packs import is_settled
@@ -21,14 +21,14 @@ from ganger_master.planner.packs import is_settled
 class Shortage:
     """The host memory that `job` lacks where it rests: `missing_bytes` by the name of the node, each positive."""
 
-    job: Job
+    job: JobRecord
     missing_bytes: Mapping[str, int]
 
 
 def make_room(
     shortages: Iterable[Shortage],
-    running: Sequence[tuple[Job, Gang]],
-    leaving: Iterable[tuple[Job, Gang]],
+    running: Sequence[tuple[JobRecord, Gang]],
+    leaving: Iterable[tuple[JobRecord, Gang]],
     spared: Collection[int],
 ) -> list[Change]:
     """Suspends, at CHECKPOINT, of jobs after those that lack memory; none for a job that would lack it even so.
@@ -53,10 +53,10 @@ def make_room(
     return changes
 
 
-def _fewest(pairs: Sequence[tuple[Job, Gang]], missing: Mapping[str, int]) -> list[tuple[Job, Gang]]:
+def _fewest(pairs: Sequence[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> list[tuple[JobRecord, Gang]]:
     """The first of these jobs that hold together what is missing, without any that is not needed; none if all hold
     less."""
-    chosen: list[tuple[Job, Gang]] = []
+    chosen: list[tuple[JobRecord, Gang]] = []
     for pair in pairs:
         if _covers(chosen, missing):
             break
@@ -70,7 +70,7 @@ def _fewest(pairs: Sequence[tuple[Job, Gang]], missing: Mapping[str, int]) -> li
     return chosen
 
 
-def _covers(pairs: Iterable[tuple[Job, Gang]], missing: Mapping[str, int]) -> bool:
+def _covers(pairs: Iterable[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> bool:
     held = _held(gang for _, gang in pairs)
     return all(held.get(node, 0) >= needed for node, needed in missing.items())
 
@@ -86,11 +86,11 @@ def _held(gangs: Iterable[Gang]) -> dict[str, int]:
     return found
 
 
-def _may_give(helped: Job, job: Job, gang: Gang) -> bool:
+def _may_give(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
     is_able = job.spec.preemptible and job.capabilities.checkpoint and job.ending is None
-    return is_able and _turn(job) > _turn(helped) and gang.intent is Intent.RUN and is_settled(job, gang)
+    return is_able and _turn(job) > _turn(helped) and gang.intent is GangIntent.RUN and is_settled(job, gang)
 
 
-def _turn(job: Job) -> tuple[int, int]:
+def _turn(job: JobRecord) -> tuple[int, int]:
     """The order in which jobs are served."""
     return -job.spec.priority, job.number

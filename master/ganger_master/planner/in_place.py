@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from ganger.placement.resized import beside, resized
 from ganger.resources.fit import gang_level
-from ganger.resources.values import Claim, Level
+from ganger.resources.values import Claim, LocalityLevel
 from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.arenas import has_arenas
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, Piece
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Piece
 from ganger_master.core.sizes import tasks_divide
 from ganger_master.planner.table import LiveTable
 
@@ -43,7 +43,7 @@ class Resizing:
             job, gang = table.get(number) or (None, None)
             if job is None or gang is None:
                 continue
-            waits_for_room = number not in self.begun and gang.intent is Intent.RUN and gang.devices < gpus
+            waits_for_room = number not in self.begun and gang.intent is GangIntent.RUN and gang.devices < gpus
             if job.next_epoch or waits_for_room:
                 wanted[number] = gpus
                 if number in self.giving:
@@ -62,7 +62,7 @@ class Resizing:
         """Whether anybody is to grow who has not been told so."""
         return bool(self.wanted.keys() - self.begun)
 
-    def given(self, table: LiveTable) -> list[tuple[Job, Gang]]:
+    def given(self, table: LiveTable) -> list[tuple[JobRecord, Gang]]:
         """Who gives something back, with what of that it still holds."""
         found = []
         for number, claims in self.giving.items():
@@ -87,14 +87,14 @@ class Resizing:
 NOTHING_UNDER_WAY = Resizing()
 
 
-def can_change(job: Job, gang: Gang) -> bool:
+def can_change(job: JobRecord, gang: Gang) -> bool:
     """Whether it can go on with another number of devices from its state in memory."""
     can = job.spec.is_elastic and job.capabilities.resize and not job.next_epoch and job.ending is None
-    settled = gang.phase is GangPhase.RUNNING and gang.intent is Intent.RUN and not gang.node_set
+    settled = gang.phase is GangPhase.RUNNING and gang.intent is GangIntent.RUN and not gang.node_set
     return can and settled and has_arenas(gang) and not any(claim.shared_mask for claim in gang.claims)
 
 
-def sizes_of(job: Job, gang: Gang | None) -> Sequence[int] | None:
+def sizes_of(job: JobRecord, gang: Gang | None) -> Sequence[int] | None:
     """Tasks that it may have, ascending, its present number among them; None for any number that its spec accepts."""
     if not job.capabilities.resize_divides:
         return None
@@ -104,12 +104,12 @@ def sizes_of(job: Job, gang: Gang | None) -> Sequence[int] | None:
     return sorted(may if gang is None else {*may, gang.devices // each})
 
 
-def claims_of(view: View, job: Job, gang: Gang, gpus: int) -> Claims | None:
+def claims_of(view: View, job: JobRecord, gang: Gang, gpus: int) -> Claims | None:
     """Its place with so many devices, its own pieces counted as free; None if there is none as close together as it
     wants, or no host memory for both of its worlds."""
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     widest = shape.locality.widest
-    claims = resized(view, shape, gang.claims, one_node_only=widest <= Level.NODE)
+    claims = resized(view, shape, gang.claims, one_node_only=widest <= LocalityLevel.NODE)
     if claims is None or gang_level(view, claims) > widest:
         return None
     taken = taken_beside(gang, claims)

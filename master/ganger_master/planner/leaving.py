@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from ganger.resources.view import View
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.packs import (
     JobRates,
@@ -35,7 +35,7 @@ from ganger_master.planner.table import LiveTable
 # Longer than any boundary and any copy: who is not there by then stays in turns.
 _LONGEST_S: Final = 120.0
 
-_Pair: TypeAlias = tuple[Job, Gang]
+_Pair: TypeAlias = tuple[JobRecord, Gang]
 
 
 def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: JobRates) -> tuple[tuple[Change, ...], Packs]:
@@ -98,5 +98,5 @@ def _next(one: Leaving, host: _Pair, guest: _Pair) -> Sequence[Change]:
     return []
 
 
-def _may_rest(job: Job, gang: Gang) -> bool:
-    return is_settled(job, gang) and gang.intent is Intent.RUN
+def _may_rest(job: JobRecord, gang: Gang) -> bool:
+    return is_settled(job, gang) and gang.intent is GangIntent.RUN

@@ -9,17 +9,17 @@ from typing import Final, TypeAlias
 from ganger.resources.fit import memory_beside
 from ganger.resources.view import View
 
-from ganger_master.core.model import Claim, Gang, Job
+from ganger_master.core.model import Claim, Gang, JobRecord
 
 # By number: all on its devices, itself among them, in order; nobody who has them to itself.
 Mates: TypeAlias = Mapping[int, tuple[int, ...]]
 # A gang, or all who share devices.
-Unit: TypeAlias = tuple[tuple[Job, Gang], ...]
+Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
 
 ALONE: Final[Mates] = MappingProxyType({})
 
 
-def mates_of(sharing: Iterable[tuple[Job, Gang]]) -> Mates:
+def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
     """Of those who may share devices."""
     together: dict[int, set[int]] = {}
     on: dict[str, list[tuple[int, int]]] = {}
@@ -35,18 +35,18 @@ def mates_of(sharing: Iterable[tuple[Job, Gang]]) -> Mates:
     return {number: tuple(sorted(group)) for number, group in together.items() if len(group) > 1}
 
 
-def units(gangs: Iterable[tuple[Job, Gang]], mates: Mates) -> list[Unit]:
+def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
     """All these, who shares devices beside each other, where the first of them stands."""
     if not mates:
         return [(pair,) for pair in gangs]
-    found: dict[int, list[tuple[Job, Gang]]] = {}
+    found: dict[int, list[tuple[JobRecord, Gang]]] = {}
     for job, gang in gangs:
         first = mates.get(job.number, (job.number,))[0]
         found.setdefault(first, []).append((job, gang))
     return list(map(tuple, found.values()))
 
 
-def fits_beside(job: Job, claims: Sequence[Claim], mates: Iterable[Job], view: View) -> bool:
+def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobRecord], view: View) -> bool:
     """Whether the memory of these devices has room for it beside its mates, who hold all of them, and what parked gangs
     keep there. `parked_bytes` of a claim are its own."""
     taken = sum([mate.shape.device_memory_bytes for mate in mates])

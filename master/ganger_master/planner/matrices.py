@@ -26,7 +26,7 @@ from msgspec import structs
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
@@ -37,10 +37,10 @@ from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference, Want
+from ganger_master.policies.room import CapacityIndex
 
 # Of those who wait, as many are looked at in one pass; of those who join, as many at once.
 _WAITING_MOST: Final = 2_000
@@ -54,11 +54,11 @@ _Device: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharer:
+class SlicedJob:
     """One who takes turns, or is to: `claims` are where it is, or is to be; `starts`: it waits, and is to begin there;
     `purpose`: it runs elsewhere, and is to move there for this."""
 
-    job: Job
+    job: JobRecord
     gang: Gang | None
     claims: Claims
     purpose: Purpose = NO_PURPOSE
@@ -83,17 +83,17 @@ class Sharer:
 
 
 def plan_matrices(
-    placement: Placement,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     quantum_s: float | None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     busy: Collection[int] = (),
     fairness: Fairness = NOTHING_OWED,
     draining: Collection[str] = (),
     changing: Collection[int] = (),
-) -> Pass:
+) -> PlanDraft:
     """The changes to propose now. `room` is left as it is. `quantum_s` None: nobody takes turns. `busy`: numbers of
     those who are not to be disturbed. `draining`: names of nodes that are to be emptied. `changing`: numbers of node
     sets whose last change is not yet made on all their nodes."""
@@ -125,10 +125,10 @@ def plan_matrices(
     shares = quantum_s is not None and any(gang.node_set for _, gang in running)
     # Who has received what is looked at again.
     next_s = now + quantum_s if quantum_s is not None and shares else math.inf
-    return Pass(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
+    return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
 
 
-def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> list[list[Sharer]]:
+def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> list[list[SlicedJob]]:
     """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row.
 
     A row takes those first who have had least for their weight, then everybody who still fits (stride scheduling,
@@ -139,11 +139,11 @@ def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> li
         return []
     weights = [one.job.spec.weight for one in sharers]
     crowds = _crowds(sharers)
-    rows: list[list[Sharer]] = []
+    rows: list[list[SlicedJob]] = []
     had = [0] * len(sharers)
     length, least = 0, math.inf
     while not all(had) or (len(rows) < _CYCLE_MOST and least > 0.0):
-        row: list[Sharer] = []
+        row: list[SlicedJob] = []
         for index in sorted(range(len(sharers)), key=lambda index: had[index] / weights[index]):
             if not row or _fits(sharers[index], row, cores):
                 row.append(sharers[index])
@@ -155,7 +155,7 @@ def rows_of(sharers: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> li
     return rows[:length]
 
 
-def _crowds(sharers: Sequence[Sharer]) -> list[list[int]]:
+def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
     """The places in line of those who are on one device, device by device."""
     found: dict[_Device, list[int]] = {}
     for index, one in enumerate(sharers):
@@ -170,7 +170,7 @@ def _error(had: Sequence[float], crowds: Sequence[Sequence[int]]) -> float:
     return max((1.0 - low / high for low, high in apart if high), default=0.0)
 
 
-def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]) -> bool:
+def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> bool:
     if any(one.devices & other.devices for other in row):
         return False
     for claim in one.claims:
@@ -180,21 +180,21 @@ def _fits(one: Sharer, row: Sequence[Sharer], cores: Mapping[str, Sequence[int]]
     return True
 
 
-def may_take_turns(job: Job, gang: Gang | None) -> bool:
+def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
     """Whether it would be let in (`core.taking_turns`), as far as can be told from here."""
     if not takes_turns(job):
         return False
     offered = job.capabilities
     if gang is None:
         return not (job.epoch or (offered.known and not offered.offload))
-    settled = gang.intent is Intent.RUN and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
+    settled = gang.intent is GangIntent.RUN and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     able = offered.offload or not offered.known
     return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
-def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[Job, Gang | None]]:
+def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[JobRecord, Gang | None]]:
     """Pending jobs, each with the gang in which it rests in host memory since a user suspended it, if there is one."""
-    found: list[tuple[Job, Gang | None]] = []
+    found: list[tuple[JobRecord, Gang | None]] = []
     for job in table.waiting_jobs(_WAITING_MOST):
         if job.number not in kept_out.not_started:
             known = table.get(job.number) if job.epoch else None
@@ -204,7 +204,7 @@ def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[Job, Gang | None
     return found
 
 
-def _rested(table: LiveTable) -> list[tuple[Job, Gang]]:
+def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
     """Whom a plan has parked in host memory."""
     found = []
     for job, gang in zip(table.jobs, table.gangs, strict=True):
@@ -218,7 +218,7 @@ def _rested(table: LiveTable) -> list[tuple[Job, Gang]]:
 class _Filling:
     """Who finds room, with the places taken in a room, and all of it undone."""
 
-    def __init__(self, placement: Placement, room: Room) -> None:
+    def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
         self._placement, self._room = placement, room
         self.changes: list[Change] = []
         self._taken: list[Claims] = []
@@ -234,8 +234,8 @@ class _Filling:
         self._taken.clear()
 
     def start(
-        self, pairs: Iterable[tuple[Job, Gang | None]], may_go_on: Callable[[Job, Gang], bool] | None
-    ) -> list[tuple[Job, Gang | None]]:
+        self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
+    ) -> list[tuple[JobRecord, Gang | None]]:
         """Starts jobs that find room, one that rests where it is if it can; the others. `may_go_on`: whether a job that
         rests could take turns there, so that jobs after it leave it the memory; None: jobs take no turns."""
         crowded, vain = [], set()
@@ -267,7 +267,7 @@ class _Filling:
             self._taken.append(kept)
             self.kept_memory[claim.node] += memory
 
-    def bring_back(self, parked: Iterable[tuple[Job, Gang]]) -> list[tuple[Job, Gang]]:
+    def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
         """Who rests goes on where it was, or elsewhere, where there is room; the others."""
         stranded = []
         view = self._room.view
@@ -284,7 +284,7 @@ class _Filling:
                 self._change(job, "MOVE", claims)
         return stranded
 
-    def part(self, sharers: Mapping[int, Sharer]) -> None:
+    def part(self, sharers: Mapping[int, SlicedJob]) -> None:
         """One who takes turns with others although there is room for it goes there."""
         staying = [one for one in sharers.values() if one.gang is not None and one.gang.phase is not GangPhase.MOVING]
         crowds = Counter(device for one in staying for device in one.devices)
@@ -297,7 +297,9 @@ class _Filling:
                 self._change(one.job, "MOVE", claims, purpose=Purpose(Goal.FAIRNESS, detail="devices are free"))
                 return
 
-    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = (), purpose: Purpose = NO_PURPOSE) -> None:
+    def _change(
+        self, job: JobRecord, kind: str, claims: Claims, taken: Claims = (), purpose: Purpose = NO_PURPOSE
+    ) -> None:
         self.changes.append(Change(job.number, job.revision, kind, claims, purpose=purpose))
         self._room.take(taken or claims)
         self._taken.append(taken or claims)
@@ -306,11 +308,13 @@ class _Filling:
 class _Joining:
     """Who takes turns, and who is to join them; places are found one after the other."""
 
-    def __init__(self, view: View, running: Iterable[tuple[Job, Gang]], kept_out: KeptOut, filling: _Filling) -> None:
+    def __init__(
+        self, view: View, running: Iterable[tuple[JobRecord, Gang]], kept_out: KeptOut, filling: _Filling
+    ) -> None:
         self._view, self._filling = view, filling
         # Of jobs that go on where they rest once there is memory for them.
         self.shortages: list[Shortage] = []
-        self.sharers: dict[int, Sharer] = {}
+        self.sharers: dict[int, SlicedJob] = {}
         self._on: dict[_Device, set[int]] = {}
         # Devices of somebody who takes no turns.
         self._closed: set[_Device] = set()
@@ -318,11 +322,11 @@ class _Joining:
         self._given_memory: Counter[str] = Counter()
         # By node: what those hold together who take turns there, or may.
         self._held_cores: dict[str, tuple[int, ...]] = {}
-        self._joined: dict[int, Sharer] = {}
+        self._joined: dict[int, SlicedJob] = {}
         # Where they are to be.
-        self._moved: dict[int, Sharer] = {}
+        self._moved: dict[int, SlicedJob] = {}
         barred = {*kept_out.not_started, *kept_out.not_stopped}
-        there = [Sharer(job, gang, gang.claims) for job, gang in running]
+        there = [SlicedJob(job, gang, gang.claims) for job, gang in running]
         crowds = Counter(device for one in there for device in one.devices)
         for one in there:
             job, gang = one.job, one.gang
@@ -341,7 +345,7 @@ class _Joining:
     def has_news(self) -> bool:
         return bool(self._joined or self._moved)
 
-    def join(self, crowded: Sequence[tuple[Job, Gang | None]]) -> None:
+    def join(self, crowded: Sequence[tuple[JobRecord, Gang | None]]) -> None:
         """Jobs that find no room take turns: where they rest, if they do, else with others."""
         for job, gang in crowded[:_WAITING_MOST]:
             if len(self._joined) >= _JOINERS_MOST:
@@ -350,18 +354,18 @@ class _Joining:
             if one is not None:
                 self._join(one)
 
-    def _joiner(self, job: Job, gang: Gang | None) -> Sharer | None:
+    def _joiner(self, job: JobRecord, gang: Gang | None) -> SlicedJob | None:
         if gang is not None:
             return self._back(job, gang)
         return self._best(job) if may_take_turns(job, None) else None
 
-    def may_go_on(self, job: Job, gang: Gang) -> bool:
+    def may_go_on(self, job: JobRecord, gang: Gang) -> bool:
         """Whether a job that rests may take turns where it is, if there is host memory for it."""
         if job.number in self._kept_out.not_started or not takes_turns(job):
             return False
         return self._may_join(_where_it_rests(job, gang)) and all(map(self._fits_cores, gang.claims))
 
-    def _back(self, job: Job, gang: Gang) -> Sharer | None:
+    def _back(self, job: JobRecord, gang: Gang) -> SlicedJob | None:
         if job.number in self._kept_out.not_started or not takes_turns(job):
             return None
         there = _where_it_rests(job, gang)
@@ -397,7 +401,7 @@ class _Joining:
                 detail = f"it is {one.gap_s:.1f} s behind jobs/{one.host}"
                 self._move(replace(there, gang=guest.gang, purpose=Purpose(Goal.FAIRNESS, one.helped, detail=detail)))
 
-    def _best(self, job: Job) -> Sharer | None:
+    def _best(self, job: JobRecord) -> SlicedJob | None:
         """On the devices with the fewest gangs."""
         for *_, seat in sorted([key for seat in self._seats(job) if (key := self._key(seat)) is not None]):
             one = self._at(job, seat)
@@ -414,7 +418,7 @@ class _Joining:
             if any(claim.node in nodes for claim in one.claims)
         )
 
-    def _move(self, one: Sharer) -> None:
+    def _move(self, one: SlicedJob) -> None:
         self._moved[one.number] = one
         for device in one.devices:
             self._on.setdefault(device, set()).add(one.number)
@@ -462,7 +466,7 @@ class _Joining:
 
     # -- places --------------------------------------------------------------------------------------------------------
 
-    def _seats(self, job: Job) -> list[Seat]:
+    def _seats(self, job: JobRecord) -> list[Seat]:
         """Where gangs of its size are, and on each node the devices with the fewest gangs."""
         found = {seat_of(one.claims) for one in self.sharers.values() if one.job.gpus == job.gpus}
         for name in sorted({name for name, _ in self._on}):
@@ -476,7 +480,7 @@ class _Joining:
                 found.add(((name, sum(1 << device for device in open_ones[: job.gpus])),))
         return sorted(found)
 
-    def _is_open(self, device: _Device, job: Job) -> bool:
+    def _is_open(self, device: _Device, job: JobRecord) -> bool:
         if device in self._closed:
             return False
         there = [self.sharers[number] for number in self._on.get(device, ())]
@@ -491,7 +495,7 @@ class _Joining:
         counts = [len(gangs) for gangs in there]
         return (max(counts), sum(counts), len(set().union(*there)), seat) if counts else None
 
-    def _at(self, job: Job, seat: Seat) -> Sharer | None:
+    def _at(self, job: JobRecord, seat: Seat) -> SlicedJob | None:
         """A gang of one role on just these devices; None where cores or memory are missing, or that is not for it."""
         task = job.shape.roles[0].shape
         claims = []
@@ -515,7 +519,7 @@ class _Joining:
         if sum(claim.device_mask.bit_count() for claim in claims) != job.gpus:
             return None
         closed = self._kept_out.nodes.get(job.number, frozenset())
-        return None if any(claim.node in closed for claim in claims) else Sharer(job, None, tuple(claims))
+        return None if any(claim.node in closed for claim in claims) else SlicedJob(job, None, tuple(claims))
 
     def _free_cores(self, name: str) -> tuple[int, ...]:
         """What a row may have of a node: what is free, and what those hold who take turns there or will."""
@@ -538,33 +542,33 @@ class _Joining:
             return False
         return all(want <= have for want, have in zip(claim.millicores, self._free_cores(claim.node), strict=True))
 
-    def _may_join(self, one: Sharer) -> bool:
+    def _may_join(self, one: SlicedJob) -> bool:
         return all(self._is_open(device, one.job) for device in one.devices)
 
-    def _join(self, one: Sharer) -> None:
+    def _join(self, one: SlicedJob) -> None:
         self._joined[one.number] = one
         self._put(one)
         self._take_memory(one)
 
-    def _fits_memory(self, one: Sharer) -> bool:
+    def _fits_memory(self, one: SlicedJob) -> bool:
         return all(_memory_of(claim) <= self._memory_left(claim.node) for claim in one.missing_claims)
 
     def _memory_left(self, name: str) -> int:
         free = int(self._view.memory[self._view.slots[name]]) + self._filling.kept_memory[name]
         return free - self._given_memory[name]
 
-    def _take_memory(self, one: Sharer) -> None:
+    def _take_memory(self, one: SlicedJob) -> None:
         for claim in one.missing_claims:
             self._given_memory[claim.node] += _memory_of(claim)
 
-    def _put(self, one: Sharer) -> None:
+    def _put(self, one: SlicedJob) -> None:
         self.sharers[one.number] = one
         for device in one.devices:
             self._on.setdefault(device, set()).add(one.number)
 
     # -- sets ----------------------------------------------------------------------------------------------------------
 
-    def _sets(self) -> list[list[Sharer]]:
+    def _sets(self) -> list[list[SlicedJob]]:
         """Who takes turns together: those who join, all on their devices, and all who do so on the same nodes."""
         left = {**self._joined, **self._moved}
         spots = {**self.sharers, **self._moved}
@@ -599,7 +603,7 @@ class _Joining:
         """Those on a device who are about to leave it."""
         return {number for number, one in self._moved.items() if device not in one.devices}
 
-    def _cores_of(self, members: Sequence[Sharer]) -> dict[str, tuple[int, ...]]:
+    def _cores_of(self, members: Sequence[SlicedJob]) -> dict[str, tuple[int, ...]]:
         names = {claim.node for one in members for claim in one.claims}
         found = {name: list(self._view.millicores[self._view.slots[name]]) for name in names}
         for one in members:
@@ -611,7 +615,7 @@ class _Joining:
                     found[piece.claim.node] = [a + b for a, b in zip(have, piece.held.millicores, strict=True)]
         return {name: tuple(cores) for name, cores in found.items()}
 
-    def _all_stay(self, members: Sequence[Sharer]) -> bool:
+    def _all_stay(self, members: Sequence[SlicedJob]) -> bool:
         """Whether all who take turns on a device have room there together, by what was measured or named."""
         needs: dict[_Device, int] = {}
         for one in members:
@@ -627,8 +631,8 @@ class _Joining:
         return True
 
 
-def _where_it_rests(job: Job, gang: Gang) -> Sharer:
-    return Sharer(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
+def _where_it_rests(job: JobRecord, gang: Gang) -> SlicedJob:
+    return SlicedJob(job, gang, tuple([structs.replace(claim, shared_mask=0) for claim in gang.claims]))
 
 
 def _memory_of(claim: Claim) -> int:

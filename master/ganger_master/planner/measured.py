@@ -15,19 +15,19 @@ import numpy as np
 from ganger.resources.values import Claim
 from ganger.resources.view import View
 
-from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.models.cpu import CpuModel, CpuPoint
-from ganger_master.planner.profile import Profile
-from ganger_master.planner.trials import Pace, Trial, next_cores, shown
-from ganger_master.planner.windows import Look, Windows
+from ganger_master.planner.profile import CoreProfile
+from ganger_master.planner.trials import CoresTrial, TrialPace, next_cores, shown
+from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.facts import Integers
 from ganger_master.policies.tune import Profiles
 from ganger_master.policies.tune.known import NOTHING, Known
 
 # Of ended series so many are remembered, those that were measured last.
 _MOST_SERIES: Final = 4096
-_DEFAULT: Final = Pace()
-_NO_WINDOWS: Final = Windows()
+_DEFAULT: Final = TrialPace()
+_NO_WINDOWS: Final = RateWindows()
 
 # What a rate hangs on: the incarnation, and the cores of each piece.
 _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
@@ -39,7 +39,7 @@ class _Seen:
 
     submitted_s: float
     signature: int
-    profile: Profile
+    profile: CoreProfile
     may_try: bool = False
     running: _Running | None = None
     nodes: tuple[str, ...] = ()
@@ -47,39 +47,39 @@ class _Seen:
     millicores: int = 0
     # From when on reports count: it has got used to running so.
     since_s: float = float("inf")
-    windows: Windows = _NO_WINDOWS
-    trial: Trial | None = None
+    windows: RateWindows = _NO_WINDOWS
+    trial: CoresTrial | None = None
     tried_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RememberedProfiles:
     """By number, and the points of ended series by signature."""
 
     jobs: Mapping[int, _Seen] = field(default_factory=dict)
     series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
 
 
-class Measured:
+class CoreProfiles:
     """Now is by the master's clock, which all times of jobs are of."""
 
-    def __init__(self, pace: Pace = _DEFAULT) -> None:
+    def __init__(self, pace: TrialPace = _DEFAULT) -> None:
         self._pace = pace
         self._jobs: dict[int, _Seen] = {}
         self._series: dict[int, tuple[CpuPoint, ...]] = {}
         self._known = NOTHING
         self._is_stale = False
 
-    def put(self, job: Job, gang: Gang | None, signature: int, now: float) -> None:
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
         """A job as it is now; one that has ended is only remembered by its series."""
         number = job.number
-        if job.state.is_final:
+        if job.state.is_finished:
             self.forget(number)
             return
         seen = self._jobs.get(number)
         if seen is None or seen.submitted_s != job.create_time:
             inherited = self._series.get(signature, ())
-            seen = _Seen(job.create_time, signature, Profile(inherited=inherited))
+            seen = _Seen(job.create_time, signature, CoreProfile(inherited=inherited))
             self._is_stale = self._is_stale or bool(inherited)
         # Who has no agent neither reports steps nor changes its threads.
         has_agent = job.capabilities.checkpoint or job.capabilities.offload
@@ -105,7 +105,7 @@ class Measured:
         if seen is None or now < seen.since_s:
             return
         pace = self._pace
-        windows = seen.windows.after(Look(time_s, step), pace.window_s, pace.window_steps)
+        windows = seen.windows.after(ProgressSample(time_s, step), pace.window_s, pace.window_steps)
         if windows is seen.windows:
             return
         is_full = windows.rates is not seen.windows.rates
@@ -128,11 +128,11 @@ class Measured:
         return self._is_stale or before != self.trials
 
     @property
-    def remembered(self) -> Remembered:
+    def remembered(self) -> RememberedProfiles:
         """For one that goes on from there."""
-        return Remembered(self._jobs, self._series)
+        return RememberedProfiles(self._jobs, self._series)
 
-    def recall(self, remembered: Remembered) -> None:
+    def recall(self, remembered: RememberedProfiles) -> None:
         """What one before this remembered."""
         self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
         self._is_stale = True
@@ -163,7 +163,9 @@ class Measured:
 
     # -- one job -------------------------------------------------------------------------------------------------------
 
-    def _changed(self, seen: _Seen, job: Job, claims: tuple[Claim, ...], running: _Running | None, now: float) -> _Seen:
+    def _changed(
+        self, seen: _Seen, job: JobRecord, claims: tuple[Claim, ...], running: _Running | None, now: float
+    ) -> _Seen:
         """It runs otherwise than before, or not any more."""
         is_same_stretch = seen.running is not None and running is not None and seen.running[0] == running[0]
         wait_s = self._pace.settle_s if is_same_stretch else self._pace.warm_s
@@ -194,7 +196,7 @@ class Measured:
         done = self._shown(seen, trial)
         return seen if done is None else self._over(done, now)
 
-    def _shown(self, seen: _Seen, trial: Trial, is_last: bool = False) -> _Seen | None:
+    def _shown(self, seen: _Seen, trial: CoresTrial, is_last: bool = False) -> _Seen | None:
         """With what its trial has shown, once that can be said; not while it does not run so."""
         if seen.millicores != trial.millicores:
             return None
@@ -216,7 +218,7 @@ class Measured:
         assert seen.trial is not None, "there is a trial"
         return replace(seen, trial=None, tried_s=seen.tried_s + max(0.0, now - seen.trial.began_s))
 
-    def _next(self, seen: _Seen, view: View, ran_s: float, now: float) -> Trial | None:
+    def _next(self, seen: _Seen, view: View, ran_s: float, now: float) -> CoresTrial | None:
         if not seen.may_try or seen.trial is not None or not seen.windows.is_enough:
             return None
         if seen.tried_s > self._pace.share * ran_s or seen.profile.at(seen.millicores / 1000) is None:
@@ -227,7 +229,7 @@ class Measured:
             for slot, count in zip(slots, seen.gpus, strict=True)
         ]
         cores = next_cores(seen.profile, seen.millicores, min(free))
-        return None if cores is None else Trial(1000 * cores, seen.millicores, seen.windows.rates, now)
+        return None if cores is None else CoresTrial(1000 * cores, seen.millicores, seen.windows.rates, now)
 
     # -- all jobs ------------------------------------------------------------------------------------------------------
 
@@ -245,9 +247,9 @@ class Measured:
         return Known(_profiles(list(of_curve)), _position_of(numbers, positions), knows_memory=False)
 
 
-def _running_claims(job: Job, gang: Gang | None) -> tuple[Claim, ...]:
+def _running_claims(job: JobRecord, gang: Gang | None) -> tuple[Claim, ...]:
     """Nothing of who does not run, or has pieces without devices: by those nobody tunes."""
-    if gang is None or job.state is not JobState.HOLDING or gang.intent is not Intent.RUN or not job.running_since:
+    if gang is None or job.state is not JobState.HOLDING or gang.intent is not GangIntent.RUN or not job.running_since:
         return ()
     return gang.claims if all(claim.device_mask for claim in gang.claims) else ()
 

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import attained, foreseen, measured, speeds, together
 from ganger_master.planner.attained import Attained
-from ganger_master.planner.foreseen import Foreseen, Report
-from ganger_master.planner.measured import Measured
-from ganger_master.planner.speeds import Speeds
+from ganger_master.planner.foreseen import Foreseen, LossReport
+from ganger_master.planner.measured import CoreProfiles
+from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.together import Together
-from ganger_master.planner.trials import Pace
+from ganger_master.planner.trials import TrialPace
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ProgressReport:
     """A report of a job: so many steps were done at a time, in seconds of its node's clock. `since_s`: as `Look` has
     it; `use`: share of what its devices can do. The rest as `Report` has it."""
 
@@ -35,9 +35,9 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
-    together: together.Remembered = field(default_factory=together.Remembered)
-    measured: measured.Remembered = field(default_factory=measured.Remembered)
+class RememberedRates:
+    together: together.RememberedColocations = field(default_factory=together.RememberedColocations)
+    measured: measured.RememberedProfiles = field(default_factory=measured.RememberedProfiles)
     attained: attained.Remembered = field(default_factory=dict)
     speeds: speeds.Remembered = field(default_factory=dict)
     foreseen: foreseen.Remembered = field(default_factory=dict)
@@ -47,15 +47,15 @@ class Measurements:
     """By job number. Now is by the master's clock, which all times of jobs are of. `weighs_sizes`: losses are kept,
     too."""
 
-    def __init__(self, pace: Pace) -> None:
-        self.measured = Measured(pace)
+    def __init__(self, pace: TrialPace) -> None:
+        self.measured = CoreProfiles(pace)
         self.together = Together(pace)
         self.attained = Attained()
-        self.speeds = Speeds(pace)
+        self.speeds = SpeedsByGpus(pace)
         self.foreseen = Foreseen(self.speeds)
         self.weighs_sizes = False
 
-    def put(self, job: Job, gang: Gang | None, signature: int, now: float) -> None:
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
         """A job as it is now."""
         self.measured.put(job, gang, signature, now)
         self.together.put(job, gang, signature, now)
@@ -77,7 +77,7 @@ class Measurements:
         self.speeds.keep(is_live)
         self.foreseen.keep(is_live)
 
-    def hear(self, number: int, heard: Heard, now: float) -> bool:
+    def hear(self, number: int, heard: ProgressReport, now: float) -> bool:
         """Whether that is worth another plan."""
         step, time_s, since_s = heard.step, heard.time_s, heard.since_s
         self.measured.hear(number, step, time_s, now)
@@ -87,14 +87,14 @@ class Measurements:
         is_full = self.speeds.hear(number, step, time_s, now, since_s)
         if not self.weighs_sizes:
             return is_full
-        self.foreseen.hear(number, Report(step, heard.loss, heard.passes, heard.passes_in_all))
+        self.foreseen.hear(number, LossReport(step, heard.loss, heard.passes, heard.passes_in_all))
         # What is weighed every interval need not be whenever a window is full, but once with each size.
         return len(self.speeds.rates(number)) > sizes
 
     @property
-    def remembered(self) -> Remembered:
+    def remembered(self) -> RememberedRates:
         """For one that goes on from there."""
-        return Remembered(
+        return RememberedRates(
             self.together.remembered,
             self.measured.remembered,
             self.attained.remembered,
@@ -102,7 +102,7 @@ class Measurements:
             self.foreseen.remembered,
         )
 
-    def recall(self, remembered: Remembered) -> None:
+    def recall(self, remembered: RememberedRates) -> None:
         """What one before this remembered."""
         self.together.recall(remembered.together)
         self.measured.recall(remembered.measured)

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 
 from ganger_master.planner.acting import Moving
-from ganger_master.planner.elastic import Growing
+from ganger_master.planner.elastic import GrowthTrials
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.measurements import Remembered
-from ganger_master.planner.packing import Packing
+from ganger_master.planner.measurements import RememberedRates
+from ganger_master.planner.packing import OrderColocation
 from ganger_master.planner.shared import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
@@ -32,15 +32,15 @@ _CLOCKS_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PlannerMemory:
     """What was decided and is not done or judged yet, what failed, and what was `measured`."""
 
     shared: Shared = NOTHING
-    packing: Packing = field(default_factory=Packing)
+    packing: OrderColocation = field(default_factory=OrderColocation)
     moving: Moving = field(default_factory=Moving)
-    growing: Growing = field(default_factory=Growing)
+    growing: GrowthTrials = field(default_factory=GrowthTrials)
     resizing: Resizing = NOTHING_UNDER_WAY
-    measured: Remembered = field(default_factory=Remembered)
+    measured: RememberedRates = field(default_factory=RememberedRates)
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True):
@@ -77,7 +77,7 @@ def _array(kind: type, value: object) -> object:
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
-def packed(memory: Memory) -> bytes:
+def packed(memory: PlannerMemory) -> bytes:
     """The same bytes for the same memory."""
     # What the other pass said last is said anew.
     return _encode(replace(memory, moving=replace(memory.moving, found=None)))
@@ -88,7 +88,9 @@ def noted(memory: bytes, policy: str, now: float) -> bytes:
     return _encode(_Note(_MAGIC, _kind(), policy, now, zlib.crc32(memory), memory))
 
 
-def recalled(note: bytes, policy: str, now: float, create_time: Callable[[int], float | None]) -> Memory | Unusable:
+def recalled(
+    note: bytes, policy: str, now: float, create_time: Callable[[int], float | None]
+) -> PlannerMemory | Unusable:
     """What was noted, if this planner can go on from it now. `create_time`: of a live job by its number; None: there is
     none of that number."""
     try:
@@ -118,12 +120,12 @@ def recalled(note: bytes, policy: str, now: float, create_time: Callable[[int], 
 
 
 @cache
-def _decoder() -> msgspec.msgpack.Decoder[Memory]:
-    return msgspec.msgpack.Decoder(Memory, dec_hook=_array)
+def _decoder() -> msgspec.msgpack.Decoder[PlannerMemory]:
+    return msgspec.msgpack.Decoder(PlannerMemory, dec_hook=_array)
 
 
 @cache
 def _kind() -> int:
     """Changes with every field of every value of the memory; not with where functions lie."""
-    types = re.sub(r" at 0x[0-9a-f]+", "", repr(msgspec.inspect.type_info(Memory)))
+    types = re.sub(r" at 0x[0-9a-f]+", "", repr(msgspec.inspect.type_info(PlannerMemory)))
     return zlib.crc32(types.encode())

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 
 # Bytes of state, and seconds that its move took.
 _Measured: TypeAlias = tuple[float, float]
@@ -24,12 +24,12 @@ class MoveCosts:
     base_s: float
     byte_s: float
 
-    def pause_s(self, job: Job, gang: Gang) -> float:
+    def pause_s(self, job: JobRecord, gang: Gang) -> float:
         """Of the gang's next move."""
         return job.move_pause_seconds or self.base_s + self.byte_s * state_bytes(job, gang)
 
 
-def move_costs(pairs: Iterable[tuple[Job, Gang]]) -> MoveCosts:
+def move_costs(pairs: Iterable[tuple[JobRecord, Gang]]) -> MoveCosts:
     """By the running jobs that were moved: a line through them, of least squares and with neither part below zero."""
     moved = [(state_bytes(job, gang), job.move_pause_seconds) for job, gang in pairs if job.move_pause_seconds]
     points = (*_UNMEASURED, *moved[-_MOST:])
@@ -40,7 +40,7 @@ def move_costs(pairs: Iterable[tuple[Job, Gang]]) -> MoveCosts:
     return MoveCosts(max(0.0, mean_y - slope * mean_x), slope)
 
 
-def state_bytes(job: Job, gang: Gang) -> float:
+def state_bytes(job: JobRecord, gang: Gang) -> float:
     """What a node sends, at most: all nodes send at once."""
     most = max([claim.device_mask.bit_count() for claim in gang.claims], default=0)
     return float(most * job.used_device_bytes)

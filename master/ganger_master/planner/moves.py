@@ -11,36 +11,36 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 
-from ganger_master.core.model import Gang, Job
-from ganger_master.core.purpose import Finding
-from ganger_master.planner.acting import Acting, Moving, Terms
+from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.acting import Acting, MigrationTerms, Moving
 from ganger_master.planner.brought import Brought
 from ganger_master.planner.emptying import bring_back, drain, parked
 from ganger_master.planner.errands import Errand, carry_on, is_free, keep
 from ganger_master.planner.holes import Holes
 from ganger_master.planner.refused import KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.tidying import CLOSER_S, HOUR_S, Tidying
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
-Inner = Callable[[KeptOut, bool], Pass]
+Inner = Callable[[KeptOut, bool], PlanDraft]
 
 
 def plan_moves(
     inner: Inner,
-    terms: Terms,
+    terms: MigrationTerms,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     moving: Moving,
     kept_out: KeptOut,
     may_stop: bool,
     is_news: bool = True,
-) -> tuple[Pass, Moving, tuple[Finding, ...], float]:
+) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
     """The changes to propose now, those of `inner` among them; what to remember if they are proposed; what was found of
     moves before; and when to ask again though nothing happens. `inner` is asked with the room as it is without what
     moves need, and for whom it is to find no place; unless there `is_news` it would say what it said last. The room is
@@ -54,7 +54,7 @@ def plan_moves(
         trying.undo()
 
 
-def moves_nobody(moving: Moving, terms: Terms, table: LiveTable, now: float, room: Room) -> bool:
+def moves_nobody(moving: Moving, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex) -> bool:
     """Whether a pass that may stop nobody would move nobody and find nothing, for whoever waits needs more than there
     is: cheaper than to ask it."""
     room.refresh()
@@ -81,7 +81,7 @@ class _Pass:
 
     def run(
         self, inner: Inner, kept_out: KeptOut, may_stop: bool, is_news: bool
-    ) -> tuple[Pass, Moving, tuple[Finding, ...], float]:
+    ) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
         acting, table, terms = self._acting, self._acting.table, self._acting.terms
         carried = carry_on(self._old.errands, table, acting.trying, acting.now)
         self._holes.given_up(carried.given_up)
@@ -116,7 +116,7 @@ class _Pass:
             tidying.unpack()
             if not acting.errands:
                 tidying.balance()
-            if acting.room.view.mode is Mode.PACK and not acting.errands:
+            if acting.room.view.mode is LoadMode.PACK and not acting.errands:
                 tidying.defragment()
         brought = self._begun(brought)
         acting.come_back(brought.look_s)
@@ -148,10 +148,10 @@ class _Pass:
                 brought = brought.begun(number, change.purpose.goal, got[1], claims, acting.terms.rated, acting.now)
         return brought
 
-    def _takes(self, job: Job, gang: Gang) -> tuple[float, float]:
+    def _takes(self, job: JobRecord, gang: Gang) -> tuple[float, float]:
         return self._acting.ran_s(job), self._acting.costs.pause_s(job, gang)
 
-    def _with_own(self, found: Pass) -> Pass:
+    def _with_own(self, found: PlanDraft) -> PlanDraft:
         own = self._acting.changed
         others = tuple([change for change in found.changes if change.number not in own])
         starts = np.array(
@@ -168,7 +168,7 @@ class _Pass:
         not_started = frozenset(kept_out.not_started) | numbers
         return replace(kept_out, not_started=not_started, not_stopped=frozenset(kept_out.not_stopped) | numbers)
 
-    def _take_starts(self, found: Pass) -> None:
+    def _take_starts(self, found: PlanDraft) -> None:
         acting = self._acting
         own = acting.changed
         for change in found.changes:

@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from ganger.resources.values import GangShape, Level
+from ganger.resources.values import GangShape, LocalityLevel
 from ganger.resources.view import View
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Job
+from ganger_master.core.model import Gang, GangPhase, JobRecord
 from ganger_master.core.purpose import Goal
 from ganger_master.core.sizes import devices_of
 from ganger_master.planner.choice import Choice
@@ -45,48 +45,50 @@ from ganger_master.planner.in_place import (
 from ganger_master.planner.move_costs import move_costs
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, carried_out
-from ganger_master.planner.terms import Terms, held_of
-from ganger_master.planner.wanting import Wanting, without_growth
+from ganger_master.planner.target import PlanDraft, carried_out
+from ganger_master.planner.terms import PassTerms, held_of
+from ganger_master.planner.wanting import SizeRequests, without_growth
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.facts import Capacity, Flags, Integers
-from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.fragmentation import GangMix
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.optimus_belief import Believed
-from ganger_master.policies.order import Order, ranked
-from ganger_master.policies.place import Placement
+from ganger_master.policies.order import JobOrder, ranked
+from ganger_master.policies.place import PlacementPreference
 from ganger_master.policies.place.placement import Claims
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.policies.selection import guarded
 
 
 def plan_optimus(
-    order: Order,
-    placement: Placement,
+    order: JobOrder,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
+    room: CapacityIndex,
     believed: Believed,
     may_stop: bool = True,
     resize_s: float = 0.0,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     resizing: Resizing = NOTHING_UNDER_WAY,
-) -> Pass:
+) -> PlanDraft:
     """As `planner.target.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
     size takes that is a stop and a start; `resizing`: what the last pass said to remember."""
     resizing = resizing.followed(table)
     if not may_stop and not table.has_waiting and not resizing.waits_for_room:
-        return Pass(next_change_s=now, resizing=resizing)
+        return PlanDraft(next_change_s=now, resizing=resizing)
     rows, facts = table.facts(now)
     gangs = [table.gangs[row] for row in rows.tolist()]
     jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
     # Of a change of size that somebody else began, or that was forgotten, nobody knows what it will leave.
     may_stop = may_stop and not any(map(partial(_is_unknown, resizing), jobs, gangs))
     line = ranked(order, facts, now, capacity)
-    wanting = Wanting.of(order, table, rows, facts, jobs, gangs, line, capacity, believed, may_stop, kept_out, resizing)
+    wanting = SizeRequests.of(
+        order, table, rows, facts, jobs, gangs, line, capacity, believed, may_stop, kept_out, resizing
+    )
     if not wanting.is_anybody and not resizing.waits_for_room:
-        return Pass(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
+        return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
     room.refresh()
     costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
     takes_s = [
@@ -135,7 +137,7 @@ def plan_optimus(
         room,
         may_stop,
         kept_out,
-        Terms(lambda job: shapes.get(job.number) or job.shape, mates_now=lambda: table.mates),
+        PassTerms(lambda job: shapes.get(job.number) or job.shape, mates_now=lambda: table.mates),
         [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
         going=going,
     )
@@ -171,7 +173,7 @@ def plan_optimus(
     )
 
 
-def _is_unknown(resizing: Resizing, job: Job, gang: Gang | None) -> bool:
+def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:
     is_moved = gang is not None and gang.phase is GangPhase.MOVING
     return bool(job.next_epoch) and not is_moved and job.number not in resizing.wanted
 
@@ -182,10 +184,10 @@ class _Given:
 
     changes: tuple[Change, ...]
     claims: Mapping[int, Claims]
-    parts: Sequence[tuple[Job, Gang]]
+    parts: Sequence[tuple[JobRecord, Gang]]
 
     @classmethod
-    def by(cls, wanting: Wanting, positions: Sequence[int], gpus: Integers, view: View) -> _Given:
+    def by(cls, wanting: SizeRequests, positions: Sequence[int], gpus: Integers, view: View) -> _Given:
         changes, pieces, parts = [], {}, []
         for at in positions:
             job, gang = wanting.jobs[at], wanting.gangs[at]
@@ -200,7 +202,7 @@ class _Given:
 
 
 def _grown(
-    wanting: Wanting, positions: Sequence[int], gpus: Integers, changes: Sequence[Change], room: Room
+    wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[Change], room: CapacityIndex
 ) -> list[Change]:
     """Who has room for all that it is to have, beside who starts; the room is left as it was."""
     found: list[Change] = []
@@ -219,7 +221,11 @@ def _grown(
 
 
 def _within_reach(
-    wanting: Wanting, wanted: Integers, placement: Placement, room: Room, giving: Sequence[tuple[Job, Gang]]
+    wanting: SizeRequests,
+    wanted: Integers,
+    placement: PlacementPreference,
+    room: CapacityIndex,
+    giving: Sequence[tuple[JobRecord, Gang]],
 ) -> Integers:
     """The sizes without growth that would come to nothing, because no place is large enough once all who change size
     have left theirs: else who got less than it should would be made to change for more every time. `giving`: who gives
@@ -238,18 +244,18 @@ def _within_reach(
 
 
 def _as_far_as_it_goes(
-    wanting: Wanting,
+    wanting: SizeRequests,
     gpus: Integers,
     before: Integers,
     resized: Flags,
     in_place: Flags,
-    placement: Placement,
-    room: Room,
-    giving: Sequence[tuple[Job, Gang]],
+    placement: PlacementPreference,
+    room: CapacityIndex,
+    giving: Sequence[tuple[JobRecord, Gang]],
 ) -> Integers:
     """The sizes, where those who would grow have what they find room for once the others have left theirs."""
     decided = gpus.copy()
-    trial = Room(room.view.copy())
+    trial = CapacityIndex(room.view.copy())
     for at in np.flatnonzero((resized & ~in_place) | wanting.going).tolist():
         trial.give(_held(wanting.gangs[at]))
     for _, part in giving:
@@ -286,10 +292,10 @@ def _held(gang: Gang | None) -> Claims:
     return () if gang is None else held_of(gang)
 
 
-def _yielding(placement: Placement, least: Mapping[GangShape, int]) -> Placement:
+def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
     """The placement, which gives an elastic gang fewer tasks, but no fewer than those, where more do not fit."""
 
-    def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
         found = placement.search(room, ask, widest, demand)
         if found is not None or ask.shape not in least:
             return found

@@ -14,7 +14,7 @@ from typing import Final
 from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Goal
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 
 # Of a core, at most a quarter is spent on plans.
 _REST: Final = 3.0
@@ -35,7 +35,7 @@ def is_stop(change: Change, resizes: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PlanPace:
     """Unix seconds. `every_s`: the least time between two plans that stop somebody."""
 
     every_s: float
@@ -58,8 +58,8 @@ class Pace:
         return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
 
     def after(
-        self, now: float, took_s: float, found: Pass, *, stopped: bool, refused: bool, again_s: float = inf
-    ) -> Pace:
+        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+    ) -> PlanPace:
         """Once a plan made and proposed until now is answered. `stopped`: somebody was; `refused`: something was.
         `again_s`: when what else was put off may be done."""
         stopped_at_s = now if stopped else self.stopped_at_s

@@ -12,20 +12,20 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from ganger.resources.values import Claim, Level
+from ganger.resources.values import Claim, LocalityLevel
 from ganger.resources.view import View
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job, SuspendLevel
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.choice import Choice, asked, choose
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.order import Order
-from ganger_master.policies.tune import Nodes, Pieces, Tuning
+from ganger_master.policies.order import JobOrder
+from ganger_master.policies.tune import Pieces, Tuning, TuningNodes
 from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
 
 # (node, GPUs there) of a gang, by node.
@@ -41,7 +41,7 @@ _MOST_MATCHED = 1024
 
 def plan_packed(
     tuning: Tuning,
-    order: Order,
+    order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
@@ -50,7 +50,7 @@ def plan_packed(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     known: Known = NOTHING,
-) -> Pass | None:
+) -> PlanDraft | None:
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
     place, or it would place nobody at all."""
     assert tuning.place is not None, f"{tuning.name} places no job"
@@ -90,19 +90,21 @@ def plan_packed(
     tuned = fitted(view, stays, starts)
     stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
     started = sum(change.kind == "START" for change in tuned.changes)
-    return Pass((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.told)
+    return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.told)
 
 
-def _jobs(table: LiveTable, choice: Choice, positions: Integers) -> list[Job]:
+def _jobs(table: LiveTable, choice: Choice, positions: Integers) -> list[JobRecord]:
     return [job for row in choice.rows[positions].tolist() if (job := table.jobs[row]) is not None]
 
 
-def _gangs(table: LiveTable, choice: Choice, among: Flags) -> list[tuple[Job, Gang]]:
+def _gangs(table: LiveTable, choice: Choice, among: Flags) -> list[tuple[JobRecord, Gang]]:
     pairs = [(table.jobs[row], table.gangs[row]) for row in choice.rows[among].tolist()]
     return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
 
-def _staying(view: View, names: Sequence[str], job: Job, gang: Gang, where: Where, amounts: Amounts) -> Wish | None:
+def _staying(
+    view: View, names: Sequence[str], job: JobRecord, gang: Gang, where: Where, amounts: Amounts
+) -> Wish | None:
     """None: it cannot go on with what it is to have, or not there."""
     by_node = {names[node]: amount for (node, _), amount in zip(where, amounts, strict=True)}
     if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
@@ -112,7 +114,7 @@ def _staying(view: View, names: Sequence[str], job: Job, gang: Gang, where: Wher
     return wish if all(got[1] <= want[1] for got, want in zip(wish.amounts, ordered, strict=True)) else None
 
 
-def _starting(view: View, names: Sequence[str], job: Job, where: Where, amounts: Amounts) -> Wish:
+def _starting(view: View, names: Sequence[str], job: JobRecord, where: Where, amounts: Amounts) -> Wish:
     gpus = tuple([count for _, count in where])
     roles = job.shape.roles
     tasks = [tuple([role.tasks for role in roles])] if len(where) == 1 else [(count,) for count in gpus]
@@ -120,7 +122,7 @@ def _starting(view: View, names: Sequence[str], job: Job, where: Where, amounts:
     return wish_of(view, job, claims, amounts, is_start=True, gpus=gpus)
 
 
-def _is_packable(job: Job) -> bool:
+def _is_packable(job: JobRecord) -> bool:
     shape = job.shape
     is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
     names_memory = any(role.shape.memory_bytes for role in shape.roles)
@@ -128,8 +130,8 @@ def _is_packable(job: Job) -> bool:
     return shape.gpus > 0 and (is_plain or _is_local(job)) and not is_choosy
 
 
-def _is_local(job: Job) -> bool:
-    return job.spec.locality.widest <= Level.NODE
+def _is_local(job: JobRecord) -> bool:
+    return job.spec.locality.widest <= LocalityLevel.NODE
 
 
 def _targets(placed: Pieces) -> dict[int, Place]:
@@ -154,7 +156,7 @@ def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None
     )
 
 
-def _alike(view: View, names: Sequence[str], nodes: Nodes) -> list[Hashable]:
+def _alike(view: View, names: Sequence[str], nodes: TuningNodes) -> list[Hashable]:
     """Nodes with equal entries may change places."""
     return [
         (view.topologies[view.slots[name]].configuration_set.name, gpus, cores, memory)

@@ -18,17 +18,17 @@ from ganger.resources.view import View
 from msgspec import structs
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Intent, Job
+from ganger_master.core.model import GangIntent, JobRecord
 from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.planner.packs import JobRates, Packs, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import as_held
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.introspect.packing import Berth
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference, Want
+from ganger_master.policies.room import CapacityIndex
 
 # Between two looks, of the time between two plans that stop somebody: while packs are measured, after one that changed
 # something, and after one that did not. By default a minute, five and ten.
@@ -45,7 +45,7 @@ _RESIDENTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class OrderColocation:
     """What is remembered. `looked_s`: when it was last looked what could be packed; `is_quiet`: nothing could.
     `halved`: numbers of those whose packs have ended, and who have not all of their cores back."""
 
@@ -61,23 +61,23 @@ class Packing:
         pace = _TRIAL if self.packs.is_trying else _QUIET if self.is_quiet else _BUSY
         return self.looked_s + max(_LEAST_S, pace * plan_every_s)
 
-    def without(self, before: Packing, refused: Set[int], barred: Set[int] = frozenset()) -> Packing:
+    def without(self, before: OrderColocation, refused: Set[int], barred: Set[int] = frozenset()) -> OrderColocation:
         """If changes of these jobs were refused; `before`: what was remembered before they were planned. `barred`:
         those who would be refused again."""
         return replace(self, packs=with_refusals(before.packs, self.packs, refused, barred))
 
 
 def plan_packing(
-    packing: Packing,
-    placement: Placement,
+    packing: OrderColocation,
+    placement: PlacementPreference,
     table: LiveTable,
-    room: Room,
+    room: CapacityIndex,
     now: float,
     seen: JobRates,
     gpus: int,
     plan_every_s: float,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
-) -> tuple[tuple[Change, ...], Packing, tuple[Finding, ...]]:
+) -> tuple[tuple[Change, ...], OrderColocation, tuple[TrialFinding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     Ask once other plans have nothing to change. `plan_every_s`: the least time between two plans that stop somebody.
     `kept_out`: who is refused whatever is free."""
@@ -96,10 +96,10 @@ def plan_packing(
     parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
     known = sorted({*packing.halved, *parted})
     halved = tuple([number for number in known if _lacks_cores(table, room.view, number)])
-    return changes, Packing(packs, now, not changes, halved), findings
+    return changes, OrderColocation(packs, now, not changes, halved), findings
 
 
-def shape_for_two(job: Job) -> GangShape:
+def shape_for_two(job: JobRecord) -> GangShape:
     """What a job is placed with: of host memory, where it names none, what leaves as much for one who may come to its
     devices."""
     return structs.replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
@@ -151,7 +151,7 @@ class _Waiting:
 def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
     """Whether it runs with fewer than go with its devices."""
     job, gang = table.get(number) or (None, None)
-    if job is None or gang is None or gang.intent is not Intent.RUN:
+    if job is None or gang is None or gang.intent is not GangIntent.RUN:
         return False
     wanted = [
         (claim, demand(view.topology(claim.node).configuration_set, job.shape, claim.tasks).millicores)
@@ -161,7 +161,9 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
     return any(sum(claim.millicores) < millicores for claim, millicores in wanted)
 
 
-def _apart(packs: Packs, placement: Placement, table: LiveTable, room: Room) -> tuple[tuple[Change, ...], Packs]:
+def _apart(
+    packs: Packs, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
+) -> tuple[tuple[Change, ...], Packs]:
     """Guests go to devices of their own, as far as there are any."""
     room.refresh()
     trying = WhatIf(room)

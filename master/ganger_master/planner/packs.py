@@ -23,19 +23,19 @@ from msgspec import structs
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.mates import fits_beside
 from ganger_master.planner.slices import as_held, shares_all, takes_turns
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.failed import FailedTrials
 from ganger_master.policies.introspect.packing import (
     ALONE_WINDOWS,
     Berth,
+    ColocationProposal,
     Pair,
-    Proposal,
     Resident,
     lesson,
     proposals,
@@ -43,7 +43,7 @@ from ganger_master.policies.introspect.packing import (
     verdict,
 )
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Judged, Rates, Verdict, normalised
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
 
 # Of all devices, one in so many is in a trial at once at most.
 _DEVICES_PER_TRIAL: Final = 8
@@ -80,7 +80,7 @@ class JobRates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    proposal: Proposal
+    proposal: ColocationProposal
     since_s: float
     is_kept: bool = False
 
@@ -99,7 +99,7 @@ class Pack:
 class Leaving:
     """Who is to be packed takes turns, and leaves them first."""
 
-    proposal: Proposal
+    proposal: ColocationProposal
     since_s: float
 
     @property
@@ -131,7 +131,7 @@ class Packs:
     packs: tuple[Pack, ...] = ()
     leaving: tuple[Leaving, ...] = ()
     parting: tuple[Parting, ...] = ()
-    failed: Failed[Pair] = field(default_factory=Failed)
+    failed: FailedTrials[Pair] = field(default_factory=FailedTrials)
     contention: Mapping[str, Contention] = field(default_factory=dict)
     tried: int = 0
     kept: int = 0
@@ -166,7 +166,7 @@ def plan_packs(
     is_crowded: bool,
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
-) -> tuple[tuple[Change, ...], Packs, tuple[Finding, ...]]:
+) -> tuple[tuple[Change, ...], Packs, tuple[TrialFinding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `is_crowded`: somebody
     waits for room. `in_turns`: whoever has to leave a pack takes turns with its host again; if not, it waits for room,
     and rests on storage; nobody is in a pack whose time is limited, or beside one of another priority. `wanted`: of the
@@ -175,7 +175,7 @@ def plan_packs(
     running = {pair[0].number: pair for pair in table.running}
     changes: list[Change] = []
     left: list[Pack] = []
-    findings: list[Finding] = []
+    findings: list[TrialFinding] = []
     for pack in packs.packs:
         packs, stays, found = _judged(packs, pack, running, table, view, now, seen)
         findings.extend(found)
@@ -245,23 +245,23 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[
     )
 
 
-def parking(job: Job, gang: Gang, purpose: Purpose) -> Change:
+def parking(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
     """It rests in host memory if it can, else on storage."""
     has_arena = job.capabilities.offload and has_arenas(gang)
     level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
     return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
-def _suspending(job: Job, gang: Gang, purpose: Purpose) -> Change:
+def _suspending(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
     """It waits as everybody else does."""
     return Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=purpose)
 
 
 def _strangers(
-    running: Mapping[int, tuple[Job, Gang]],
+    running: Mapping[int, tuple[JobRecord, Gang]],
     busy: Collection[int],
     seen: JobRates,
-    rests: Callable[[Job, Gang, Purpose], Change],
+    rests: Callable[[JobRecord, Gang, Purpose], Change],
 ) -> Iterator[Change]:
     """Who shares devices, and nobody knows for what: whoever came last has to go."""
     for number, (job, gang) in running.items():
@@ -275,7 +275,7 @@ def _strangers(
 
 
 def whole_again(
-    running: Mapping[int, tuple[Job, Gang]], busy: Collection[int], view: View, seen: JobRates
+    running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
     """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
     free: dict[str, tuple[int, ...]] = {}
@@ -306,12 +306,12 @@ def whole_again(
 def _judged(
     packs: Packs,
     pack: Pack,
-    running: Mapping[int, tuple[Job, Gang]],
+    running: Mapping[int, tuple[JobRecord, Gang]],
     table: LiveTable,
     view: View,
     now: float,
     seen: JobRates,
-) -> tuple[Packs, Pack | None, list[Finding]]:
+) -> tuple[Packs, Pack | None, list[TrialFinding]]:
     """The pack if it stays, what was learned, and what is to be told of it."""
     proposal, numbers = pack.proposal, pack.numbers
     alone = [seen.alone(number) for number in numbers]
@@ -324,7 +324,7 @@ def _judged(
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
             # It would rest for as long as its host runs, which makes what it would in turns.
             parting = (*packs.parting, Parting(pack.numbers[0], pack.guest, now))
-            told = [Finding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
+            told = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
             return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, told
         if pack.is_kept:
             # Who rests for its user may do so for long.
@@ -337,31 +337,31 @@ def _judged(
         # It was refused, or somebody was stopped meanwhile.
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     first = -_WATCHED_WINDOWS if pack.is_kept else 0
-    rates = {n: Rates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
+    rates = {n: TrialRates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
     if pack.is_kept:
         if still_pays(proposal.residents, rates):
             return packs, pack, []
         packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
         return packs, None, _told(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
-    judged = verdict(proposal, rates) if is_measured else Judged(Verdict.MEASURE)
+    judged = verdict(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
     found = judged.verdict
-    if found is Verdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
+    if found is TrialVerdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
         return packs, pack, []
     if not is_measured:
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
-    is_open = found is Verdict.MEASURE or judged.is_open
-    told = _told(numbers, rates, is_kept=found is Verdict.KEEP, is_open=is_open)
-    if found is Verdict.KEEP:
+    is_open = found is TrialVerdict.MEASURE or judged.is_open
+    told = _told(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
+    if found is TrialVerdict.KEEP:
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
         return packs, replace(pack, is_kept=True), told
     return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
 
 
-def _is_kept_out(job: Job, gang: Gang | None, host: tuple[Job, Gang] | None, view: View) -> bool:
+def _is_kept_out(job: JobRecord, gang: Gang | None, host: tuple[JobRecord, Gang] | None, view: View) -> bool:
     """Whether who rests in its turn cannot go on beside its host: others have come to rest on their devices meanwhile,
     and keep memory there."""
     if gang is None or host is None or job.state is not JobState.HOLDING or not is_settled(*host):
@@ -369,38 +369,40 @@ def _is_kept_out(job: Job, gang: Gang | None, host: tuple[Job, Gang] | None, vie
     return is_resting(job, gang) and not fits_beside(job, gang.parked_claims, [host[0]], view)
 
 
-def _is_coming(job: Job, gang: Gang | None) -> bool:
+def _is_coming(job: JobRecord, gang: Gang | None) -> bool:
     """Handed over, it has still to say that it runs."""
-    holds = gang is not None and gang.intent is Intent.RUN and job.state is JobState.HOLDING
+    holds = gang is not None and gang.intent is GangIntent.RUN and job.state is JobState.HOLDING
     return bool(job.next_epoch) or (holds and not job.running_since)
 
 
-def _told(numbers: Sequence[int], rates: Mapping[int, Rates], is_kept: bool, is_open: bool = False) -> list[Finding]:
+def _told(
+    numbers: Sequence[int], rates: Mapping[int, TrialRates], is_kept: bool, is_open: bool = False
+) -> list[TrialFinding]:
     """For the history of everybody in the pack."""
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
     seen = f"by {windows} windows" + (", which leave open whether that pays" if is_open else "")
     detail = f"{each} of the rate alone, {seen}; in turns they would make 1.00 together"
-    return [Finding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
+    return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
-def _is_together(pack: Pack, running: Mapping[int, tuple[Job, Gang]]) -> bool:
+def _is_together(pack: Pack, running: Mapping[int, tuple[JobRecord, Gang]]) -> bool:
     places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in pack.numbers if n in running]
     return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
 
 
-def is_settled(job: Job, gang: Gang) -> bool:
+def is_settled(job: JobRecord, gang: Gang) -> bool:
     return gang.phase is GangPhase.RUNNING and not job.next_epoch
 
 
-def is_resting(job: Job, gang: Gang) -> bool:
+def is_resting(job: JobRecord, gang: Gang) -> bool:
     """In host memory, until it is told to go on."""
-    parked = gang.phase is GangPhase.PARKED and gang.intent is Intent.PARK and not job.next_epoch
+    parked = gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and not job.next_epoch
     return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
-def _berth(job: Job, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> Berth | None:
+def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> Berth | None:
     """A gang alone on its devices that was measured there. Where packs come apart into turns, who takes none is in no
     pack: its guest could not go on where the host is."""
     if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not in_turns):
@@ -418,12 +420,14 @@ def _berth(job: Job, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> 
     return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
 
 
-def may_be_slower(job: Job) -> bool:
+def may_be_slower(job: JobRecord) -> bool:
     """Whether it may be packed where nobody takes turns, if it can be stopped: else its time would run out on it."""
     return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
 
 
-def _feasible(running: Mapping[int, tuple[Job, Gang]], view: View, in_turns: bool) -> Callable[[Berth, Berth], bool]:
+def _feasible(
+    running: Mapping[int, tuple[JobRecord, Gang]], view: View, in_turns: bool
+) -> Callable[[Berth, Berth], bool]:
     """There has to be room for the guest, and nobody else may take turns on the devices of a pack."""
 
     def may(host: Berth, guest: Berth) -> bool:
@@ -450,7 +454,9 @@ def _feasible(running: Mapping[int, tuple[Job, Gang]], view: View, in_turns: boo
     return may
 
 
-def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], view: View) -> Sequence[Change]:
+def move_in(
+    proposal: ColocationProposal, at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
+) -> Sequence[Change]:
     """The host gives half of its cores to the guest, who comes; nothing where the guest's gang is of another make."""
     found = _beside(at, comes, view)
     if found is None:
@@ -468,7 +474,9 @@ def move_in(proposal: Proposal, at: tuple[Job, Gang], comes: tuple[Job, Gang], v
     )
 
 
-def _beside(at: tuple[Job, Gang], comes: tuple[Job, Gang], view: View) -> tuple[list[Claim], list[Claim]] | None:
+def _beside(
+    at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
+) -> tuple[list[Claim], list[Claim]] | None:
     """What the host keeps and the guest takes, who has as much host memory as before; None: there is no room for it."""
     shape = as_held(comes[0].shape, comes[1])
     gpus_of_task = shape.roles[0].shape.gpus

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING
 from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.terms import Terms
+from ganger_master.planner.target import PlanDraft, plan
+from ganger_master.planner.terms import PassTerms
 from ganger_master.policies import Policy
 from ganger_master.policies.facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed
-from ganger_master.policies.order import Order
-from ganger_master.policies.room import Room
+from ganger_master.policies.order import JobOrder
+from ganger_master.policies.room import CapacityIndex
 
 if TYPE_CHECKING:
     # What makes a pass of its own is loaded for those policies alone: it takes longer than many passes.
     from ganger.resources.values import GangShape
 
-    from ganger_master.core.model import Job
+    from ganger_master.core.model import JobRecord
     from ganger_master.planner.in_place import Resizing
     from ganger_master.policies.tune.known import Known
 
 
 def plan_by(
     policy: Policy,
-    order: Order,
+    order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
+    room: CapacityIndex,
     may_stop: bool = True,
     *,
     remaining_s: Callable[[Integers], Floats] | None = None,
@@ -43,7 +43,7 @@ def plan_by(
     believed: Believed = nothing_believed,
     resize_s: float = 0.0,
     resizing: Resizing | None = None,
-) -> Pass:
+) -> PlanDraft:
     """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
     oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed`, `resize_s`
     and `resizing` for one that resizes."""
@@ -85,16 +85,16 @@ def plan_by(
     return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
 
 
-def terms_of(policy: Policy, table: LiveTable) -> Terms:
+def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
     """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
     co-locates, a job leaves memory for another one."""
     if not policy.packs:
-        return Terms(mates_now=lambda: table.mates)
-    return Terms(shape=_shape_for_two(), mates_now=lambda: table.mates)
+        return PassTerms(mates_now=lambda: table.mates)
+    return PassTerms(shape=_shape_for_two(), mates_now=lambda: table.mates)
 
 
 @cache
-def _shape_for_two() -> Callable[[Job], GangShape]:
+def _shape_for_two() -> Callable[[JobRecord], GangShape]:
     from ganger_master.planner.packing import shape_for_two
 
     return shape_for_two

@@ -20,7 +20,7 @@ SURPRISE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class CoreProfile:
     """Points with cores for each GPU and steps per second, in the order in which they were measured."""
 
     own: tuple[CpuPoint, ...] = ()
@@ -50,11 +50,11 @@ class Profile:
         """What was measured with so many."""
         return next((point.rate for point in self.own if point.cores == cores), None)
 
-    def measured(self, point: CpuPoint) -> Profile:
+    def measured(self, point: CpuPoint) -> CoreProfile:
         """With one point more. One that is a surprise makes those before it void."""
         known = self.at(point.cores)
         if known is not None:
-            return self if _is_like(point.rate, known) else Profile((point,))
+            return self if _is_like(point.rate, known) else CoreProfile((point,))
         if self.own and self.inherited and not _is_like(point.rate, self._rate(point.cores)):
             return replace(self, own=(*self.own, point), inherited=())
         return replace(self, own=(*self.own, point))

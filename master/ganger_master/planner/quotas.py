@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.shares import Shares, limit_of
 
 # More GPUs than there are anywhere.
 _ANY_NUMBER: Final = 1 << 60
 
 
-class Quotas:
+class QuotaUse:
     """`limits`: as `core.settings.Settings.quota_devices`."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
@@ -27,7 +27,7 @@ class Quotas:
         # Numbers of those of them who would take their user beyond its quota.
         self.kept_out: set[int] = set()
 
-    def put(self, job: Job, gang: Gang | None, waits: bool) -> list[int]:
+    def put(self, job: JobRecord, gang: Gang | None, waits: bool) -> list[int]:
         """The job as it is now. Numbers of those of its user for whom it has changed by that whether they are kept out,
         its own among them if it is."""
         number, user = job.number, job.user
@@ -43,7 +43,7 @@ class Quotas:
         self.kept_out.symmetric_difference_update(changed)
         return changed
 
-    def left(self, job: Job) -> int:
+    def left(self, job: JobRecord) -> int:
         """GPUs that its user's quota leaves to a job, those included that it has."""
         return self._left(job.number, job.user)
 
@@ -55,7 +55,7 @@ class Quotas:
             for user, asked in self._asked.items()
         )
 
-    def beyond(self, line: Iterable[Job]) -> frozenset[int]:
+    def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
         """Numbers of those who would take their user beyond its quota once those before them in the line have started;
         of those who wait, first job first."""
         free: dict[str, int] = {}

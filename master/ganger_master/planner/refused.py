@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.resources.reasons import Reason, Refusal, RefusalKind
 
 from ganger_master.core.commands import Change
 
@@ -43,7 +43,7 @@ class KeptOut:
 NOTHING_KEPT_OUT: Final = KeptOut()
 
 
-class Refused:
+class RefusalBackoff:
     """Notes by job; at most one change of each is refused at a time, so there are no more than jobs."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Refused:
     def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
         """The first refusal is what counts. One that a fresh view cures is not noted."""
         refusal = next(iter(refusals), None)
-        if refusal is None or refusal.reason.kind is Kind.RACE or change.kind == "CORES":
+        if refusal is None or refusal.reason.kind is RefusalKind.RACE or change.kind == "CORES":
             # Whose cores cannot be changed keeps them, and asking again costs nobody anything.
             return
         number = change.number

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ganger_master.core.commands import Change
-from ganger_master.core.purpose import Finding, Goal
+from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.planner.errands import LONGEST_S, Errand, hold
 from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
 from ganger_master.planner.fairness import Fairness, credited, moved, stayed
@@ -19,10 +19,10 @@ from ganger_master.planner.packs import JobRates, Packs, plan_packs, with_refusa
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ _GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
 
 
 def plan_shared(
-    placement: Placement,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     remembered: Shared,
     seen: JobRates,
     gpus: int,
@@ -59,7 +59,7 @@ def plan_shared(
     draining: Collection[str] = (),
     changing: Collection[int] = (),
     errands: Sequence[Errand] = (),
-) -> tuple[Pass, Shared, tuple[Finding, ...]]:
+) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
     `turn_s` seconds (None: they do not), and all there is to propose is who takes turns. `received_s`: for how long
@@ -70,17 +70,17 @@ def plan_shared(
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
     turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
     is_due = now >= turns.since_s + quantum_s
-    tried = Pass()
-    findings: tuple[Finding, ...] = ()
+    tried = PlanDraft()
+    findings: tuple[TrialFinding, ...] = ()
     if is_due:
         is_crowded = table.has_waiting or bool(turns.sharers) or _take_turns(table)
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
-        tried = Pass(changes)
+        tried = PlanDraft(changes)
     # Where the planner leads the turns, they keep nobody from its cores.
     followed: tuple[Change, ...] = ()
     if matrices:
         followed, packs = follow(packs, table, room.view, now, seen)
-        tried = Pass((*tried.changes, *followed))
+        tried = PlanDraft((*tried.changes, *followed))
     elif packs.parting:
         packs = replace(packs, parting=())
     # One that is not looked after any more keeps nobody.

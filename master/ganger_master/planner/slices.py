@@ -27,27 +27,27 @@ from msgspec import structs
 
 from ganger_master.core.arenas import has_arenas
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.planner.mates import fits_beside
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.slicing import (
     QUANTUM_S,
     Seat,
     SharedNode,
-    Sharer,
+    SliceShare,
     credited,
     next_row,
     node_sets,
 )
-from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference, Want
+from ganger_master.policies.room import CapacityIndex
 
 Claims = tuple[Claim, ...]
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
-_RUN, _PARKED, _HOLDING, _OFFLOAD = Intent.RUN, GangPhase.PARKED, JobState.HOLDING, SuspendLevel.OFFLOAD
+_RUN, _PARKED, _HOLDING, _OFFLOAD = GangIntent.RUN, GangPhase.PARKED, JobState.HOLDING, SuspendLevel.OFFLOAD
 
 # Gangs that take turns on one device, at most: each keeps its state in host memory, and memory for its processes.
 MOST_ROWS: Final = 4
@@ -60,28 +60,28 @@ class Turns:
     """What is remembered. `sharers`: as they were credited when the present row began, by number; `entering`: who is
     still to enter it, and where."""
 
-    sharers: Mapping[int, Sharer] = field(default_factory=dict)
+    sharers: Mapping[int, SliceShare] = field(default_factory=dict)
     entering: Mapping[int, Seat] = field(default_factory=dict)
     since_s: float = -math.inf
 
 
 def plan_slices(
-    placement: Placement,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     turns: Turns,
     quantum_s: float = QUANTUM_S,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     busy: Iterable[int] = (),
     units: Iterable[tuple[int, ...]] = (),
-) -> tuple[Pass, Turns]:
+) -> tuple[PlanDraft, Turns]:
     """The changes to propose now, and what to remember if they are proposed. `room` is left as it is. `busy`: numbers
     of those who are not to be disturbed. `units`: numbers of those who run on devices together, and take turns as one.
     """
     live = _Live(table, now, kept_out, frozenset(busy), units)
     if not (live.waiting or live.parked):
-        return Pass(), Turns(since_s=turns.since_s)
+        return PlanDraft(), Turns(since_s=turns.since_s)
     room.refresh()
     filling = _Filling(placement, room, live)
     is_due = now >= turns.since_s + quantum_s
@@ -103,7 +103,7 @@ def plan_slices(
     shares = bool(crowded) or any(number not in started for number in live.parked)
     line = np.array(list(live.waiting), np.int64)
     next_s = turns.since_s + quantum_s if shares else math.inf
-    return Pass(tuple(filling.changes), waits=bool(crowded), next_change_s=next_s, line=line), turns
+    return PlanDraft(tuple(filling.changes), waits=bool(crowded), next_change_s=next_s, line=line), turns
 
 
 class _Live:
@@ -121,9 +121,9 @@ class _Live:
         self._facts = facts
         order = np.lexsort((facts.number, facts.arrival_s, -facts.priority))
         rows = rows[order]
-        self.waiting: dict[int, Job] = {}
-        self.running: dict[int, tuple[Job, Gang]] = {}
-        self.parked: dict[int, tuple[Job, Gang]] = {}
+        self.waiting: dict[int, JobRecord] = {}
+        self.running: dict[int, tuple[JobRecord, Gang]] = {}
+        self.parked: dict[int, tuple[JobRecord, Gang]] = {}
         self.busy = busy
         self.not_stopped = frozenset(kept_out.not_stopped)
         for row, waits in zip(rows.tolist(), table.is_waiting(rows).tolist(), strict=True):
@@ -182,12 +182,12 @@ class _Live:
             found = self._there[unit[0]] = [n for n, seat in seats if seat == seats[0][1]]
         return found
 
-    def sharer(self, number: int, known: Mapping[int, Sharer]) -> Sharer:
+    def sharer(self, number: int, known: Mapping[int, SliceShare]) -> SliceShare:
         job, gang = self.running.get(number) or self.parked.get(number) or (self.waiting[number], None)
         runs = number in self.running
         guests = self.guests(number)
         stays = runs and not all(self._may_stop(*self.running[one]) for one in (number, *guests) if one in self.running)
-        before = known.get(number, Sharer(number, job.gpus, job.create_time))
+        before = known.get(number, SliceShare(number, job.gpus, job.create_time))
         return structs.replace(
             before,
             gpus=job.gpus,
@@ -201,7 +201,7 @@ class _Live:
             received_s=max(before.received_s, self.attained_s[number]),
         )
 
-    def _may_stop(self, job: Job, gang: Gang) -> bool:
+    def _may_stop(self, job: JobRecord, gang: Gang) -> bool:
         offered = job.capabilities
         return (
             job.spec.preemptible
@@ -216,7 +216,7 @@ def seat_of(claims: Claims) -> Seat:
     return tuple([(claim.node, claim.device_mask) for claim in claims if claim.device_mask])
 
 
-def takes_turns(job: Job) -> bool:
+def takes_turns(job: JobRecord) -> bool:
     """Whether it is let into a matrix at all (`core.taking_turns`), whatever it does just now."""
     spec = job.spec
     return (
@@ -232,7 +232,7 @@ def shares_all(claims: Claims) -> bool:
 class _Filling:
     """Changes, with their places taken in a room, and all of it undone."""
 
-    def __init__(self, placement: Placement, room: Room, live: _Live) -> None:
+    def __init__(self, placement: PlacementPreference, room: CapacityIndex, live: _Live) -> None:
         self._placement, self._room, self._live = placement, room, live
         self.view = room.view
         self.changes: list[Change] = []
@@ -246,7 +246,7 @@ class _Filling:
             self._room.give(claims)
         self._taken.clear()
 
-    def start(self, jobs: Iterable[Job]) -> list[Job]:
+    def start(self, jobs: Iterable[JobRecord]) -> list[JobRecord]:
         """Starts who finds room; the others."""
         crowded = []
         vain: set[GangShape] = set()
@@ -298,7 +298,7 @@ class _Filling:
                 level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
                 self.changes.append(Change(one, job.revision, "SUSPEND", level=level))
 
-    def _come_back(self, job: Job, gang: Gang, host: int) -> None:
+    def _come_back(self, job: JobRecord, gang: Gang, host: int) -> None:
         """A guest follows its host, where they share all that it is on."""
         there = [self._live.running[one][0] for one in (host, *self._live.guests(host)) if one in self._live.running]
         lacks = gang.lacking_claims
@@ -308,7 +308,7 @@ class _Filling:
             ]
             self._change(job, "RESUME", (), tuple(claims))
 
-    def memory_of(self, job: Job, node: str, gpus: int) -> int:
+    def memory_of(self, job: JobRecord, node: str, gpus: int) -> int:
         """Bytes that so many GPUs of a gang need on a node, at least."""
         shape = thin(job.shape, self._least_memory)
         tasks = (gpus // shape.roles[0].shape.gpus,)
@@ -333,7 +333,7 @@ class _Filling:
         self._change(job, "START" if gang is None else "MOVE", found)
         return True
 
-    def _claims_at(self, job: Job, seat: Seat) -> Claims | None:
+    def _claims_at(self, job: JobRecord, seat: Seat) -> Claims | None:
         """A gang of one role on just these devices; None where cores or memory are missing."""
         shape = thin(job.shape, self._least_memory)
         task = shape.roles[0].shape
@@ -351,7 +351,7 @@ class _Filling:
             found.append(Claim(node, mask, cores, needed.memory_bytes, arena, tasks))
         return tuple(found)
 
-    def _change(self, job: Job, kind: str, claims: Claims, taken: Claims = ()) -> None:
+    def _change(self, job: JobRecord, kind: str, claims: Claims, taken: Claims = ()) -> None:
         self.changes.append(Change(job.number, job.revision, kind, claims))
         self.entered.add(job.number)
         self._take(taken or claims)
@@ -405,7 +405,7 @@ def as_held(shape: GangShape, gang: Gang) -> GangShape:
 
 
 def _switched(
-    filling: _Filling, live: _Live, crowded: Sequence[Job], turns: Turns, now: float, quantum_s: float
+    filling: _Filling, live: _Live, crowded: Sequence[JobRecord], turns: Turns, now: float, quantum_s: float
 ) -> Turns:
     """The next rows of all who share: who leaves is stopped, and who enters is remembered."""
     seats = {
@@ -426,7 +426,7 @@ def _switched(
         for name in names:
             of_node.setdefault(name, []).append(number)
     seconds = now - turns.since_s if math.isfinite(turns.since_s) else 0.0
-    sharers: dict[int, Sharer] = {}
+    sharers: dict[int, SliceShare] = {}
     entering: dict[int, Seat] = {}
     for names in node_sets(wanted):
         if not shared.intersection(names):
@@ -466,7 +466,7 @@ def _is_close(live: _Live, number: int, seat: Seat, view: View) -> bool:
     return len(job.spec.roles) == 1 and (len(seat) == 1 or job.gpus > most)
 
 
-def _joined(filling: _Filling, seats: Mapping[int, Seat], crowded: Sequence[Job]) -> dict[int, tuple[str, ...]]:
+def _joined(filling: _Filling, seats: Mapping[int, Seat], crowded: Sequence[JobRecord]) -> dict[int, tuple[str, ...]]:
     """The nodes where who finds no room takes turns with others: those whose gangs are of its size first, then those
     with the least load; by number. Not in it who has to wait for room, be it in host memory, which who is parked
     keeps."""
@@ -513,12 +513,12 @@ def _joined(filling: _Filling, seats: Mapping[int, Seat], crowded: Sequence[Job]
     return found
 
 
-def _rank(view: View, name: str, load: Mapping[str, int], job: Job) -> tuple[bool, float, str]:
+def _rank(view: View, name: str, load: Mapping[str, int], job: JobRecord) -> tuple[bool, float, str]:
     slot = view.slots[name]
     devices = view.topologies[slot].devices
     return (view.affinity[slot] != job.gpus, (load[name] + min(job.gpus, devices)) / devices, name)
 
 
-def _may_host(view: View, name: str, job: Job) -> bool:
+def _may_host(view: View, name: str, job: JobRecord) -> bool:
     made = view.topology(name).configuration_set
     return made.devices > 0 and job.spec.device_type in ("", made.device_type)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ganger_master.core.model import Gang, Intent, Job, JobState
-from ganger_master.planner.trials import Pace
-from ganger_master.planner.windows import Look, Windows
+from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
+from ganger_master.planner.trials import TrialPace
+from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.introspect.trial import FIRST_WINDOWS
 
 
@@ -17,32 +17,34 @@ class _Seen:
     # Epoch, devices and cores of the present stretch; None while it does not run.
     running: tuple[int, int, int] | None = None
     since_s: float = 0.0
-    windows: Windows = field(default_factory=Windows)
+    windows: RateWindows = field(default_factory=RateWindows)
     rates: Mapping[int, float] = field(default_factory=dict)
 
 
 Remembered: TypeAlias = Mapping[int, _Seen]
 
 
-class Speeds:
+class SpeedsByGpus:
     """One writer. Rates are in whatever is reported of a job per second, the same for all its sizes."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: TrialPace) -> None:
         self._pace = pace
         self._jobs: dict[int, _Seen] = {}
 
-    def put(self, job: Job, gang: Gang | None, now: float) -> None:
+    def put(self, job: JobRecord, gang: Gang | None, now: float) -> None:
         """A job as it is now. Whoever has other GPUs or cores than before is measured anew."""
-        if job.state.is_final or not job.spec.is_elastic:
+        if job.state.is_finished or not job.spec.is_elastic:
             self.forget(job.number)
             return
         seen = self._jobs.get(job.number, _Seen())
-        runs = gang is not None and job.state is JobState.HOLDING and gang.intent is Intent.RUN and job.running_since
+        runs = (
+            gang is not None and job.state is JobState.HOLDING and gang.intent is GangIntent.RUN and job.running_since
+        )
         running = None
         if gang is not None and runs:
             running = gang.epoch, gang.devices, sum([sum(claim.millicores) for claim in gang.claims])
         if running != seen.running:
-            seen = replace(seen, running=running, since_s=now + self._pace.settle_s, windows=Windows())
+            seen = replace(seen, running=running, since_s=now + self._pace.settle_s, windows=RateWindows())
         self._jobs[job.number] = seen
 
     def forget(self, number: int) -> None:
@@ -58,7 +60,9 @@ class Speeds:
         seen = self._jobs.get(number)
         if seen is None or seen.running is None or now < seen.since_s:
             return False
-        windows = seen.windows.after(Look(time_s, done, since_s), self._pace.window_s, self._pace.window_steps)
+        windows = seen.windows.after(
+            ProgressSample(time_s, done, since_s), self._pace.window_s, self._pace.window_steps
+        )
         is_full = windows.rates is not seen.windows.rates
         rates = seen.rates
         if is_full and len(windows.rates) >= FIRST_WINDOWS:

@@ -9,15 +9,15 @@ from functools import cached_property
 import numpy as np
 from ganger.resources.values import GangShape
 
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.planner.choice import Choice
 from ganger_master.planner.mates import Unit, units
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.terms import Terms
+from ganger_master.planner.terms import PassTerms
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
-from ganger_master.policies.order import Order
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.order import JobOrder
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 
 # So many who wait for others to leave have holes made for them; first job first.
 _MOST_HOLES = 8
@@ -26,7 +26,9 @@ _MOST_HOLES = 8
 class Staying:
     """Who runs, was chosen and could be stopped for somebody who ranks higher."""
 
-    def __init__(self, order: Order, table: LiveTable, choice: Choice, terms: Terms, room: Room) -> None:
+    def __init__(
+        self, order: JobOrder, table: LiveTable, choice: Choice, terms: PassTerms, room: CapacityIndex
+    ) -> None:
         self._table, self._choice, self._terms, self._room = table, choice, terms, room
         self._regroups = order.regroups
         self._holes = 0
@@ -70,7 +72,7 @@ class Staying:
     def _free_gpus(self) -> int:
         return int(np.bitwise_count(self._room.view.columns().free).sum())
 
-    def hole(self, placement: Placement, job: Job, shape: GangShape, avoid: Set[str]) -> Hole | None:
+    def hole(self, placement: PlacementPreference, job: JobRecord, shape: GangShape, avoid: Set[str]) -> Hole | None:
         """Whom to stop for this job, and where those will be who find room elsewhere. Under an order that regroups
         those are looked for first, who rank higher among them, but of no higher priority: nobody waits for it."""
         if shape in self._vain or self._holes == _MOST_HOLES:

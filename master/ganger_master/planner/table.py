@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from ganger.resources.topology import bits
 
-from ganger_master.core.model import Gang, GangPhase, Intent, Job, JobSpec, JobState, SuspendLevel
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.planner.mates import Mates, mates_of
-from ganger_master.planner.quotas import Quotas
+from ganger_master.planner.quotas import QuotaUse
 from ganger_master.policies.facts import Facts, Flags, Floats, Integers
-from ganger_master.policies.history import NO_HISTORY, History
-from ganger_master.policies.order import Order
+from ganger_master.policies.history import NO_HISTORY, ServiceHistory
+from ganger_master.policies.order import JobOrder
 
 if TYPE_CHECKING:
     from ganger_master.models.service import ServiceMemory
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
-_RUN, _PARK, _STOP, _PARKED = Intent.RUN, Intent.PARK, Intent.STOP, GangPhase.PARKED
+_RUN, _PARK, _STOP, _PARKED = GangIntent.RUN, GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
@@ -42,7 +42,7 @@ class LiveTable:
     its user beyond is as if it were not there until others of its user have gone."""
 
     def __init__(self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS) -> None:
-        self.jobs: list[Job | None] = []
+        self.jobs: list[JobRecord | None] = []
         # The gang a job holds or is giving back, None while it has none.
         self.gangs: list[Gang | None] = []
         self._row_of: dict[int, int] = {}
@@ -66,7 +66,7 @@ class LiveTable:
         self._unit_gpus: dict[int, int] = {}
         self._unknown = _unknown(_FIRST_ROOM)
         # None: nobody is bounded.
-        self.quotas = Quotas(quotas) if quotas else None
+        self.quotas = QuotaUse(quotas) if quotas else None
         # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
         self.memory = _memory() if learns else None
         self._services: deque[float] = deque(maxlen=_HISTORY)
@@ -79,17 +79,17 @@ class LiveTable:
         """KeyError for a job that is not live."""
         return self._row_of[number]
 
-    def get(self, number: int) -> tuple[Job, Gang | None] | None:
+    def get(self, number: int) -> tuple[JobRecord, Gang | None] | None:
         """A live job as it was put last, and its gang."""
         row = self._row_of.get(number)
         job = None if row is None else self.jobs[row]
         return None if row is None or job is None else (job, self.gangs[row])
 
-    def put(self, job: Job, gang: Gang | None) -> None:
+    def put(self, job: JobRecord, gang: Gang | None) -> None:
         """A job as it is now, with the gang of its present epoch if there is one."""
         number = job.number
         row = self._row_of.get(number)
-        if job.state.is_final:
+        if job.state.is_finished:
             if row is not None:
                 if self.memory is not None:
                     self.memory.end(row, job.run_seconds)
@@ -164,16 +164,16 @@ class LiveTable:
         self._drop(number, row)
 
     @property
-    def history(self) -> History:
+    def history(self) -> ServiceHistory:
         """What the jobs that ended last took; made anew once there are a twentieth more."""
         self._renew_history()
         return self._history
 
     def _renew_history(self) -> None:
         if self._since_history > _STALE * len(self._history.services):
-            self._history, self._since_history = History.of(self._services), 0
+            self._history, self._since_history = ServiceHistory.of(self._services), 0
 
-    def look(self, now: float, order: Order) -> None:
+    def look(self, now: float, order: JobOrder) -> None:
         """Learns what such an order would, asked now."""
         if order.with_history is not None:
             self._renew_history()
@@ -258,7 +258,7 @@ class LiveTable:
         return held - sum([gang.devices for _, gang in sharing]) + len(_devices_of([gang for _, gang in sharing]))
 
     @property
-    def running(self) -> list[tuple[Job, Gang]]:
+    def running(self) -> list[tuple[JobRecord, Gang]]:
         """Who holds a gang and was not told to give it back, by number."""
         rows = np.flatnonzero(self._flags[1])
         rows = rows[np.argsort(self._integers[0, rows])].tolist()
@@ -266,23 +266,23 @@ class LiveTable:
         return [(job, gang) for row in rows if (job := jobs[row]) is not None and (gang := gangs[row]) is not None]
 
     @property
-    def sharing(self) -> list[tuple[Job, Gang]]:
+    def sharing(self) -> list[tuple[JobRecord, Gang]]:
         """Who runs on devices that others may be on, too, by number."""
         rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
         pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
-    def going(self) -> list[tuple[Job, Gang]]:
+    def going(self) -> list[tuple[JobRecord, Gang]]:
         """Who is giving back what it holds, by row."""
         pairs = [(self.jobs[row], self.gangs[row]) for row in sorted(self._going)]
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
-    def jobs_at(self, rows: Integers) -> list[Job]:
+    def jobs_at(self, rows: Integers) -> list[JobRecord]:
         """In the order of the rows."""
         return [job for row in rows.tolist() if (job := self.jobs[row]) is not None]
 
-    def gangs_at(self, rows: Integers) -> list[tuple[Job, Gang]]:
+    def gangs_at(self, rows: Integers) -> list[tuple[JobRecord, Gang]]:
         """Those of them who have a gang, in the order of the rows."""
         found = [(self.jobs[row], self.gangs[row]) for row in rows.tolist()]
         return [(job, gang) for job, gang in found if job is not None and gang is not None]
@@ -322,7 +322,7 @@ class LiveTable:
         return found
 
     @property
-    def parked(self) -> list[tuple[Job, Gang]]:
+    def parked(self) -> list[tuple[JobRecord, Gang]]:
         """Who rests because a plan said so, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
         pairs = [(self.jobs[row], self.gangs[row]) for row in rows[np.argsort(self._integers[0, rows])].tolist()]
@@ -332,7 +332,7 @@ class LiveTable:
             if job is not None
             and gang is not None
             and job.state is JobState.HOLDING
-            and gang.intent is Intent.PARK
+            and gang.intent is GangIntent.PARK
             and gang.phase is GangPhase.PARKED
             and not job.next_epoch
         ]
@@ -368,12 +368,12 @@ class LiveTable:
         """Of the smallest gang that could be started; there must be one."""
         return int(self._integers[1, self._flags[2]].min())
 
-    def waiting_at_most(self, gpus: int) -> list[Job]:
+    def waiting_at_most(self, gpus: int) -> list[JobRecord]:
         """Who could be started and has a gang of no more than that."""
         rows = np.flatnonzero(self._flags[2] & (self._integers[1] <= gpus)).tolist()
         return [job for row in rows if (job := self.jobs[row]) is not None]
 
-    def waiting_jobs(self, most: int) -> list[Job]:
+    def waiting_jobs(self, most: int) -> list[JobRecord]:
         """Who could be started, by priority and number; nobody if there are more than that."""
         if len(self._waiting) > most:
             return []
@@ -406,7 +406,7 @@ class LiveTable:
             self._sharing.remove(row)
         self._mates = None
 
-    def _keep_out(self, quotas: Quotas, numbers: Iterable[int]) -> None:
+    def _keep_out(self, quotas: QuotaUse, numbers: Iterable[int]) -> None:
         """Of these, who wait, it may have changed whether they are kept out."""
         for number in numbers:
             row = self._row_of[number]

@@ -19,7 +19,7 @@ import numpy as np
 from ganger.resources.values import GangShape
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.choice import Choice, asked, choose
 from ganger_master.planner.fitting import Fitting
 from ganger_master.planner.in_place import Resizing
@@ -27,15 +27,15 @@ from ganger_master.planner.mates import units
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.staying import Staying
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.terms import AS_ASKED, Terms
+from ganger_master.planner.terms import AS_ASKED, PassTerms
 from ganger_master.policies.facts import Capacity, Floats, Integers
-from ganger_master.policies.order import Order
-from ganger_master.policies.place import Placement, Want
-from ganger_master.policies.room import Room
+from ganger_master.policies.order import JobOrder
+from ganger_master.policies.place import PlacementPreference, Want
+from ganger_master.policies.room import CapacityIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PlanDraft:
     """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
     `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
     waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
@@ -59,7 +59,7 @@ class Pass:
         return len(self.line) > sum(change.kind == "START" for change in self.changes)
 
 
-NOTHING_TO_DO = Pass()
+NOTHING_TO_DO = PlanDraft()
 
 _ANYTHING = Want()
 # To place so many in vain takes less than to rank all who are live.
@@ -67,17 +67,17 @@ _FEW = 8
 
 
 def plan(
-    order: Order,
-    placement: Placement,
+    order: JobOrder,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
+    room: CapacityIndex,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
-    terms: Terms = AS_ASKED,
-) -> Pass:
+    terms: PassTerms = AS_ASKED,
+) -> PlanDraft:
     """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
     room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
     found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
@@ -92,28 +92,28 @@ def plan(
     of = asked(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
     if of.nobody_comes:
         # Nobody leaves but for somebody who comes.
-        return Pass(next_change_s=of.changes_at, line=of.line)
+        return PlanDraft(next_change_s=of.changes_at, line=of.line)
     return carried_out(choose(of), order, placement, table, now, room, may_stop, kept_out, terms)
 
 
 def started(
-    jobs: Sequence[Job],
-    placement: Placement,
+    jobs: Sequence[JobRecord],
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
-    terms: Terms = AS_ASKED,
-) -> Pass | None:
+    terms: PassTerms = AS_ASKED,
+) -> PlanDraft | None:
     """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
     fitting = Fitting(placement, room, table, now, kept_out, terms)
     if fitting.starts_all(jobs):
-        return Pass(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
+        return PlanDraft(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
     fitting.undo()
     return None
 
 
-def _free_devices(placement: Placement, room: Room) -> int:
+def _free_devices(placement: PlacementPreference, room: CapacityIndex) -> int:
     if placement.counts is not None:
         return placement.counts(room.view).count
     room.refresh()
@@ -121,7 +121,11 @@ def _free_devices(placement: Placement, room: Room) -> int:
 
 
 def may_start(
-    placement: Placement, table: LiveTable, room: Room, terms: Terms = AS_ASKED, resting: Collection[int] = ()
+    placement: PlacementPreference,
+    table: LiveTable,
+    room: CapacityIndex,
+    terms: PassTerms = AS_ASKED,
+    resting: Collection[int] = (),
 ) -> bool:
     """Whether anybody may find room as it is but those who are `resting`, by number. If not, `plan` starts nobody
     without leave to stop others, whoever goes first."""
@@ -143,25 +147,25 @@ def may_start(
 
 def carried_out(
     choice: Choice,
-    order: Order,
-    placement: Placement,
+    order: JobOrder,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
-    room: Room,
+    room: CapacityIndex,
     may_stop: bool,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
-    terms: Terms = AS_ASKED,
-    resized: Sequence[tuple[Job, Gang]] = (),
+    terms: PassTerms = AS_ASKED,
+    resized: Sequence[tuple[JobRecord, Gang]] = (),
     placing: Integers | None = None,
-    going: Sequence[tuple[Job, Gang]] | None = None,
-) -> Pass:
+    going: Sequence[tuple[JobRecord, Gang]] | None = None,
+) -> PlanDraft:
     """The changes that lead to a choice, made by `order`, or as if by it. `resized`: who runs and is stopped to start
     with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
     if not in the order of the line. `going`: who gives back what, if not whoever the table says does all it holds."""
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     if not (len(first) or resized):
-        return Pass(next_change_s=choice.changes_at, line=choice.told)
+        return PlanDraft(next_change_s=choice.changes_at, line=choice.told)
     fitting = Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     if np.count_nonzero(choice.overdue):
@@ -172,7 +176,7 @@ def carried_out(
     going = [*going, *resized]
     crowded = fitting.start(table.jobs_at(rows[first]), going=going)
     if not crowded:
-        return Pass(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
+        return PlanDraft(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
     follow: tuple[int, ...] = ()
     if may_stop:
@@ -187,4 +191,4 @@ def carried_out(
     fitting.undo()
     unplaced -= fitting.waited_for
     displaced = frozenset(fitting.displaced) if order.rests else frozenset[int]()
-    return Pass(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow, displaced)
+    return PlanDraft(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow, displaced)

@@ -8,7 +8,7 @@ from ganger.resources.values import Claim, GangShape
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.mates import ALONE, Mates, Unit
 from ganger_master.planner.table import LiveTable
 
@@ -26,11 +26,11 @@ def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> l
     return [*[held(gang) for _, gang in table.running], *[held_of(gang) for _, gang in table.going]]
 
 
-class Terms(Struct, frozen=True):
+class PassTerms(Struct, frozen=True):
     """What a pass goes by: the shape that a waiting job is placed with, what a gang counts as holding, and who shares
     devices."""
 
-    shape: Callable[[Job], GangShape] = lambda job: job.shape
+    shape: Callable[[JobRecord], GangShape] = lambda job: job.shape
     held: Callable[[Gang], Claims] = held_of
     mates_now: Callable[[], Mates] = lambda: ALONE
 
@@ -43,4 +43,4 @@ class Terms(Struct, frozen=True):
         return tuple([claim for _, gang in unit for claim in self.held(gang)])
 
 
-AS_ASKED = Terms()
+AS_ASKED = PassTerms()

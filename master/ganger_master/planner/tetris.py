@@ -17,21 +17,21 @@ import numpy as np
 from ganger.resources.values import GangShape
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.planner.fitting import nodes_for
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.order import Order, next_change_s, ranked
+from ganger_master.policies.order import JobOrder, next_change_s, ranked
 from ganger_master.policies.order.ftf import expected_s
-from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.placement import Claims
 from ganger_master.policies.place.tetris_gangs import placement_by, tetris_gangs
 from ganger_master.policies.place.tetris_pass import Knobs
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.policies.selection import guarded
 
 # Who came first of those who wait: the others wait longer, so that a pass has a bound.
@@ -40,18 +40,18 @@ _MOST_WEIGHED = 1_000
 
 def plan_tetris(
     knobs: Knobs,
-    order: Order,
+    order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
+    room: CapacityIndex,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
-) -> Pass:
+) -> PlanDraft:
     """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
     not have on some nodes (`kept_out`) is left out altogether for that time."""
     if not table.has_waiting:
-        return Pass()
+        return PlanDraft()
     asks = knobs.srtf_weight > 0.0
     rows, facts = table.facts(now, expects=asks and remaining_s is None)
     work = np.zeros(len(facts))
@@ -72,13 +72,13 @@ def plan_tetris(
     with room.without(starting.kept):
         starting.best(behind, work, shares)
     starts = starting.undone()
-    return Pass(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
+    return PlanDraft(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
 
 
 class _Starting:
     """Which of the jobs that wait, first one first, start; taken in the room until that is undone."""
 
-    def __init__(self, knobs: Knobs, jobs: Sequence[Job], table: LiveTable, room: Room) -> None:
+    def __init__(self, knobs: Knobs, jobs: Sequence[JobRecord], table: LiveTable, room: CapacityIndex) -> None:
         self._knobs, self._jobs, self._table = knobs, jobs, table
         self._room = room
         self._found: list[tuple[int, Claims]] = []
@@ -116,7 +116,7 @@ class _Starting:
         jobs = self._jobs
         return tuple([Change(jobs[at].number, jobs[at].revision, "START", claims) for at, claims in self._found])
 
-    def _would_fit(self, placement: Placement, shape: GangShape) -> bool:
+    def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
         """Once all who run are gone."""
         what_if = WhatIf(self._room)
         for claims in held_by_all(self._table):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.purpose import Goal
 from ganger_master.models.accuracy import NOT_FITTED
 from ganger_master.models.locality import LocalityModel
@@ -21,12 +21,12 @@ from ganger_master.planner.brought import Brought
 from ganger_master.planner.errands import is_free
 from ganger_master.planner.table import is_shared
 from ganger_master.policies.introspect.crowding import Crowded, relieved
-from ganger_master.policies.introspect.hole import Hole, Movable, Move
+from ganger_master.policies.introspect.hole import Displacement, Hole, Movable
 from ganger_master.policies.introspect.migration import (
+    GangDistance,
+    MigrationProposal,
+    MigrationReason,
     Packed,
-    Proposal,
-    Spread,
-    Why,
     capped,
     closer,
     defragmented,
@@ -35,7 +35,7 @@ from ganger_master.policies.introspect.migration import (
     rested_s,
     unpacked,
 )
-from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates, normalised
+from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
 # Who lies badly is looked for so often.
 CLOSER_S: Final = 30.0
@@ -49,14 +49,14 @@ _MOVES: Final = 2
 # Of a pack the latest windows count.
 _WINDOWS: Final = 16
 _GOALS: Final = {
-    Why.LOCALITY: Goal.LOCALITY,
-    Why.HOLE: Goal.HOLE,
-    Why.UNPACK: Goal.UNPACK,
-    Why.DRAIN: Goal.DRAIN,
-    Why.DEFRAGMENT: Goal.DEFRAGMENT,
-    Why.EXCHANGE: Goal.EXCHANGE,
-    Why.UNDO: Goal.UNDO,
-    Why.BALANCE: Goal.BALANCE,
+    MigrationReason.LOCALITY: Goal.LOCALITY,
+    MigrationReason.HOLE: Goal.HOLE,
+    MigrationReason.UNPACK: Goal.UNPACK,
+    MigrationReason.DRAIN: Goal.DRAIN,
+    MigrationReason.DEFRAGMENT: Goal.DEFRAGMENT,
+    MigrationReason.EXCHANGE: Goal.EXCHANGE,
+    MigrationReason.UNDO: Goal.UNDO,
+    MigrationReason.BALANCE: Goal.BALANCE,
 }
 
 
@@ -88,7 +88,7 @@ class Tidying:
                 continue
             saves = (1.0 - owed.gain) * acting.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
             if saves > 0.0:
-                acting.begin(Goal.UNDO, Hole((), (Move(got[2], owed.source),)), saved=saves)
+                acting.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
 
     def closer(self) -> None:
         """Gangs over several nodes that lie further apart than is good for them, as far as is known of their kind, into
@@ -130,7 +130,7 @@ class Tidying:
         acting, rated = self._acting, self._acting.terms.rated
         if not acting.free:
             return
-        groups: dict[frozenset[int], list[tuple[Job, Gang]]] = {}
+        groups: dict[frozenset[int], list[tuple[JobRecord, Gang]]] = {}
         for job, gang in acting.running:
             if is_shared(gang) and (mates := rated.beside(job.number)):
                 groups.setdefault(mates | {job.number}, []).append((job, gang))
@@ -139,7 +139,7 @@ class Tidying:
         for group, pairs in groups.items():
             if len(pairs) < len(group) or group & acting.terms.on_trial:
                 continue
-            rates = [Rates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
+            rates = [TrialRates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
             if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in rates):
                 continue
             horizon_s = min(horizon_s, *[acting.ran_s(job) for job, _ in pairs])
@@ -166,13 +166,13 @@ class Tidying:
         failed, placement = self._brought.failed, acting.terms.placement
         self._propose(relieved(acting.room, gangs, now=acting.now, failed=failed, placement=placement))
 
-    def _spreads(self, gangs: Iterable[tuple[Job, Gang, Movable]]) -> list[Spread]:
+    def _spreads(self, gangs: Iterable[tuple[JobRecord, Gang, Movable]]) -> list[GangDistance]:
         models: dict[str, LocalityModel] = {}
         found = []
         for job, _, one in gangs:
             if one.kind not in models:
                 models[one.kind] = self._brought.locality(one.kind)
-            found.append(Spread(one, models[one.kind], self._acting.ran_s(job), job.shape.locality.widest))
+            found.append(GangDistance(one, models[one.kind], self._acting.ran_s(job), job.shape.locality.widest))
         return found
 
     def defragment(self) -> None:
@@ -193,7 +193,7 @@ class Tidying:
         begun = sum(len(errand.legs) for errand in acting.errands if errand.began_s == acting.now)
         return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
 
-    def _propose(self, proposals: Sequence[Proposal]) -> float:
+    def _propose(self, proposals: Sequence[MigrationProposal]) -> float:
         """Begins those that may begin; when the first one may, though nothing happens, if none may now."""
         if not proposals:
             return math.inf
@@ -201,7 +201,7 @@ class Tidying:
         chosen = capped(proposals, acting.now, self._moved_at, (), max(0, self._left))
         for proposal in chosen:
             goal, moves = _GOALS[proposal.why], Hole((), proposal.moves)
-            last = Goal.LOCALITY if proposal.why is Why.EXCHANGE else None
+            last = Goal.LOCALITY if proposal.why is MigrationReason.EXCHANGE else None
             acting.begin(goal, moves, saved=proposal.saves, last_goal=last)
         if chosen:
             # Its end is news.
@@ -216,6 +216,6 @@ class Tidying:
 
 # Who is in a pack is asked about again and again, mostly by the same windows.
 @lru_cache(4096)
-def _most_gain(rates: tuple[Rates, ...]) -> float:
+def _most_gain(rates: tuple[TrialRates, ...]) -> float:
     """What a pack makes of its devices at most: else chance would take packs apart."""
     return normalised(rates).bounds(DOUBT)[1]

@@ -14,14 +14,14 @@ from typing import Final, TypeAlias
 
 from ganger.resources.topology import bits
 
-from ganger_master.core.model import Gang, Intent, Job, JobState
+from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.planner import crowds
 from ganger_master.planner.crowds import Crowds
-from ganger_master.planner.trials import Pace
-from ganger_master.planner.windows import Look, Windows
+from ganger_master.planner.trials import TrialPace
+from ganger_master.planner.windows import ProgressSample, RateWindows
 
-_DEFAULT: Final = Pace()
-_NO_WINDOWS: Final = Windows()
+_DEFAULT: Final = TrialPace()
+_NO_WINDOWS: Final = RateWindows()
 # Of when it ran alone, the last ones.
 _MOST_ALONE: Final = 16
 # Reports of how busy its devices are; the last ones.
@@ -72,12 +72,12 @@ class _Seen:
     warm: tuple[int, float] = (0, 0.0)
     # From when on reports count: it, and who is beside it, have got used to running so.
     since_s: float = float("inf")
-    windows: Windows = _NO_WINDOWS
+    windows: RateWindows = _NO_WINDOWS
     alone: _Alone = _Alone()
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RememberedColocations:
     """By number."""
 
     jobs: Mapping[int, _Seen] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Remembered:
 class Together:
     """By job number. Now is by the master's clock, which all times of jobs are of."""
 
-    def __init__(self, pace: Pace = _DEFAULT) -> None:
+    def __init__(self, pace: TrialPace = _DEFAULT) -> None:
         self._pace = pace
         self._jobs: dict[int, _Seen] = {}
         self._on: dict[tuple[str, int], set[int]] = {}
@@ -100,10 +100,10 @@ class Together:
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 
-    def put(self, job: Job, gang: Gang | None, signature: int, now: float) -> None:
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
         """A job as it is now."""
         number = job.number
-        if job.state.is_final:
+        if job.state.is_finished:
             self.forget(number, now)
             return
         seen = self._jobs.get(number)
@@ -162,7 +162,7 @@ class Together:
         # Its last step of its last turn, if that: nobody could tell its turn from its rest.
         if seen.takes_turns and not time_s >= since_s:
             return
-        look = Look(time_s, step, since_s)
+        look = ProgressSample(time_s, step, since_s)
         if not seen.beside:
             self._crowds.hear(number, look, now)
         if use is not None and self._is_alone(seen):
@@ -177,7 +177,7 @@ class Together:
             seen = replace(seen, alone=seen.alone.after(seen.epoch, seen.millicores, windows.rates[-1]))
         self._jobs[number] = seen
 
-    def recall(self, remembered: Remembered) -> None:
+    def recall(self, remembered: RememberedColocations) -> None:
         """What one before this remembered."""
         self._jobs, self._on = dict(remembered.jobs), {}
         for number, seen in self._jobs.items():
@@ -188,9 +188,9 @@ class Together:
     # -- what was seen -------------------------------------------------------------------------------------------------
 
     @property
-    def remembered(self) -> Remembered:
+    def remembered(self) -> RememberedColocations:
         """For one that goes on from there."""
-        return Remembered(self._jobs, self._crowds.remembered)
+        return RememberedColocations(self._jobs, self._crowds.remembered)
 
     def alone(self, number: int) -> tuple[float, ...]:
         seen = self._jobs.get(number)
@@ -247,8 +247,8 @@ class Together:
         self._jobs[number] = replace(seen, beside=beside, since_s=since_s, windows=_NO_WINDOWS)
 
 
-def _runs(job: Job, gang: Gang | None) -> bool:
-    holds = gang is not None and job.state is JobState.HOLDING and gang.intent is Intent.RUN
+def _runs(job: JobRecord, gang: Gang | None) -> bool:
+    holds = gang is not None and job.state is JobState.HOLDING and gang.intent is GangIntent.RUN
     return holds and bool(job.running_since)
 
 

@@ -17,8 +17,8 @@ from typing import Final
 
 from ganger_master.models.cpu import CpuPoint, sweet_point_bracket
 from ganger_master.models.cpu_design import next_probe
-from ganger_master.planner.profile import Profile
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Rates, Verdict, judge
+from ganger_master.planner.profile import CoreProfile
+from ganger_master.policies.introspect.trial import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
 
 # Below that nobody can tell a gain from chance in a minute.
 LEAST_GAIN: Final = 0.02
@@ -27,7 +27,7 @@ _FAR: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TrialPace:
     """How long things take, in seconds. `warm_s`: from the start of a stretch until it runs as it will; `settle_s`:
     from a change of cores until threads, caches and loaders have followed it; a window is at least `window_s` long and
     `window_steps` steps. After `most_s` a trial is over. Of its running time a job spends at most `share` in trials."""
@@ -41,7 +41,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CoresTrial:
     """`millicores` for each GPU are tried by a job that had `held`, and did so well with them: `before` are rates of
     windows, in steps per second."""
 
@@ -52,7 +52,7 @@ class Trial:
 
 
 @lru_cache(16_384)
-def next_cores(profile: Profile, held_millicores: int, free_millicores: int) -> int | None:
+def next_cores(profile: CoreProfile, held_millicores: int, free_millicores: int) -> int | None:
     """Whole cores for each GPU to try next with a job that holds so much for each and could have so much more; None if
     enough is known, or what is to be known next cannot be had now."""
     there_are = (held_millicores + free_millicores) // 1000
@@ -73,7 +73,7 @@ def next_cores(profile: Profile, held_millicores: int, free_millicores: int) -> 
     return found
 
 
-def _check(profile: Profile, held: float, there_are: int) -> int | None:
+def _check(profile: CoreProfile, held: float, there_are: int) -> int | None:
     """One look, as far away as can be, at whether the curve of the one before holds for this job: else it might keep
     for ever what another one made the most of."""
     known = {round(point.cores) for point in profile.inherited}
@@ -81,13 +81,13 @@ def _check(profile: Profile, held: float, there_are: int) -> int | None:
     return max(reach, key=lambda cores: abs(log(cores / held)), default=None)
 
 
-def shown(trial: Trial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
+def shown(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
     """What the trial has shown; None as long as that cannot be said. `is_last`: there will be no more windows, so what
     is open yet is not to be seen."""
     is_more = trial.millicores > trial.held
     threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
-    verdict = judge([Rates(trial.before, after)], threshold).verdict
-    if verdict is Verdict.MEASURE and not (is_last and len(after) >= FIRST_WINDOWS):
+    verdict = judge([TrialRates(trial.before, after)], threshold).verdict
+    if verdict is TrialVerdict.MEASURE and not (is_last and len(after) >= FIRST_WINDOWS):
         return None
-    is_other = (verdict is Verdict.KEEP) == is_more
+    is_other = (verdict is TrialVerdict.KEEP) == is_more
     return CpuPoint(trial.millicores / 1000, median(after if is_other else trial.before))

@@ -24,17 +24,17 @@ from ganger.resources.values import Claim, ConfigurationSet, GangShape
 from ganger.resources.view import View
 from msgspec import structs
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.amounts import Amounts, Wish, fitted
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable, shares_devices
-from ganger_master.planner.target import Pass, plan
-from ganger_master.planner.terms import Terms, held_of
+from ganger_master.planner.target import PlanDraft, plan
+from ganger_master.planner.terms import PassTerms, held_of
 from ganger_master.policies.facts import Capacity, Floats, Integers
-from ganger_master.policies.order import Order
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
-from ganger_master.policies.tune import Nodes, Tuning, pieces
+from ganger_master.policies.order import JobOrder
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.tune import Tuning, TuningNodes, pieces
 from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
 
 NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
@@ -42,18 +42,18 @@ NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 
 def plan_tuned(
     tuning: Tuning,
-    order: Order,
-    placement: Placement,
+    order: JobOrder,
+    placement: PlacementPreference,
     table: LiveTable,
     now: float,
     capacity: Capacity,
-    room: Room,
+    room: CapacityIndex,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     known: Known = NOTHING,
     trials: Mapping[int, int] = NO_TRIALS,
-) -> Pass:
+) -> PlanDraft:
     """As `plan`, with tuned starts and CORES changes of who runs; everybody stays where it is. `trials`: millicores for
     each GPU that jobs, by number, are to have for a while instead of what the tuning gives them, as far as the others
     leave them, and where nobody is to start."""
@@ -67,7 +67,7 @@ def plan_tuned(
     for held, least in lent:
         room.give(held)
         room.take(least)
-    terms = Terms(
+    terms = PassTerms(
         lambda job: with_shares(job.shape),
         lambda gang: least_of.get(held_of(gang), held_of(gang)),
         lambda: table.mates,
@@ -85,7 +85,7 @@ def plan_tuned(
     return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
 
 
-def is_tuned(view: View, job: Job, gang: Gang) -> bool:
+def is_tuned(view: View, job: JobRecord, gang: Gang) -> bool:
     """Return whether the cores and memory of a gang may change. Gangs that move or share devices, and those with pieces
     without devices or on nodes that left, keep what they have."""
     return not (job.next_epoch or shares_devices(gang)) and all(
@@ -96,8 +96,8 @@ def is_tuned(view: View, job: Job, gang: Gang) -> bool:
 def _wishes(
     tuning: Tuning,
     view: View,
-    running: Sequence[tuple[Job, tuple[Claim, ...]]],
-    starting: Sequence[tuple[Job, tuple[Claim, ...]]],
+    running: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    starting: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
     known: Known,
     trials: Mapping[int, int],
 ) -> tuple[list[Wish], list[Wish]]:
@@ -153,7 +153,7 @@ def _wishes(
 
 
 def wish_of(
-    view: View, job: Job, claims: tuple[Claim, ...], amounts: Amounts, is_start: bool, gpus: tuple[int, ...] = ()
+    view: View, job: JobRecord, claims: tuple[Claim, ...], amounts: Amounts, is_start: bool, gpus: tuple[int, ...] = ()
 ) -> Wish:
     """The amounts with memory as the job names it, and never below what it may run in."""
     share = asked(view, job, claims)
@@ -170,8 +170,8 @@ def nodes_of(
     view: View,
     names: dict[str, int],
     held: Sequence[tuple[Claim, ...]],
-    gangs: Sequence[tuple[Job, tuple[Claim, ...]]],
-) -> Nodes:
+    gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+) -> TuningNodes:
     """What of each node is free or in these hands, less the memory that is named, which is not handed out."""
     gpus, millicores, memory = ([0] * len(names) for _ in range(3))
     for name, at in names.items():
@@ -189,7 +189,9 @@ def nodes_of(
     for job, claims in gangs:
         for claim in claims:
             memory[names[claim.node]] -= memory_named(job.shape, claim.tasks)
-    return Nodes(np.array(gpus, np.int64), np.array(millicores, float) / 1000, np.maximum(np.array(memory, float), 0.0))
+    return TuningNodes(
+        np.array(gpus, np.int64), np.array(millicores, float) / 1000, np.maximum(np.array(memory, float), 0.0)
+    )
 
 
 def whole(amount: float) -> int:
@@ -197,7 +199,7 @@ def whole(amount: float) -> int:
     return int(amount * (1.0 + 1e-12) + 1e-6)
 
 
-def least_claims(view: View, job: Job, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
+def least_claims(view: View, job: JobRecord, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
     """What a gang that runs can be brought down to."""
     least = []
     for claim, (millicores, memory) in zip(claims, asked(view, job, claims), strict=True):
@@ -222,7 +224,7 @@ def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def asked(view: View, job: Job, claims: Sequence[Claim]) -> Amounts:
+def asked(view: View, job: JobRecord, claims: Sequence[Claim]) -> Amounts:
     """The share of each claim's node in cores, and in memory what the job names or else the share."""
     shape = with_shares(job.shape)
     return tuple(

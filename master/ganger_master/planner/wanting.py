@@ -9,7 +9,7 @@ import numpy as np
 from ganger.resources.values import GangShape
 
 from ganger_master.core.commands import Change
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.sizes import devices_of
 from ganger_master.planner.in_place import (
@@ -21,17 +21,17 @@ from ganger_master.planner.refused import KeptOut
 from ganger_master.planner.table import LiveTable
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.optimus import allocated, allreduce_speeds, growing
-from ganger_master.policies.optimus_belief import NOTHING, Belief, Believed
-from ganger_master.policies.order import Order
+from ganger_master.policies.optimus_belief import NOTHING, Believed, OptimusEstimate
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.place.placement import Claims
 
 
 @dataclass(frozen=True, eq=False)
-class Wanting:
+class SizeRequests:
     """Who shares the cluster, by position among the facts; tasks of `each` GPUs, for who is not elastic the gang."""
 
     facts: Facts
-    jobs: Sequence[Job]
+    jobs: Sequence[JobRecord]
     gangs: Sequence[Gang | None]
     waiting: Flags
     # Between two sizes, or two places.
@@ -47,17 +47,17 @@ class Wanting:
     counted: Integers
     # Positions of all who want GPUs, first job first.
     line: Integers
-    beliefs: Sequence[Belief]
+    beliefs: Sequence[OptimusEstimate]
     gpus_per_node: int
 
     @classmethod
     def of(
         cls,
-        order: Order,
+        order: JobOrder,
         table: LiveTable,
         rows: Integers,
         facts: Facts,
-        jobs: Sequence[Job],
+        jobs: Sequence[JobRecord],
         gangs: Sequence[Gang | None],
         line: Integers,
         capacity: Capacity,
@@ -65,7 +65,7 @@ class Wanting:
         may_stop: bool,
         kept_out: KeptOut,
         resizing: Resizing,
-    ) -> Wanting:
+    ) -> SizeRequests:
         changing = np.array([bool(job.next_epoch) for job in jobs], bool)
         going = table.is_going(rows) & ~facts.is_running & ~changing
         waiting = table.is_waiting(rows) & ~_among(facts, kept_out.not_started)

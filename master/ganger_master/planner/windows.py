@@ -16,7 +16,7 @@ _CLOCK_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProgressSample:
     """Steps that were done at a time, in seconds of any clock. `since_s`: when the first one was done since the job
     last began to run or went on, by the same clock; NaN where nobody says."""
 
@@ -24,7 +24,7 @@ class Look:
     step: int
     since_s: float = float("nan")
 
-    def goes_on_from(self, began: Look) -> bool:
+    def goes_on_from(self, began: ProgressSample) -> bool:
         """Whether neither the job nor its clock has gone back, nor has it rested in between."""
         if self.step < began.step or self.time_s < began.time_s - _CLOCK_S:
             return False
@@ -32,13 +32,13 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class RateWindows:
     """`open`: where the window began that is not full yet; `rates`: of the last full ones, in steps per second."""
 
-    open: Look | None = None
+    open: ProgressSample | None = None
     rates: tuple[float, ...] = ()
 
-    def after(self, look: Look, least_s: float, least_steps: int) -> Windows:
+    def after(self, look: ProgressSample, least_s: float, least_steps: int) -> RateWindows:
         """With one look more. Who rested, or went back (it was started again, or its clock was set), begins its window
         anew."""
         began = self.open
@@ -47,7 +47,7 @@ class Windows:
         seconds, steps = look.time_s - began.time_s, look.step - began.step
         if seconds < least_s or seconds <= 0.0 or steps < least_steps:
             return self
-        return Windows(look, (*self.rates, steps / seconds)[-MOST_WINDOWS:])
+        return RateWindows(look, (*self.rates, steps / seconds)[-MOST_WINDOWS:])
 
     @property
     def is_enough(self) -> bool:

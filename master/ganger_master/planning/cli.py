@@ -40,7 +40,7 @@ def run(
     """
     import asyncio
 
-    from ganger.console.exits import CommandError, Exit
+    from ganger.console.exits import CommandError, ExitCode
     from ganger.scheduling.running import until_stopped
     from ganger.wire.endpoints import find_endpoint
 
@@ -58,4 +58,4 @@ def run(
     try:
         asyncio.run(until_stopped(work.run(), until_stdin_closes))
     except NoPlannerError as error:
-        raise CommandError(str(error), Exit.USAGE) from error
+        raise CommandError(str(error), ExitCode.USAGE) from error

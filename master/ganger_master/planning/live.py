@@ -15,11 +15,11 @@ from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies.facts import Capacity
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc.live_jobs import live_job_from_wire
 
 
-class Live:
+class ClusterMirror:
     """`told`: the whole cluster was heard of once; before that nothing else means anything."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -39,7 +39,7 @@ class Live:
         # Of the master's clock before ours.
         self._ahead_s = 0.0
         self._mirror = Mirror()
-        self._room = Room(self._mirror.view)
+        self._room = CapacityIndex(self._mirror.view)
         self._parts: list[scheduling_pb2.ClusterDelta] = []
         self._revisions: dict[int, int] = {}
         self._signatures: dict[int, int] = {}
@@ -51,9 +51,9 @@ class Live:
         return self._clock() + self._ahead_s
 
     @property
-    def room(self) -> Room:
+    def room(self) -> CapacityIndex:
         if self._room.view is not self._mirror.view:
-            self._room = Room(self._mirror.view)
+            self._room = CapacityIndex(self._mirror.view)
         return self._room
 
     @property
@@ -101,7 +101,7 @@ class Live:
 
     def _put(self, message: scheduling_pb2.LiveJob) -> int:
         job, gang = live_job_from_wire(message)
-        if job.state.is_final:
+        if job.state.is_finished:
             if job.number not in self._revisions:
                 # It ended before we came: others like it may take as long.
                 self.table.put(replace(job, state=JobState.PENDING), None)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ganger_master.planner.memory import Memory, Unusable, noted, packed, recalled
+from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Note:
     def is_kept(self) -> bool:
         return self._path is not None
 
-    def recall(self, policy: str, now: float, create_time: Callable[[int], float | None]) -> Memory | None:
+    def recall(self, policy: str, now: float, create_time: Callable[[int], float | None]) -> PlannerMemory | None:
         """What was noted, as `memory.recalled` has it; None where there is nothing that can be used."""
         try:
             content = b"" if self._path is None else self._path.read_bytes()
@@ -43,7 +43,7 @@ class Note:
             return None
         return found
 
-    def write(self, memory: Memory, policy: str, now: float) -> None:
+    def write(self, memory: PlannerMemory, policy: str, now: float) -> None:
         """Unless that is what was written last."""
         packet = packed(memory)
         if self._path is None or packet == self._written:

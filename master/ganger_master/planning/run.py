@@ -19,7 +19,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import numpy as np
-from ganger.resources.reasons import Kind, Reason, Refusal
+from ganger.resources.reasons import Reason, Refusal, RefusalKind
 from ganger.scheduling.away import why_away
 from ganger.scheduling.running import first_end
 from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
@@ -28,23 +28,23 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.commands import LINE_LIMIT, Change, Promise
-from ganger_master.core.purpose import Finding
+from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner import trials
-from ganger_master.planner.acting import Moving, Terms
-from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.acting import MigrationTerms, Moving
+from ganger_master.planner.elastic import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.in_place import NOTHING_UNDER_WAY
-from ganger_master.planner.measurements import Heard, Measurements
-from ganger_master.planner.memory import Memory
+from ganger_master.planner.measurements import Measurements, ProgressReport
+from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.pace import Pace, is_stop
-from ganger_master.planner.packing import Packing, plan_packing
+from ganger_master.planner.pace import PlanPace, is_stop
+from ganger_master.planner.packing import OrderColocation, plan_packing
 from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, Refused
+from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
-from ganger_master.planner.target import Pass
-from ganger_master.planning.live import Live
+from ganger_master.planner.target import PlanDraft
+from ganger_master.planning.live import ClusterMirror
 from ganger_master.planning.note import Note
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.introspect.elastic import IDLE_S
@@ -59,7 +59,7 @@ _HEALTHY_SECONDS: Final = 5.0
 # Jobs whose places are told, and how often that of many is when nothing else is.
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
-_TRIAL_PACE: Final = trials.Pace()
+_TRIAL_PACE: Final = trials.TrialPace()
 # Between two looks at what running jobs report.
 _PROGRESS_SECONDS: Final = 1.0
 # What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
@@ -88,7 +88,7 @@ class Planner:
         *,
         policy: str = "",
         plan_every_s: float | None = None,
-        trial_pace: trials.Pace = _TRIAL_PACE,
+        trial_pace: trials.TrialPace = _TRIAL_PACE,
         note: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -100,9 +100,9 @@ class Planner:
         # Kept when the connection is not: it takes time to measure.
         self._seen = Measurements(trial_pace)
         self._shared = NOTHING_SHARED
-        self._packing = Packing()
+        self._packing = OrderColocation()
         self._moving = Moving()
-        self._growing = Growing()
+        self._growing = GrowthTrials()
         self._resizing = NOTHING_UNDER_WAY
         self._noting, self._has_recalled = Note(note), False
         # Something was, since it was noted last.
@@ -110,8 +110,8 @@ class Planner:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._live = Live(self._clock)
-        self._refused = Refused()
+        self._live = ClusterMirror(self._clock)
+        self._refused = RefusalBackoff()
         # What a quantum has to be at least where switches take long, and until when that is believed.
         self._least_quantum_s, self._believed_until_s = 0.0, 0.0
         self._news = asyncio.Event()
@@ -216,8 +216,8 @@ class Planner:
                 pass
 
     @property
-    def _memory(self) -> Memory:
-        return Memory(
+    def _memory(self) -> PlannerMemory:
+        return PlannerMemory(
             self._shared,
             self._packing,
             self._moving,
@@ -249,7 +249,7 @@ class Planner:
         every_s = self._live.plan_every_s if self._plan_every_s is None else self._plan_every_s
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
         # Who was stopped just before we came counts, too.
-        pace = Pace(every_s, stopped_at_s=self._live.table.last_stop_s)
+        pace = PlanPace(every_s, stopped_at_s=self._live.table.last_stop_s)
         while True:
             wait_s = pace.wait_s(self._live.now, self._news.is_set())
             if wait_s <= 0:
@@ -263,7 +263,7 @@ class Planner:
                 except TimeoutError:
                     pass
 
-    async def _plan(self, scheduling: Any, policy: Policy, pace: Pace) -> Pace:
+    async def _plan(self, scheduling: Any, policy: Policy, pace: PlanPace) -> PlanPace:
         self._news.clear()
         live, now = self._live, self._live.now
         may_stop = pace.may_stop(now)
@@ -275,10 +275,10 @@ class Planner:
             sizes, growing = plan_sizes(
                 policy.placement, live.table, now, live.room, self._seen.speeds, growing, idle_s, busy
             )
-        findings: tuple[Finding, ...] = ()
+        findings: tuple[TrialFinding, ...] = ()
         if policy.shares and sizes.is_giving:
             # Who waits is about to have devices of its own.
-            found, moves_at_s = Pass(line=np.array(self._line or (), np.int64)), inf
+            found, moves_at_s = PlanDraft(line=np.array(self._line or (), np.int64)), inf
         elif policy.shares:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
         else:
@@ -311,7 +311,7 @@ class Planner:
                 else:
                     refused.add(change.number)
                     refusals = convert.refusals_from_wire(said.refusals)
-                    if not any(refusal.reason.kind is Kind.RACE for refusal in refusals):
+                    if not any(refusal.reason.kind is RefusalKind.RACE for refusal in refusals):
                         barred.add(change.number)
                     self._note(change, refusals)
         self._shared = self._shared.without(before, refused)
@@ -330,12 +330,12 @@ class Planner:
             again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
         return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
 
-    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[Pass, tuple[Finding, ...], float]:
+    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
         """What to propose, what was found of moves before, and when to look after them though nothing happens."""
         live = self._live
         capacity = live.capacity_beside(self._resizing)
 
-        def chosen(kept_out: KeptOut, may_stop: bool) -> Pass:
+        def chosen(kept_out: KeptOut, may_stop: bool) -> PlanDraft:
             if not may_stop:
                 kept_out = kept_out.resting(self._displaced)
             return plan_by(
@@ -357,7 +357,7 @@ class Planner:
         kept_out = self._refused.at(now)
         if not policy.moves:
             return chosen(kept_out, may_stop), (), inf
-        terms = Terms(
+        terms = MigrationTerms(
             policy.placement,
             live.draining,
             is_strict=policy.order.is_strict,
@@ -369,7 +369,9 @@ class Planner:
         )
         return found, findings, again_s
 
-    def _found_shared(self, policy: Policy, now: float, pace: Pace) -> tuple[Pass, tuple[Finding, ...], float]:
+    def _found_shared(
+        self, policy: Policy, now: float, pace: PlanPace
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
         """The same where jobs share GPUs, and what was found of changes before; nobody is moved in the same plan."""
         live = self._live
         found, self._shared, findings = plan_shared(
@@ -391,7 +393,7 @@ class Planner:
         )
         if found.changes or findings or not policy.moves:
             return found, findings, inf
-        terms = Terms(
+        terms = MigrationTerms(
             policy.placement,
             live.draining,
             holes=False,
@@ -404,10 +406,12 @@ class Planner:
         )
         return moved, findings, again_s
 
-    def _packed(self, policy: Policy, found: Pass, now: float, every_s: float) -> tuple[Pass, tuple[Finding, ...]]:
+    def _packed(
+        self, policy: Policy, found: PlanDraft, now: float, every_s: float
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         """With packs, where there is nothing else to change."""
         live, packing = self._live, self._packing
-        findings: tuple[Finding, ...] = ()
+        findings: tuple[TrialFinding, ...] = ()
         if not found.changes and now >= packing.next_look_s(live.table, every_s):
             gpus, seen, kept_out = live.capacity.gpus, self._seen.together, self._refused.at(now)
             changes, packing, findings = plan_packing(
@@ -418,7 +422,7 @@ class Planner:
         return replace(found, next_change_s=min(found.next_change_s, again_s)), findings
 
     def _messages(
-        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[Finding] = ()
+        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[TrialFinding] = ()
     ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
         """What to propose, in this order; the order of those who wait with the last of it, or alone if that has
         changed and was not told just now."""
@@ -498,8 +502,8 @@ def _acts_on_measures(policy: Policy) -> bool:
 _LONGEST_SLEEP_SECONDS: Final = 60.0
 
 
-def _heard(progress: job_pb2.Progress) -> Heard:
-    return Heard(
+def _heard(progress: job_pb2.Progress) -> ProgressReport:
+    return ProgressReport(
         progress.step,
         times.unix_seconds(progress.step_time),
         times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ganger_master.core.model import Job
-from ganger_master.policies.order import Order
+from ganger_master.core.model import JobRecord
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.order.aging import with_aging
 from ganger_master.policies.order.fifo import FIFO_BACKFILL
 from ganger_master.policies.order.registry import ORDERS, order_named
-from ganger_master.policies.place import PLACEMENTS, Placement, placement_named
+from ganger_master.policies.place import PLACEMENTS, PlacementPreference, placement_named
 from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
 
@@ -34,8 +34,8 @@ class Places(Enum):
 @dataclass(frozen=True, slots=True)
 class Policy:
     name: str
-    order: Order
-    placement: Placement
+    order: JobOrder
+    placement: PlacementPreference
     places: Places
     # Cores and memory of gangs; None: what their jobs ask for.
     tuning: Tuning | None = None
@@ -55,7 +55,7 @@ class Policy:
     grows: bool = False
 
     @property
-    def aging_order(self) -> Order:
+    def aging_order(self) -> JobOrder:
         """The order, changed so that nobody waits for ever: what a planner goes by. Where nobody passes anybody no wait
         need be bounded."""
         return self.order if self.order.is_strict else with_aging(self.order)
@@ -66,12 +66,12 @@ class Policy:
         return self.order.is_strict
 
     @property
-    def key(self) -> Callable[[Job], tuple[int, ...]]:
+    def key(self) -> Callable[[JobRecord], tuple[int, ...]]:
         """Of a waiting job in the master's queue: smaller goes first, ties are broken by the job's number."""
         return _by_submission
 
 
-def _by_submission(job: Job) -> tuple[int, ...]:
+def _by_submission(job: JobRecord) -> tuple[int, ...]:
     return (-job.spec.priority, job.number)
 
 

@@ -11,12 +11,12 @@ from ganger.placement.scan import PLENTY
 from ganger.resources.fit import Demand as Needs
 from ganger.resources.fit import demand
 from ganger.resources.topology import FAR, Topology
-from ganger.resources.values import GangShape, Level, Role, TaskShape
+from ganger.resources.values import GangShape, LocalityLevel, Role, TaskShape
 from ganger.resources.view import View
 from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Entries, Family
-from ganger_master.policies.fragmentation import Demand, demand_of_shapes
+from ganger_master.policies.fragmentation import GangMix, demand_of_shapes
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Ask:
         return known
 
     @cached_property
-    def own_kind(self) -> Demand:
+    def own_kind(self) -> GangMix:
         """As if all gangs were like this one."""
         return demand_of_shapes((self.shape,), self._view.sets.values())
 
@@ -179,7 +179,7 @@ def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: in
     """The level of so many devices of a node that are as close as can be; FAR where there are not so many."""
     topology = family.topology
     if not gpus:
-        return Level.NVLINK
+        return LocalityLevel.NVLINK
     if device_type not in ("", topology.configuration_set.device_type):
         return FAR
     return topology.closest(family.takable(device_memory_bytes), gpus)

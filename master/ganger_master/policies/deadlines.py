@@ -18,7 +18,7 @@ from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order import SLACK_S, edf
 
 
-class Verdict(Enum):
+class DeadlineVerdict(Enum):
     MET = "met"
     # It would end after its deadline.
     TOO_LATE = "too late"
@@ -42,7 +42,7 @@ class Advice:
     """`end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of the jobs it would make
     late; `unknown`: numbers of the jobs that count and whose remaining time nobody knows."""
 
-    verdict: Verdict
+    verdict: DeadlineVerdict
     end_s: float
     delayed: tuple[int, ...] = ()
     unknown: tuple[int, ...] = ()
@@ -56,20 +56,20 @@ def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, ca
     number = np.append(facts.number, -1)[line]
     unknown = number[:counts][np.isnan(remaining[:counts])]
     if len(unknown):
-        return Advice(Verdict.UNKNOWN, np.nan, unknown=tuple(sorted(unknown.tolist())))
+        return Advice(DeadlineVerdict.UNKNOWN, np.nan, unknown=tuple(sorted(unknown.tolist())))
     gpus = np.append(facts.gpus, newcomer.gpus)[line]
     deadline = np.append(facts.deadline_s, newcomer.deadline_s)[line]
     is_new = number == -1
     beside = ends(gpus[:counts], remaining[:counts], capacity.gpus, now)
     end_s = float(beside[is_new[:counts]][0])
     if end_s > newcomer.deadline_s + SLACK_S:
-        return Advice(Verdict.TOO_LATE, end_s)
+        return Advice(DeadlineVerdict.TOO_LATE, end_s)
     others = np.flatnonzero(~is_new[:counts])
     without = ends(gpus[others], remaining[others], capacity.gpus, now)
     due = deadline[others] + SLACK_S
     late = (beside[others] > due) & (without <= due)
     delayed = tuple(sorted(number[others][late].tolist()))
-    return Advice(Verdict.DELAYS_OTHERS if delayed else Verdict.MET, end_s, delayed)
+    return Advice(DeadlineVerdict.DELAYS_OTHERS if delayed else DeadlineVerdict.MET, end_s, delayed)
 
 
 def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:

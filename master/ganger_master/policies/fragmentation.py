@@ -25,7 +25,7 @@ MOST_KINDS: Final = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Demand:
+class GangMix:
     """Kinds of gangs and how often each is asked for: columns of one entry a kind.
 
     `millicores` and `memory_bytes` are for each GPU, 0 where nothing is asked. `accepts[m, t]`: whether kind m runs on
@@ -42,7 +42,7 @@ class Demand:
 
 
 def fragmented_gpus(
-    demand: Demand,
+    demand: GangMix,
     free_gpus: Integers,
     free_millicores: Integers,
     free_memory_bytes: Integers,
@@ -62,7 +62,7 @@ def fragmented_gpus(
     return np.asarray(free_gpus * (demand.shares @ ~usable))
 
 
-def demand_of_shapes(shapes: Iterable[GangShape], sets: Iterable[ConfigurationSet]) -> Demand:
+def demand_of_shapes(shapes: Iterable[GangShape], sets: Iterable[ConfigurationSet]) -> GangMix:
     """The kinds among these gangs, the most frequent 128 of them, on a cluster of these configuration sets; gangs
     without devices leave no fragments. ValueError if none has any.
 
@@ -83,7 +83,7 @@ def demand_of_shapes(shapes: Iterable[GangShape], sets: Iterable[ConfigurationSe
     frequent = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:MOST_KINDS]
     gpus, millicores, memory, wishes = zip(*(kind for kind, _ in frequent), strict=True)
     counts = np.array([count for _, count in frequent], np.float64)
-    return Demand(
+    return GangMix(
         np.array(gpus, np.int64),
         np.array(millicores, np.float64),
         np.array(memory, np.float64),

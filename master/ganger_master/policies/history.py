@@ -12,7 +12,7 @@ from ganger_master.policies.sorting import counted_below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class History:
+class ServiceHistory:
     """GPU-seconds of jobs that have ended, ascending. Making one sorts them all: make a new one once the jobs that
     ended since would shift it (a twentieth more, say), not at every end."""
 
@@ -20,7 +20,7 @@ class History:
     _sums: Floats = field(repr=False)
 
     @classmethod
-    def of(cls, services: ArrayLike) -> History:
+    def of(cls, services: ArrayLike) -> ServiceHistory:
         """In any order; what is not above zero or not finite says nothing and is left out."""
         given = np.asarray(services, float).ravel()
         known = np.sort(given[np.isfinite(given) & (given > 0)])
@@ -39,4 +39,4 @@ class History:
         return index
 
 
-NO_HISTORY = History.of(())
+NO_HISTORY = ServiceHistory.of(())

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.models.server_speed import Mode, ServerSpeed
+from ganger_master.models.server_speed import ServerSpeed, UpdateMode
 from ganger_master.policies.facts import Flags, Floats, Integers
 
 # Gains of jobs at their beginning, whose steps are not yet well predicted, count a little less (section 4.1).
@@ -38,7 +38,7 @@ Speed: TypeAlias = Callable[[Integers, Integers], Floats]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Growing:
+class ElasticJobs:
     """One entry per job, in order of arrival; k kinds of tasks, r resources."""
 
     # NaN or nothing: unknown, the job keeps what it begins with.
@@ -62,12 +62,12 @@ def growing(
     is_young: Sequence[bool] | Flags | None = None,
     most: Integers | None = None,
     least: Integers | None = None,
-) -> Growing:
+) -> ElasticJobs:
     """Nobody young, no limits, and one task of each kind to begin with, unless told."""
     steps, needs = np.asarray(remaining_steps, float), np.asarray(shapes, float)
     if needs.ndim != 3 or len(needs) != len(steps):
         raise ValueError(f"shapes {needs.shape} must be (jobs, kinds, resources) of {len(steps)} jobs")
-    return Growing(
+    return ElasticJobs(
         steps,
         speed,
         needs,
@@ -82,12 +82,12 @@ def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
     rows = np.zeros((len(models), 6))
     for row, model in zip(rows, models, strict=True):
         t = model.coefficients
-        if model.mode is Mode.ASYNCHRONOUS:
+        if model.mode is UpdateMode.ASYNCHRONOUS:
             row[1:5] = t
         else:
             row[:] = t
             row[0] *= model.batch
-    is_asynchronous = np.array([model.mode is Mode.ASYNCHRONOUS for model in models], bool)
+    is_asynchronous = np.array([model.mode is UpdateMode.ASYNCHRONOUS for model in models], bool)
 
     def speed(jobs: Integers, counts: Integers) -> Floats:
         p, w, t = counts[:, 0].astype(float), counts[:, 1].astype(float), rows[jobs].T
@@ -117,7 +117,9 @@ def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | 
     return speed
 
 
-def allocated(jobs: Growing, capacity: Floats, least_gain: float = LEAST_GAIN, with_bundles: bool = False) -> Integers:
+def allocated(
+    jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAIN, with_bundles: bool = False
+) -> Integers:
     """(jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity` is by resource, of all
     nodes together. `with_bundles`: one of each kind may be added at once, where neither alone helps."""
     kinds = jobs.shapes.shape[1]
@@ -144,7 +146,7 @@ class _Growth:
     """The pass. Each job's own next moves do not depend on others, so they are looked ahead for many jobs at once; a
     heap merges them by gain. Ties go to the earlier job, within a job to the earlier kind."""
 
-    def __init__(self, jobs: Growing, capacity: Floats, moves: Integers, least_gain: float) -> None:
+    def __init__(self, jobs: ElasticJobs, capacity: Floats, moves: Integers, least_gain: float) -> None:
         count, kinds, _ = jobs.shapes.shape
         self.jobs, self.moves = jobs, moves
         self.counts = [[0] * kinds for _ in range(count)]

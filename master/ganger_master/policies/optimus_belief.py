@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 
 # Fits need SciPy, for which nobody waits who believes nothing.
 if TYPE_CHECKING:
     from ganger_master.models.allreduce import AllReduceModel
-    from ganger_master.models.convergence import Estimate
+    from ganger_master.models.convergence import StepsLeftEstimate
 
 # Epochs that a job is taken to need still as long as its losses say nothing (Optimus's public code).
 UNKNOWN_EPOCHS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
+class OptimusEstimate:
     """`steps_left` is NaN where nothing is known of the job's speed; `is_young`: its steps are not well predicted."""
 
     steps_left: float = math.nan
@@ -28,17 +28,17 @@ class Belief:
     speed: AllReduceModel | None = None
 
 
-NOTHING = Belief()
+NOTHING = OptimusEstimate()
 # Of elastic jobs, with the gangs they have: what is believed of each.
-Believed: TypeAlias = Callable[[Sequence[tuple[Job, Gang | None]]], Sequence[Belief]]
+Believed: TypeAlias = Callable[[Sequence[tuple[JobRecord, Gang | None]]], Sequence[OptimusEstimate]]
 
 
-def nothing_believed(jobs: Sequence[tuple[Job, Gang | None]]) -> Sequence[Belief]:
+def nothing_believed(jobs: Sequence[tuple[JobRecord, Gang | None]]) -> Sequence[OptimusEstimate]:
     """Where nobody measures."""
     return [NOTHING] * len(jobs)
 
 
-def steps_left(whole: Estimate | None, steps_done: float, epoch_steps: float) -> tuple[float, bool]:
+def steps_left(whole: StepsLeftEstimate | None, steps_done: float, epoch_steps: float) -> tuple[float, bool]:
     """Steps that are left of those that the fitted losses let expect (none yet, or no end in sight: None, infinite),
     and whether that is a guess. Who goes on though it has converged has an epoch left."""
     if whole is None or not math.isfinite(whole.value):

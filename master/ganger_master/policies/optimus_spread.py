@@ -27,7 +27,7 @@ Shape: TypeAlias = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class TaskSpread:
     """One row per job and server it lies on, by job; `counts` (rows, k) are its tasks there."""
 
     job: Integers
@@ -35,7 +35,7 @@ class Spread:
     counts: Integers
 
 
-def spread(counts: Integers, shapes: Floats, free: Floats) -> Spread:
+def spread(counts: Integers, shapes: Floats, free: Floats) -> TaskSpread:
     """Jobs with the fewest tasks first, servers with the most of the first resource first; ties go to the job and the
     server named first. On n servers, task i of each kind goes to server i mod n; n is the least that holds them.
 
@@ -53,7 +53,7 @@ def spread(counts: Integers, shapes: Floats, free: Floats) -> Spread:
             shape: Shape = tuple(map(tuple, shapes[job].tolist()))
             rows += [(job, server, part) for server, part in room.hold(wanted, shape)]
     rows.sort(key=lambda row: row[0])
-    return Spread(
+    return TaskSpread(
         np.array([row[0] for row in rows], np.int64),
         np.array([row[1] for row in rows], np.int64),
         np.array([row[2] for row in rows], np.int64).reshape(len(rows), counts.shape[1]),

@@ -15,13 +15,13 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.resources.topology import Topology
-from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.values import Claim, GangShape, LocalityLevel
 from ganger.resources.view import View
 from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Entries, Family, Slots, together
 from ganger_master.policies.ask import Answers, Ask, TaskKind, TaskRoom, closest
-from ganger_master.policies.tally import Tally
+from ganger_master.policies.tally import CapacityTotals
 
 # Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
 _State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
@@ -35,7 +35,7 @@ _MOST_CHANGES: Final = 1 << 18
 _STRETCH: Final = 512
 
 
-class Room:
+class CapacityIndex:
     """`view` is taken from and given back to directly: hand over a copy if it is not to change.
 
     Only nodes that take gangs are found in it, and only those named in `only` if that is told; pieces can be given back
@@ -168,28 +168,28 @@ class Room:
         """Of the index, those without nodes too."""
         return self._entries
 
-    def entries_in(self, level: Level, number: int) -> NDArray[np.int32]:
+    def entries_in(self, level: LocalityLevel, number: int) -> NDArray[np.int32]:
         """For each node of a span the number of its entry, 0 where it has none; not to be written to.
 
         Racks and fabrics count from 0 in the order in which their first nodes came; there is one cluster.
         """
-        if level is Level.CLUSTER:
+        if level is LocalityLevel.CLUSTER:
             return self._numbers
         return self._numbers[self.slots_in(level, number)]
 
-    def slots_in(self, level: Level, number: int) -> NDArray[np.intp]:
+    def slots_in(self, level: LocalityLevel, number: int) -> NDArray[np.intp]:
         """The nodes of a span, ascending, as `entries_in` has them."""
-        if level is Level.CLUSTER:
+        if level is LocalityLevel.CLUSTER:
             return np.arange(len(self._alike))
         found = self._members.get((level, number))
         if found is None:
-            spans = self._racks if level is Level.RACK else self._fabrics
+            spans = self._racks if level is LocalityLevel.RACK else self._fabrics
             found = self._members[level, number] = np.flatnonzero(spans == number)
         return found
 
-    def span(self, level: Level, number: int) -> Slots:
+    def span(self, level: LocalityLevel, number: int) -> Slots:
         """The nodes of a rack or a fabric, or of the whole cluster."""
-        if level is Level.CLUSTER:
+        if level is LocalityLevel.CLUSTER:
             return self._everywhere
         found = self._spans.get((level, number))
         if found is None:
@@ -197,7 +197,7 @@ class Room:
             found = self._spans[level, number] = together(slots, len(self._alike))
         return found
 
-    def tally(self, ask: Ask, role: int) -> Tally:
+    def tally(self, ask: Ask, role: int) -> CapacityTotals:
         """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
         if len(self._journal) > _MOST_CHANGES:
             self._journal.clear()
@@ -210,7 +210,7 @@ class Room:
         if tally is None:
             if len(self._tallies) >= _MOST_TALLIES:
                 self._tallies.clear()
-            tally = self._tallies[tasks.kind, most] = Tally(most, self._racks, self._fabrics)
+            tally = self._tallies[tasks.kind, most] = CapacityTotals(most, self._racks, self._fabrics)
         tally.follow(self._journal, self._numbers, tasks.by_number(self._entries))
         return tally
 
@@ -238,7 +238,7 @@ class Room:
         self._task_rooms: dict[TaskKind, TaskRoom] = {}
         # By devices, their type and what each must have left.
         self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
-        self._tallies: dict[tuple[TaskKind, int], Tally] = {}
+        self._tallies: dict[tuple[TaskKind, int], CapacityTotals] = {}
         # By what was asked for: no node before this one had room for it, and none has got any since.
         self._passed_over: dict[Hashable, int] = {}
         self._by_state: dict[_State, Alike] = {}
@@ -288,8 +288,8 @@ class Room:
         racks = _numbered([(fabric, rack) if rack else None for fabric, rack in codes])
         fabrics = _numbered([fabric or None for fabric, _ in codes])
         self._racks, self._fabrics = (numbers[places] if len(places) else numbers for numbers in (racks, fabrics))
-        self._members: dict[tuple[Level, int], NDArray[np.intp]] = {}
-        self._spans: dict[tuple[Level, int], Slots] = {}
+        self._members: dict[tuple[LocalityLevel, int], NDArray[np.intp]] = {}
+        self._spans: dict[tuple[LocalityLevel, int], Slots] = {}
         self._everywhere: Slots = (1 << len(view.nodes)) - 1
 
     def _states(self, size: int) -> Iterator[_State]:

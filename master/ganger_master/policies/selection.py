@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ganger_master.policies.facts import Facts, Flags, Integers
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 
 
 def selected(
-    order: Order, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
+    order: JobOrder, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
 ) -> Integers:
     """Positions of who should hold GPUs now, of `line` as `order` ranked it and `free` GPUs in all, held ones among
     them. Who runs and may not be stopped stays. While an overdue gang does not fit, only those who can be stopped for
@@ -22,7 +22,7 @@ def selected(
     return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
 
 
-def guarded(order: Order, facts: Facts, free: int) -> tuple[Flags, Flags]:
+def guarded(order: JobOrder, facts: Facts, free: int) -> tuple[Flags, Flags]:
     """By position: who is overdue, with `free` GPUs in all, and who may start past such a one all the same, because it
     can be stopped for it again. While nobody is overdue, nobody and nobody."""
     nobody = np.zeros(len(facts), bool)

@@ -48,7 +48,7 @@ class Contender(Struct, frozen=True, gc=False):
     has_failed: bool = False
 
 
-class Stop(Struct, frozen=True, gc=False):
+class EarlyStop(Struct, frozen=True, gc=False):
     """Whom to stop, at which rung, and why, for people."""
 
     index: int
@@ -57,7 +57,7 @@ class Stop(Struct, frozen=True, gc=False):
     why: str
 
 
-def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tuple[Stop, ...]:
+def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tuple[EarlyStop, ...]:
     """Whom to stop now that the member of index `reporting` has come to a new rung; in the order of their indices.
 
     HALVING may stop others than that one, the other rules only judge it, at its newest rung."""
@@ -78,7 +78,7 @@ def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tu
         case RuleKind.THRESHOLD:
             is_worse = _key(rule, member.records[rung]) > _key(rule, rule.bound)
             why = f"worse than {rule.bound:g}" if is_worse else ""
-    return (Stop(reporting, rung, member.records[rung], why),) if why else ()
+    return (EarlyStop(reporting, rung, member.records[rung], why),) if why else ()
 
 
 def best(rule: StopRule, values: Sequence[tuple[int, Value]]) -> tuple[int, float] | None:
@@ -87,8 +87,8 @@ def best(rule: StopRule, values: Sequence[tuple[int, Value]]) -> tuple[int, floa
     return None if found is None or found[2] is None else (found[1], found[2])
 
 
-def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[Stop, ...]:
-    stopped: dict[int, Stop] = {}
+def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[EarlyStop, ...]:
+    stopped: dict[int, EarlyStop] = {}
     there = [one for one in contenders if not one.has_failed]
     # Those who set out: who ended without coming to the first rung did not.
     keeps = sum(bool(one.records) or one.is_live for one in there)
@@ -109,7 +109,7 @@ def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[Stop, ...
             ahead = bisect_left(line, key)
             if one.is_live and ahead >= keeps:
                 why = f"{ahead} others did better, and {keeps} go on"
-                stopped[one.index] = Stop(one.index, rung, one.records[rung], why)
+                stopped[one.index] = EarlyStop(one.index, rung, one.records[rung], why)
             if bisect_left(every, key) + may_come >= keeps:
                 sure.discard(one.index)
         sure.intersection_update(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]
@@ -13,7 +13,7 @@ Counts = NDArray[np.int64]
 _MANY = 8
 
 
-class Tally:
+class CapacityTotals:
     """`racks` and `fabrics`: by slot, the number of its span; -1 where nobody named it. `most`: tasks counted on one
     node, however many more it could take."""
 
@@ -49,13 +49,13 @@ class Tally:
             self._whole += more.sum()
         self._seen = len(journal)
 
-    def totals(self, level: Level) -> Counts:
+    def totals(self, level: LocalityLevel) -> Counts:
         """By number of rack or fabric, or of the whole cluster; not to be written to."""
-        if level is Level.RACK:
+        if level is LocalityLevel.RACK:
             if self._by_rack is None:
                 self._by_rack = _summed(self._racks, self._counts)
             return self._by_rack[:-1]
-        if level is Level.FABRIC:
+        if level is LocalityLevel.FABRIC:
             if self._by_fabric is None:
                 self._by_fabric = _summed(self._fabrics, self._counts)
             return self._by_fabric[:-1]

@@ -22,7 +22,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
 
     Exits with 1 where a decision differs, and prints the first one that does.
     """
-    from ganger.console.exits import CommandError, Exit
+    from ganger.console.exits import CommandError, ExitCode
     from ganger.console.tables import print_table
 
     from ganger_master.recording import told
@@ -31,9 +31,9 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     from ganger_master.recording.reader import RecordingUnreadable, read_lines
     from ganger_master.recording.rerun import Differs, Ended, Rerun
     from ganger_master.recording.story import Story
-    from ganger_master.recording.tally import Tally
+    from ganger_master.recording.tally import LogSummary
 
-    tally, differences = Tally(), list[Differs]()
+    tally, differences = LogSummary(), list[Differs]()
     story = None if number is None else Story(number)
     reason, line, last = "", 0, 0.0
     try:
@@ -65,12 +65,12 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
                 other.tell(happening, rerun.state)
     except RecordingUnreadable as error:
         is_forbidden = isinstance(error.__cause__, PermissionError)
-        raise CommandError(str(error), Exit.NOT_PERMITTED if is_forbidden else Exit.USAGE) from error
+        raise CommandError(str(error), ExitCode.NOT_PERMITTED if is_forbidden else ExitCode.USAGE) from error
     except LineError as error:
-        raise CommandError(f"{file}: it is damaged behind line {line}: {error}", Exit.USAGE) from error
+        raise CommandError(f"{file}: it is damaged behind line {line}: {error}", ExitCode.USAGE) from error
     if story is not None and not story.moments:
         since = "" if until is None else f" in the first {until:g} s"
-        raise CommandError(f"nothing is recorded of job {number}{since}", Exit.NOT_FOUND)
+        raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
     if as_json:
         found = told.plain(rerun.header, last - began, reason, tally, differences, story, other)
         json.dump(found, sys.stdout, indent=2)
@@ -90,7 +90,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
                 for job, asking in sorted(tally.jobs.items())
             ]
             print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
-    return Exit.JOB_FAILED if differences else Exit.OK
+    return ExitCode.JOB_FAILED if differences else ExitCode.OK
 
 
 def _own_version() -> str:

@@ -18,8 +18,8 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
 from ganger_master.core.image import Image
-from ganger_master.core.model import Gang, Job, Node, Request
-from ganger_master.core.waiting import Turn
+from ganger_master.core.model import Gang, JobRecord, Node, Request
+from ganger_master.core.waiting import GrantedLease
 
 # Rises when a file that was written before cannot be read any more.
 FORMAT: Final = 1
@@ -66,7 +66,7 @@ class BatchLine(Struct, frozen=True, tag="batch", tag_field="line"):
 
     time: float
     effects: Effects
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[GrantedLease, ...] = ()
 
 
 class BrokenLine(Struct, frozen=True, tag="broken", tag_field="line"):
@@ -93,7 +93,7 @@ Line: TypeAlias = Header | Element | StateLine | CommandLine | BatchLine | Broke
 _COMMANDS: Final[Mapping[str, type[Command]]] = {kind.__name__: kind for kind in get_args(Command)}
 _ANSWERS: Final[Mapping[str, type[Answer]]] = {kind.__name__: kind for kind in get_args(Answer)}
 # Elements have lines of their own: a large state encoded as one value would hold up everything else in its process.
-_ELEMENTS: Final[Mapping[str, type[Any]]] = {"nodes": Node, "jobs": Job, "gangs": Gang, "former": Request}
+_ELEMENTS: Final[Mapping[str, type[Any]]] = {"nodes": Node, "jobs": JobRecord, "gangs": Gang, "former": Request}
 _encode: Final = msgspec.json.Encoder().encode
 _decode_line: Final = msgspec.json.Decoder(Line).decode
 

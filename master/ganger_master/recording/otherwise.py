@@ -24,9 +24,9 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import Places, live_policy_named
-from ganger_master.policies.room import Room
-from ganger_master.recording.rerun import Asked, Begun, Decided, Drawn, Happening
-from ganger_master.recording.story import Why, verdict_of
+from ganger_master.policies.room import CapacityIndex
+from ganger_master.recording.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
+from ganger_master.recording.story import VerdictReason, verdict_of
 
 # Between two passes of a planner: one looks at all jobs and nodes.
 _PASS_SECONDS = 1.0
@@ -40,11 +40,11 @@ class Difference(Struct, frozen=True):
     job: int
     recorded: str
     otherwise: str
-    recorded_why: tuple[Why, ...] = ()
-    otherwise_why: tuple[Why, ...] = ()
+    recorded_why: tuple[VerdictReason, ...] = ()
+    otherwise_why: tuple[VerdictReason, ...] = ()
 
 
-class Planned(Struct, frozen=True):
+class CounterfactualPlan(Struct, frozen=True):
     """What a planner of the other policy would have done: who starts where, and who is stopped for it."""
 
     line: int
@@ -63,7 +63,7 @@ class Otherwise:
         # Of the recording that the other policy has answered, too.
         self.verdicts = self.passes = 0
         self.differences: list[Difference] = []
-        self.planned: list[Planned] = []
+        self.planned: list[CounterfactualPlan] = []
         self._table = LiveTable()
         self._passed_at = float("-inf")
         self._answer: Answer | None = None
@@ -80,7 +80,7 @@ class Otherwise:
                     job = state.jobs.get(number)
                     if job is not None:
                         self._table.put(job, state.gangs.get(job.epoch))
-            case Asked(number, time, command):
+            case RecordedCommand(number, time, command):
                 self._answer = None
                 if not isinstance(command, commands.RequestGang | commands.ProposePlan):
                     return
@@ -111,12 +111,12 @@ class Otherwise:
     def _plan(self, state: State, line: int, time: float) -> None:
         view = state.view.copy()
         capacity = capacity_of(view, self._table)
-        found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, Room(view))
+        found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, CapacityIndex(view))
         self.passes += 1
         starts = {change.number: _nodes_of(change) for change in found.changes if change.kind == "START"}
         stops = tuple(change.number for change in found.changes if change.kind == "SUSPEND")
-        planned = Planned(line, time, starts, stops)
-        before = self.planned[-1] if self.planned else Planned(0, 0.0, {}, ())
+        planned = CounterfactualPlan(line, time, starts, stops)
+        before = self.planned[-1] if self.planned else CounterfactualPlan(0, 0.0, {}, ())
         if (before.starts, before.stops) != (starts, stops):
             self.planned.append(planned)
 
@@ -139,7 +139,7 @@ def _nodes_of(change: Change) -> tuple[str, ...]:
 def _table_of(state: State) -> LiveTable:
     table = LiveTable(quotas=state.settings.quota_devices)
     for job in state.jobs.values():
-        if job.state.is_final:
+        if job.state.is_finished:
             # Others like it may take as long.
             table.put(msgspec.structs.replace(job, state=JobState.PENDING), None)
         table.put(job, state.gangs.get(job.epoch))

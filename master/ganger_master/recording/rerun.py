@@ -19,7 +19,7 @@ from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
 from ganger_master.core.image import image_of, state_of
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.recording import lines
 from ganger_master.recording.lines import BatchLine, BrokenLine, CommandLine, Element, End, Header, Line, StateLine
 
@@ -32,7 +32,7 @@ class Begun(Struct, frozen=True):
     cause: str
 
 
-class Asked(Struct, frozen=True):
+class RecordedCommand(Struct, frozen=True):
     """A command is about to be decided: `state` is as the decision finds it."""
 
     number: int
@@ -56,7 +56,7 @@ class Drawn(Struct, frozen=True):
     number: int
     time: float
     effects: Effects
-    turns: tuple[Turn, ...]
+    turns: tuple[GrantedLease, ...]
 
 
 class Broke(Struct, frozen=True):
@@ -84,7 +84,7 @@ class Ended(Struct, frozen=True):
     reason: str
 
 
-Happening: TypeAlias = Begun | Asked | Decided | Drawn | Broke | Differs | Ended
+Happening: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Differs | Ended
 
 
 class Rerun:
@@ -110,7 +110,7 @@ class Rerun:
                     yield Begun(number, line.time, line.cause)
                 case CommandLine():
                     command = lines.command_of(line)
-                    yield Asked(number, line.time, command)
+                    yield RecordedCommand(number, line.time, command)
                     yield from self._decide(number, line, command)
                 case BatchLine():
                     yield from self._draw(number, line)
@@ -165,7 +165,7 @@ class Rerun:
     def _break(self, number: int, line: BrokenLine) -> Iterator[Happening]:
         command = lines.command_of(line) if line.kind else None
         if command is not None:
-            yield Asked(number, line.time, command)
+            yield RecordedCommand(number, line.time, command)
         state = self._known()
         try:
             if command is not None:

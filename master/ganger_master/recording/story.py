@@ -11,13 +11,13 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.commands import Command
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Claim, Job, JobState
+from ganger_master.core.model import Claim, JobRecord, JobState
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
-from ganger_master.recording.rerun import Asked, Begun, Broke, Decided, Drawn, Ended, Happening
+from ganger_master.core.waiting import GrantedLease
+from ganger_master.recording.rerun import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
 
 
-class Why(Struct, frozen=True):
+class VerdictReason(Struct, frozen=True):
     """One ground of an answer. `message` has the figures in words."""
 
     reason: str
@@ -46,7 +46,7 @@ class Free(Struct, frozen=True):
     held: tuple[Held, ...] = ()
 
 
-class Place(Struct, frozen=True):
+class RequestedPlace(Struct, frozen=True):
     """A part of a gang, as it was asked for."""
 
     node: str
@@ -68,8 +68,8 @@ class Moment(Struct, frozen=True):
     verdict: str = ""
     rank: int = 0
     turn: int = 0
-    why: tuple[Why, ...] = ()
-    candidates: tuple[tuple[Place, ...], ...] = ()
+    why: tuple[VerdictReason, ...] = ()
+    candidates: tuple[tuple[RequestedPlace, ...], ...] = ()
     free: tuple[Free, ...] = ()
 
 
@@ -89,7 +89,7 @@ class Story:
         match happening:
             case Begun(number, time, cause):
                 self._add(self._situation(number, time, "state", cause, state))
-            case Asked(number, time, command):
+            case RecordedCommand(number, time, command):
                 self._before = self._asked(number, time, command, state)
             case Decided(_, _, command, answer, _):
                 self._decided(command, answer)
@@ -199,7 +199,7 @@ class Story:
         )
 
 
-def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[Why, ...]]:
+def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[VerdictReason, ...]]:
     """What an answer says of a job: approved or refused, and why not."""
     match answer:
         case Rejected(refusals=refusals):
@@ -208,18 +208,19 @@ def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[Why, ...]]:
             own = next((verdict for verdict in verdicts if verdict.number == number), ChangeAnswer(number, False, 0))
             return ("approved" if own.approved else "refused"), _whys(own.refusals)
         case Refused(reason=reason, message=message):
-            return "refused", (Why(reason, message),)
+            return "refused", (VerdictReason(reason, message),)
         case _:
             return "approved", ()
 
 
-def _whys(refusals: Iterable[Refusal]) -> tuple[Why, ...]:
-    return tuple(Why(one.reason.name, one.message, dict(one.figures), one.node, one.job) for one in refusals)
+def _whys(refusals: Iterable[Refusal]) -> tuple[VerdictReason, ...]:
+    return tuple(VerdictReason(one.reason.name, one.message, dict(one.figures), one.node, one.job) for one in refusals)
 
 
-def _places(claims: Iterable[Claim]) -> tuple[Place, ...]:
+def _places(claims: Iterable[Claim]) -> tuple[RequestedPlace, ...]:
     return tuple(
-        Place(claim.node, _bits(claim.device_mask), sum(claim.millicores), claim.memory_bytes) for claim in claims
+        RequestedPlace(claim.node, _bits(claim.device_mask), sum(claim.millicores), claim.memory_bytes)
+        for claim in claims
     )
 
 
@@ -257,16 +258,16 @@ def _free_in_all(state: State) -> str:
     return f"{state.free_devices} of {state.devices} GPUs free in all"
 
 
-def _stands(state: State, job: Job, now: float) -> str:
+def _stands(state: State, job: JobRecord, now: float) -> str:
     if state.is_waiting(job):
         return f"it waits for {max(0.0, now - job.pending_since):.0f} s, {len(state.waiting)} wait in all"
-    if job.state.is_final:
+    if job.state.is_finished:
         return f"it has ended: {job.state.value.lower()}"
     gang = state.gangs.get(job.epoch)
     return f"it is {job.state.value.lower()}" + (f", its gang {gang.phase.value.lower()}" if gang is not None else "")
 
 
-def _turn_text(turn: Turn) -> str:
+def _turn_text(turn: GrantedLease) -> str:
     kept = f", places kept on {', '.join(turn.reserved_nodes)}" if turn.reserved_nodes else ""
     return f"to {turn.scheduler or 'the default scheduler'} for {turn.expires - turn.given:g} s{kept}"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ganger_master.core import commands
 from ganger_master.recording.rerun import Decided, Drawn, Happening
-from ganger_master.recording.story import Why, verdict_of
+from ganger_master.recording.story import VerdictReason, verdict_of
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Asking:
 
 
 @dataclass(slots=True)
-class Tally:
+class LogSummary:
     commands: Counter[str] = field(default_factory=Counter)
     # Grounds of refused requests and changes; "" counts those that were approved.
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Tally:
             case _:
                 return
 
-    def _count(self, number: int, verdict: str, whys: tuple[Why, ...]) -> None:
+    def _count(self, number: int, verdict: str, whys: tuple[VerdictReason, ...]) -> None:
         asking = self.jobs.setdefault(number, Asking())
         asking.requests += 1
         if verdict == "approved":

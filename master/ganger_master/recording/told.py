@@ -10,17 +10,17 @@ import msgspec
 from ganger.units import format_cores, format_memory
 
 from ganger_master.recording.lines import Header
-from ganger_master.recording.otherwise import Difference, Otherwise, Planned
+from ganger_master.recording.otherwise import CounterfactualPlan, Difference, Otherwise
 from ganger_master.recording.rerun import Differs
-from ganger_master.recording.story import Free, Moment, Place, Story, Why
-from ganger_master.recording.tally import Tally
+from ganger_master.recording.story import Free, Moment, RequestedPlace, Story, VerdictReason
+from ganger_master.recording.tally import LogSummary
 
 # A difference is shown to its first signs; the file has all of it.
 _LONGEST_VALUE = 2_000
 _MOST_CANDIDATES = 4
 
 
-def headline(header: Header, seconds: float, tally: Tally, reason: str) -> str:
+def headline(header: Header, seconds: float, tally: LogSummary, reason: str) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.began))
     commands = sum(tally.commands.values())
     done = f"{seconds:.1f} s, {commands:,} commands, {tally.batches:,} batches"
@@ -68,7 +68,7 @@ def plain(
     header: Header,
     seconds: float,
     reason: str,
-    tally: Tally,
+    tally: LogSummary,
     differences: Sequence[Differs],
     story: Story | None,
     other: Otherwise | None,
@@ -126,11 +126,11 @@ def _details(moment: Moment) -> Iterator[str]:
         yield _free(free)
 
 
-def _why(why: Why) -> str:
+def _why(why: VerdictReason) -> str:
     return f"{why.reason}: {why.message}"
 
 
-def _place(place: Place) -> str:
+def _place(place: RequestedPlace) -> str:
     gpus = f"GPUs {_numbers(place.gpus)}" if place.gpus else "no GPU"
     return f"{place.node} {gpus}, {format_cores(place.millicores)} cores, {format_memory(place.memory_bytes)}"
 
@@ -148,15 +148,15 @@ def _difference(one: Difference) -> str:
     return f"{recorded} as recorded, {otherwise} otherwise"
 
 
-def _pairs(one: Difference) -> tuple[tuple[str, Sequence[Why]], tuple[str, Sequence[Why]]]:
+def _pairs(one: Difference) -> tuple[tuple[str, Sequence[VerdictReason]], tuple[str, Sequence[VerdictReason]]]:
     return (one.recorded, one.recorded_why), (one.otherwise, one.otherwise_why)
 
 
-def _verdict(verdict: str, whys: Sequence[Why]) -> str:
+def _verdict(verdict: str, whys: Sequence[VerdictReason]) -> str:
     return f"{verdict} ({whys[0].reason}: {whys[0].message})" if whys else verdict
 
 
-def _planned(planned: Planned) -> str:
+def _planned(planned: CounterfactualPlan) -> str:
     starts = [f"start job {number} on {','.join(nodes)}" for number, nodes in planned.starts.items()]
     stops = [f"stop job {number}" for number in planned.stops]
     return "; ".join([*stops, *starts]) or "nothing to start or to stop"

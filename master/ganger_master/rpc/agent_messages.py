@@ -13,7 +13,7 @@ from ganger.wire.channels import PART_BYTES
 from ganger_master.core import commands
 from ganger_master.core.model import (
     Capabilities,
-    Intent,
+    GangIntent,
     JobSpec,
     ObservedPhase,
     Outcome,
@@ -22,7 +22,7 @@ from ganger_master.core.model import (
     StoredOrder,
 )
 from ganger_master.core.texts import cut
-from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, Member
+from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, GangMember
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.
@@ -41,8 +41,8 @@ _ID_MOST: Final = 1 << 53
 _OUTCOME_MOST: Final = 4_096
 # Most bytes that a spec takes in its gang's message beyond its own.
 _FIELD_BYTES: Final = 16
-_INTENTS: Final[Mapping[Intent, agent_pb2.Intent.ValueType]] = {
-    intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in Intent
+_INTENTS: Final[Mapping[GangIntent, agent_pb2.Intent.ValueType]] = {
+    intent: agent_pb2.Intent.Value(f"INTENT_{intent.name}") for intent in GangIntent
 }
 _INTENTS_FROM_WIRE: Final = {value: intent for intent, value in _INTENTS.items()}
 _PHASES_FROM_WIRE: Final = {
@@ -285,7 +285,7 @@ def _add_specs(message: agent_pb2.ReconcileResponse, gangs: Sequence[DesiredGang
         message.gangs[place].spec.CopyFrom(spec)
 
 
-def _member_to_wire(member: Member) -> agent_pb2.Member:
+def _member_to_wire(member: GangMember) -> agent_pb2.Member:
     return agent_pb2.Member(
         node=names.node_name(member.node),
         peer_address=member.peer_address,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.wire import errors, names, times
 from ganger.wire.channels import MAX_MESSAGE_BYTES
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from ganger_master.core.answers import Done, SessionAnswer
 from ganger_master.core.arrays import has_climbed, rule_of
 from ganger_master.core.membership import StopRule
 from ganger_master.core.memberships import report_of
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.answers import expect
@@ -71,7 +71,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:
         node, caller = names.parse_node_name(request.node), self._callers.of(context)
         # A daemon with a certificate causes no entry but that of its own node.
-        subject = caller.name if caller.role is Role.DAEMON else node
+        subject = caller.name if caller.role is CallerRole.DAEMON else node
         try:
             _check_node(caller, node)
             command = agent_messages.open_session_from_wire(request)
@@ -246,7 +246,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if (rule := rule_of(job)) is not None:
             self._judge(job, rule, sample)
 
-    def _judge(self, job: Job, rule: StopRule, sample: Sample) -> None:
+    def _judge(self, job: JobRecord, rule: StopRule, sample: Sample) -> None:
         """Tells the core of a member of an array that has come to a rung; what was said before is no news there."""
         loss = sample.loss if math.isfinite(sample.loss) else None
         report = report_of(rule, sample.step, loss, sample.metrics)
@@ -254,9 +254,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
 
 
-def _check_node(caller: Identity, node: str) -> None:
+def _check_node(caller: CallerIdentity, node: str) -> None:
     """Raises NodeNotYours: who has a daemon's certificate speaks for the node of its name."""
-    if caller.role is Role.DAEMON and caller.name != node:
+    if caller.role is CallerRole.DAEMON and caller.name != node:
         raise errors.NodeNotYours(
             f"nodes/{node} is not this daemon's: its certificate is of nodes/{caller.name}; give the daemon that name"
             " (--node), or a certificate of the other",

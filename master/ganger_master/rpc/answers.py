@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import convert, errors, names, times
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 
 from ganger_master.core import sharing, silence
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
@@ -18,7 +18,7 @@ from ganger_master.core.checks import no_job
 from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.launches import visible_to
 from ganger_master.core.memberships import members_of
-from ganger_master.core.model import Gang, Job, Node, NodeState
+from ganger_master.core.model import Gang, JobRecord, Node, NodeState
 from ganger_master.core.rows_now import has_turn
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.session_refusals import SessionRefusals
@@ -65,7 +65,7 @@ class Shown:
         self._progress = progress
         self._refusals = refusals
 
-    def job_named(self, number: int) -> Job:
+    def job_named(self, number: int) -> JobRecord:
         job = self._writer.committed.jobs.get(number)
         if job is None:
             raise self.not_found(number)
@@ -107,7 +107,7 @@ class Shown:
             None if gang is None or node_set is None else has_turn(node_set, self._writer.state.rows_seen, gang.epoch)
         )
 
-    def members(self, array: int) -> list[Job]:
+    def members(self, array: int) -> list[JobRecord]:
         """Raises ArrayNotFound."""
         members = members_of(self._writer.committed.jobs, array)
         if not members:
@@ -119,7 +119,9 @@ class Shown:
         members = self.members(number)
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
-    def node(self, name: str, caller: Identity, fallen_at_once: Mapping[str, float] | None = None) -> node_pb2.Node:
+    def node(
+        self, name: str, caller: CallerIdentity, fallen_at_once: Mapping[str, float] | None = None
+    ) -> node_pb2.Node:
         """Return the node as far as the caller may see it. `fallen_at_once`: computed once for a list of nodes. Raises
         NodeNotFound."""
         refusal = self._refusals.of(name)

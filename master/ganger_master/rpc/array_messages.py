@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire import errors, times
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 
 from ganger_master.core import commands
 from ganger_master.core.membership import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule
 from ganger_master.core.memberships import report_of
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.policies.stopping import best
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
 from ganger_master.runtime.progress import Sample
 
 
-def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Identity) -> commands.SubmitArray:
+def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: CallerIdentity) -> commands.SubmitArray:
     """Return the submission, judged only for its size and for a rule of no known kind. Raises SpecInvalid."""
     if len(request.members) > MEMBERS_LIMIT:
         raise _too_much(f"from 1 to {MEMBERS_LIMIT}, not {len(request.members)}")
@@ -44,17 +44,17 @@ def _too_much(text: str) -> errors.SpecInvalid:
     return errors.SpecInvalid("the array cannot be accepted", violations=[errors.Violation("members", text)])
 
 
-def array_to_wire(members: Sequence[Job], samples: Sequence[Sample | None]) -> array_pb2.Array:
+def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]) -> array_pb2.Array:
     """Of the members that are kept, one at least, with what was last measured of each."""
     first, array = members[0], members[0].spec.array
     assert array is not None
-    states = Counter("held" if job.held and not job.state.is_final else job.state.value.lower() for job in members)
+    states = Counter("held" if job.held and not job.state.is_finished else job.state.value.lower() for job in members)
     if len(members) < array.size:
         states["forgotten"] = array.size - len(members)
     message = array_pb2.Array(
         name=f"arrays/{array.array}",
         # Who has ended keeps the name that it had.
-        display_name=next((job for job in members if not job.state.is_final), first).spec.display_name,
+        display_name=next((job for job in members if not job.state.is_finished), first).spec.display_name,
         user=first.user,
         size=array.size,
         at_once=array.at_once,
@@ -69,12 +69,12 @@ def array_to_wire(members: Sequence[Job], samples: Sequence[Sample | None]) -> a
     return message
 
 
-def _have_ended(members: Sequence[Job]) -> bool:
-    return all(job.state.is_final for job in members)
+def _have_ended(members: Sequence[JobRecord]) -> bool:
+    return all(job.state.is_finished for job in members)
 
 
 def _add_best(
-    message: array_pb2.Array, rule: StopRule, members: Sequence[Job], samples: Sequence[Sample | None]
+    message: array_pb2.Array, rule: StopRule, members: Sequence[JobRecord], samples: Sequence[Sample | None]
 ) -> None:
     values = []
     for place, (job, sample) in enumerate(zip(members, samples, strict=True)):
@@ -90,7 +90,7 @@ def _add_best(
         message.best.parameters.update(array.parameters)
 
 
-def _newest(rule: StopRule, job: Job, sample: Sample | None) -> float | None:
+def _newest(rule: StopRule, job: JobRecord, sample: Sample | None) -> float | None:
     kept = job.progress
     if sample is not None and (kept is None or (sample.epoch, sample.step) > (kept.epoch, kept.step)):
         found = report_of(rule, sample.step, _finite(sample.loss), sample.metrics)

@@ -13,20 +13,20 @@ import numpy as np
 from ganger.resources.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, Job, JobState
+from ganger_master.core.model import Gang, JobRecord, JobState
 from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
-from ganger_master.policies.deadlines import Newcomer, Verdict, advice
+from ganger_master.policies.deadlines import DeadlineVerdict, Newcomer, advice
 from ganger_master.policies.facts import Floats, Integers
 
 _NAMED = 5
 
 
-def deadline_advice(jobs: Iterable[tuple[Job, Gang | None]], number: int, view: View, now: float) -> str:
+def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, view: View, now: float) -> str:
     """Of one of these jobs, which has a deadline, under the order `edf`. Empty for a job that is no longer live."""
     table = LiveTable()
     for job, gang in jobs:
-        if job.state.is_final:
+        if job.state.is_finished:
             # It tells how long others like it may take.
             table.put(replace(job, state=JobState.PENDING), None)
         table.put(job, gang)
@@ -43,13 +43,13 @@ def deadline_advice(jobs: Iterable[tuple[Job, Gang | None]], number: int, view: 
     newcomer = Newcomer(int(facts.gpus[mine]), float(left[mine]), deadline_s, int(facts.priority[mine]))
     told = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
     match told.verdict:
-        case Verdict.MET:
+        case DeadlineVerdict.MET:
             return f"can be met: it would end {_ago(deadline_s - told.end_s)} before it"
-        case Verdict.DELAYS_OTHERS:
+        case DeadlineVerdict.DELAYS_OTHERS:
             return f"can be met, and makes {_names(told.delayed)} late for theirs"
-        case Verdict.TOO_LATE if math.isinf(told.end_s):
+        case DeadlineVerdict.TOO_LATE if math.isinf(told.end_s):
             return "cannot be met: its gang never finds room beside those with earlier deadlines"
-        case Verdict.TOO_LATE:
+        case DeadlineVerdict.TOO_LATE:
             return f"cannot be met: it would end {_ago(told.end_s - deadline_s)} after it"
         case _:
             return f"unknown whether it can be met, because how long {_names(told.unknown)} takes is not known"

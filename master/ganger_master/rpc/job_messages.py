@@ -20,10 +20,10 @@ from ganger_master.core.model import (
     Failure,
     Gang,
     GangPhase,
-    Job,
+    JobProgress,
+    JobRecord,
     JobSpec,
     JobState,
-    Progress,
     SuspendLevel,
 )
 from ganger_master.core.substitution import resolved
@@ -180,7 +180,7 @@ def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
 
 
 def job_to_wire(
-    job: Job,
+    job: JobRecord,
     gang: Gang | None,
     destination: Gang | None,
     *,
@@ -224,10 +224,10 @@ def job_to_wire(
         message.end_reason = job.reason
     if job.progress is not None or sample is not None:
         message.progress.CopyFrom(_latest_progress_to_wire(job, sample))
-        if not job.state.is_final:
+        if not job.state.is_finished:
             epoch = max([one.epoch for one in (job.progress, sample) if one is not None])
             _as_it_stands(message.progress, job, gang, epoch, is_waiting=has_turn is False)
-    if gang is not None and not job.state.is_final:
+    if gang is not None and not job.state.is_finished:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
         message.failure.CopyFrom(_failure_to_wire(job.failure))
@@ -244,13 +244,13 @@ def _failure_to_wire(failure: Failure) -> job_pb2.Failure:
     )
 
 
-def _latest_progress_to_wire(job: Job, sample: Sample | None) -> job_pb2.Progress:
+def _latest_progress_to_wire(job: JobRecord, sample: Sample | None) -> job_pb2.Progress:
     """Return the figures of the later step: of the last sample, or of where the job rested or ended. A sample taken
     before the job came to rest still has what only samples have, as a concern."""
     kept = job.progress
     if sample is None:
         return job_pb2.Progress() if kept is None else _kept_progress_to_wire(kept)
-    if kept is not None and job.state.is_final and (kept.epoch, kept.step) >= (sample.epoch, sample.step):
+    if kept is not None and job.state.is_finished and (kept.epoch, kept.step) >= (sample.epoch, sample.step):
         return _kept_progress_to_wire(kept)
     progress = progress_to_wire(sample)
     if kept is not None and (kept.epoch, kept.step) > (sample.epoch, sample.step):
@@ -260,7 +260,7 @@ def _latest_progress_to_wire(job: Job, sample: Sample | None) -> job_pb2.Progres
     return progress
 
 
-def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, epoch: int, is_waiting: bool) -> None:
+def _as_it_stands(progress: job_pb2.Progress, job: JobRecord, gang: Gang | None, epoch: int, is_waiting: bool) -> None:
     """Correct figures of an attempt that is over, or at rest: steps that were lost are not progress, and a job that
     does not run has no rate. `epoch`: of the attempt that reported them. `is_waiting`: for its time slice."""
     if gang is None or is_waiting or gang.phase in (GangPhase.PARKED, GangPhase.STARTING):
@@ -280,7 +280,7 @@ def _as_it_stands(progress: job_pb2.Progress, job: Job, gang: Gang | None, epoch
 
 
 def gang_to_wire(
-    job: Job, gang: Gang, destination: Gang | None, beside: Sequence[int] = (), has_turn: bool | None = None
+    job: JobRecord, gang: Gang, destination: Gang | None, beside: Sequence[int] = (), has_turn: bool | None = None
 ) -> job_pb2.Gang:
     """`has_turn`: None of one that takes no turns, or of which nobody has said."""
     pids, cores = pids_and_cores(job, gang)
@@ -300,7 +300,7 @@ def gang_to_wire(
     )
 
 
-def pids_and_cores(job: Job, gang: Gang) -> tuple[list[int], list[str]]:
+def pids_and_cores(job: JobRecord, gang: Gang) -> tuple[list[int], list[str]]:
     """By rank; zero and empty where they are not known."""
     by_piece = ranks_by_claim(job.spec.roles, gang.claims)
     world = sum([len(ranks) for ranks in by_piece])
@@ -358,16 +358,16 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
     )
 
 
-def progress_from_wire(epoch: int, message: job_pb2.Progress) -> Progress:
+def progress_from_wire(epoch: int, message: job_pb2.Progress) -> JobProgress:
     """That of an ended attempt. Its time is when the master first heard of it."""
     loss = message.loss if math.isfinite(message.loss) else None
     waited = min(1.0, max(0.0, message.data_wait_share))
     metrics = metrics_from_wire(message)
     step, samples = min(message.step, _COUNT_MOST), min(message.samples, _COUNT_MOST)
-    return Progress(epoch, step, samples, loss, data_wait_share=waited, metrics=metrics)
+    return JobProgress(epoch, step, samples, loss, data_wait_share=waited, metrics=metrics)
 
 
-def _kept_progress_to_wire(progress: Progress) -> job_pb2.Progress:
+def _kept_progress_to_wire(progress: JobProgress) -> job_pb2.Progress:
     return job_pb2.Progress(
         step=progress.step,
         samples=progress.samples,

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 from ganger.wire import convert, errors, names, times
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
@@ -18,7 +18,7 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.explain import explain
 from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.memberships import members_of
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.core.texts import cut
 from ganger_master.policies.order.edf import EDF
 from ganger_master.rpc import array_messages, job_messages
@@ -104,7 +104,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             # Members of higher numbers come first.
             if membership is None or membership.array == seen or (before and membership.array >= before):
                 continue
-            if (request.live and job.state.is_final) or (request.user and job.user != request.user):
+            if (request.live and job.state.is_finished) or (request.user and job.user != request.user):
                 continue
             seen = membership.array
             message = self._array(seen, caller)
@@ -116,7 +116,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             await asyncio.sleep(0)
         return response
 
-    async def _newest_jobs(self, before: int) -> AsyncIterator[Job]:
+    async def _newest_jobs(self, before: int) -> AsyncIterator[JobRecord]:
         """Yield jobs of lower numbers than `before`, or all if it is zero, newest first. Other calls are served
         meanwhile, so each job is as it is when it is yielded."""
         jobs = self._writer.committed.jobs
@@ -186,7 +186,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     if (shape := message.SerializeToString(deterministic=True)) != sent:
                         sent = shape
                         yield self._job(number, caller)
-                if job.state.is_final:
+                if job.state.is_finished:
                     return
                 try:
                     await asyncio.wait_for(news.wait(), end - loop.time())
@@ -253,7 +253,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def _deadline_advice(self, number: int) -> str:
         state, committed = self._writer.state, self._writer.committed
         job = committed.jobs.get(number)
-        if job is None or not job.spec.deadline or job.state.is_final:
+        if job is None or not job.spec.deadline or job.state.is_finished:
             return ""
         if state.policy.order.name != EDF.name:
             return f"nothing is done for it: policy {state.policy.name} does not go by deadlines, edf does"
@@ -287,20 +287,20 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         check_jobs(caller, self._shown, (number,))
         return number, caller.name
 
-    def _job(self, number: int, caller: Identity, *, with_environment: bool = False) -> job_pb2.Job:
+    def _job(self, number: int, caller: CallerIdentity, *, with_environment: bool = False) -> job_pb2.Job:
         message = self._shown.job(number, with_environment=with_environment)
         return message if caller.may_read(message.user) else outline(message)
 
-    def _array(self, number: int, caller: Identity) -> array_pb2.Array:
+    def _array(self, number: int, caller: CallerIdentity) -> array_pb2.Array:
         message = self._shown.array(number)
         return message if caller.may_read(message.user) else array_outline(message)
 
-    def _check_subject(self, caller: Identity, subject: str) -> None:
+    def _check_subject(self, caller: CallerIdentity, subject: str) -> None:
         """Raises JobNotYours for the history of another's. What nobody knows (any more) whose it was has none."""
         if not self._is_told(caller, subject) and (user := self._owner_of(subject)):
             check_owner(caller, subject, user)
 
-    def _is_told(self, caller: Identity, subject: str) -> bool:
+    def _is_told(self, caller: CallerIdentity, subject: str) -> bool:
         """Nodes and the cluster are everybody's."""
         if not caller.has_own_jobs_only or not subject.startswith(("jobs/", "arrays/")):
             return True
@@ -317,7 +317,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         except errors.NameInvalid:
             return ""
 
-    def _charge_array(self, caller: Identity, number: int) -> None:
+    def _charge_array(self, caller: CallerIdentity, number: int) -> None:
         """Check that a user owns the array, and count a change of each member. Raises JobNotYours and UserLimit."""
         if caller.has_own_jobs_only:
             members = self._shown.members(number)
@@ -348,7 +348,7 @@ def _check_request_id(request_id: str) -> None:
         raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
 
 
-def _is_in(job: Job, array: int, is_folded: bool) -> bool:
+def _is_in(job: JobRecord, array: int, is_folded: bool) -> bool:
     membership = job.spec.array
     if membership is None:
         return not array

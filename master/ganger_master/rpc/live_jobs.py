@@ -10,13 +10,13 @@ import re
 from functools import lru_cache
 from typing import Final
 
-from ganger.resources.values import Level, Role
+from ganger.resources.values import LocalityLevel, Role
 from ganger.v1 import job_pb2, scheduling_pb2
 from ganger.wire import convert, names, times
 from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, GangPhase, GangRole, Intent, Job, JobSpec, JobState, Piece
+from ganger_master.core.model import Gang, GangIntent, GangPhase, GangRole, JobRecord, JobSpec, JobState, Piece
 from ganger_master.rpc import job_messages
 
 _STATES: Final = job_messages.STATES_FROM_WIRE
@@ -29,7 +29,7 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", r
 _LONGEST_NUMBER: Final = 64
 
 
-def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
+def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
     """`gang`: that of the job's present epoch; `into`: an empty message that is to hold it."""
     into.job = job.name
     into.revision = job.revision
@@ -60,12 +60,12 @@ def live_job_to_wire(job: Job, gang: Gang | None, into: scheduling_pb2.LiveJob) 
         _gang_to_wire(gang, into.gang)
 
 
-def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[Job, Gang | None]:
+def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang | None]:
     """Values of which only what the message carries is meant. Raises RequestInvalid for what does not exist."""
     number = names.parse_job_name(message.job)
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
     spec: JobSpec = job_messages.spec_from_wire(message.spec)
-    job = Job(
+    job = JobRecord(
         number,
         "",
         message.user,
@@ -111,7 +111,7 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
     into.epoch = gang.epoch
     into.phase = _PHASES_TO_WIRE[gang.phase]
     into.parked_level = job_messages.level_to_wire(gang.park_level)
-    into.stops = gang.intent is Intent.STOP
+    into.stops = gang.intent is GangIntent.STOP
     _put_time(into.create_time, gang.create_time)
     if gang.since:
         _put_time(into.phase_time, gang.since)
@@ -131,9 +131,9 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         _PHASES.get(message.phase, GangPhase.RUNNING),
         pieces,
         # Where it goes is for the placement to weigh; how close it is now nobody asks.
-        Level.CLUSTER,
+        LocalityLevel.CLUSTER,
         _time(message.create_time),
-        intent=Intent.STOP if message.stops else Intent.PARK if parked else Intent.RUN,
+        intent=GangIntent.STOP if message.stops else GangIntent.PARK if parked else GangIntent.RUN,
         park_level=parked,
         since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
         node_set=message.node_set,

@@ -19,11 +19,11 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire import channels, errors
 from ganger.wire.endpoints import Endpoint, EndpointError
-from ganger.wire.roles import Role
+from ganger.wire.roles import CallerRole
 from ganger.wire.tls import trouble_with
 
 from ganger_master.core.desired import ranks_by_claim
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.rpc.answers import Shown
 from ganger_master.runtime.writer import Writer
 
@@ -109,7 +109,7 @@ class LogProxy:
                 job = self._writer.committed.jobs.get(number)
                 if job is None:
                     return
-                is_over = job.state.is_final
+                is_over = job.state.is_finished
                 news.clear()
                 async for chunk in self._sweep(job, rank, position):
                     position = chunk.offset + len(chunk.data)
@@ -127,7 +127,7 @@ class LogProxy:
                     pass
 
     async def _until_news(
-        self, node: str, job: Job, rank: int, position: int, news: asyncio.Event
+        self, node: str, job: JobRecord, rank: int, position: int, news: asyncio.Event
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
         """What the rank writes on the node where it runs, until its gang's place may have changed."""
         call = self._call(node, job, rank, position, follow=True)
@@ -143,7 +143,7 @@ class LogProxy:
                     await asyncio.wait({reading, changed}, return_when=asyncio.FIRST_COMPLETED)
                     if changed.done() and not reading.done():
                         now = self._writer.committed.jobs.get(job.number)
-                        if now is None or now.state.is_final or now.epoch != epoch:
+                        if now is None or now.state.is_finished or now.epoch != epoch:
                             return
                         news.clear()
                         changed = asyncio.ensure_future(news.wait())
@@ -162,7 +162,7 @@ class LogProxy:
                 reading.cancel()
             call.cancel()
 
-    async def _sweep(self, job: Job, rank: int, position: int) -> AsyncIterator[job_service_pb2.LogChunk]:
+    async def _sweep(self, job: JobRecord, rank: int, position: int) -> AsyncIterator[job_service_pb2.LogChunk]:
         while True:
             sources = await self._sources(job, rank, position)
             if not sources:
@@ -189,11 +189,11 @@ class LogProxy:
             if position == before:
                 return
 
-    async def _end_of(self, job: Job, rank: int) -> int:
+    async def _end_of(self, job: JobRecord, rank: int) -> int:
         """Right after the last byte any node knows of; 0 when none does."""
         return max([end or 0 for end in (await self._ends(job, rank)).values()], default=0)
 
-    async def _check_heard(self, job: Job, rank: int) -> None:
+    async def _check_heard(self, job: JobRecord, rank: int) -> None:
         """Raises NodeSilent if a node where the job was cannot be asked: nothing said is not nothing written."""
         silent = sorted(node for node, end in (await self._ends(job, rank)).items() if end is None)
         if silent:
@@ -201,9 +201,9 @@ class LogProxy:
             why = await self._trouble_with(silent[0]) or "no answer from there"
             raise errors.NodeSilent(f"what rank {rank} of {job.name} has written may be on {where}: {why}")
 
-    def _check_kept(self, job: Job) -> None:
+    def _check_kept(self, job: JobRecord) -> None:
         kept = self._writer.state.settings.logs_kept_seconds
-        if kept is not None and job.state.is_final and (ago := self._clock() - job.end_time) > kept:
+        if kept is not None and job.state.is_finished and (ago := self._clock() - job.end_time) > kept:
             raise errors.LogNotKept(
                 f"nothing is left of what {job.name} has written: it ended {ago / 86400.0:.0f} days ago, and logs are "
                 f"kept for {kept / 86400.0:g} (logs_kept of the master)"
@@ -214,17 +214,17 @@ class LogProxy:
         known = self._writer.committed.nodes.get(node)
         if not self._tls or known is None or not known.peer_address:
             return ""
-        return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls), Role.DAEMON)
+        return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls), CallerRole.DAEMON)
 
-    async def _ends(self, job: Job, rank: int) -> dict[str, int | None]:
+    async def _ends(self, job: JobRecord, rank: int) -> dict[str, int | None]:
         """By node where the job may have been."""
         return await self._ends_on(await self._places(job, rank), job, rank)
 
-    async def _ends_on(self, nodes: Sequence[str], job: Job, rank: int) -> dict[str, int | None]:
+    async def _ends_on(self, nodes: Sequence[str], job: JobRecord, rank: int) -> dict[str, int | None]:
         ends = await _side_by_side([partial(self._end_on, node, job, rank) for node in nodes])
         return dict(zip(nodes, ends, strict=True))
 
-    async def _end_on(self, node: str, job: Job, rank: int) -> int | None:
+    async def _end_on(self, node: str, job: JobRecord, rank: int) -> int | None:
         """None if the node does not answer."""
         # Asked for what lies beyond everything, a daemon says where its log ends.
         call = self._call(node, job, rank, _BEYOND_EVERYTHING, follow=False)
@@ -243,12 +243,12 @@ class LogProxy:
             call.cancel()
         return 0
 
-    async def _sources(self, job: Job, rank: int, position: int) -> list[_Source]:
+    async def _sources(self, job: JobRecord, rank: int, position: int) -> list[_Source]:
         nodes = await self._places(job, rank)
         found = await _side_by_side([partial(self._source, node, job, rank, position) for node in nodes])
         return [source for source in found if source is not None]
 
-    async def _source(self, node: str, job: Job, rank: int, position: int) -> _Source | None:
+    async def _source(self, node: str, job: JobRecord, rank: int, position: int) -> _Source | None:
         call = self._call(node, job, rank, position, follow=False)
         if call is None:
             return None
@@ -259,7 +259,7 @@ class LogProxy:
             return None
         return None if first is _END else _Source(call, first)
 
-    def _call(self, node: str, job: Job, rank: int, position: int, *, follow: bool) -> Any:
+    def _call(self, node: str, job: JobRecord, rank: int, position: int, *, follow: bool) -> Any:
         known = self._writer.committed.nodes.get(node)
         if known is None or not known.peer_address or known.lost:
             return None
@@ -273,7 +273,7 @@ class LogProxy:
         channel = self._channels.get(address)
         if channel is None:
             try:
-                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls), role=Role.DAEMON)
+                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
             except EndpointError:
                 return None
             if len(self._channels) >= _CHANNELS_KEPT:
@@ -282,7 +282,7 @@ class LogProxy:
             self._channels[address] = channel
         return channel
 
-    def _home_of(self, job: Job, rank: int) -> str | None:
+    def _home_of(self, job: JobRecord, rank: int) -> str | None:
         """The node where the rank is placed now."""
         gang = self._writer.committed.gangs.get(job.epoch)
         if gang is None:
@@ -292,7 +292,7 @@ class LogProxy:
                 return node
         return None
 
-    async def _places(self, job: Job, rank: int) -> list[str]:
+    async def _places(self, job: JobRecord, rank: int) -> list[str]:
         """Nodes that may have a part of the log: where the job is, where its history says it was."""
         nodes: dict[str, None] = {}
         if (home := self._home_of(job, rank)) is not None:
@@ -309,7 +309,7 @@ class LogProxy:
             self._former[log] = found
         return list(nodes | dict.fromkeys(self._former[log]))
 
-    async def _former_places(self, job: Job, log: _Log) -> tuple[str, ...]:
+    async def _former_places(self, job: JobRecord, log: _Log) -> tuple[str, ...]:
         history = await self._writer.history(job.name, 0, 10_000)
         nodes = dict.fromkeys(
             node for entry in history if '"nodes"' in entry.figures for node in _nodes_in(entry.figures)

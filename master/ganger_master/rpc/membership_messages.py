@@ -10,13 +10,13 @@ from ganger.v1 import array_pb2, job_pb2
 from ganger.wire.errors import SpecInvalid, Violation
 
 from ganger_master.core.membership import LOSS, STEP, Membership, RuleKind, StopRule
-from ganger_master.core.model import Job, Metric
+from ganger_master.core.model import JobMetric, JobRecord
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
 _KINDS_FROM_WIRE: Final = {number: kind for kind, number in _KINDS.items()}
 
 
-def membership_to_wire(job: Job, array: Membership) -> array_pb2.ArrayMembership:
+def membership_to_wire(job: JobRecord, array: Membership) -> array_pb2.ArrayMembership:
     return array_pb2.ArrayMembership(
         array=f"arrays/{array.array}",
         member=array_pb2.ArrayMember(index=array.index, parameters=array.parameters),
@@ -28,17 +28,17 @@ def membership_to_wire(job: Job, array: Membership) -> array_pb2.ArrayMembership
     )
 
 
-def metrics_to_wire(metrics: Sequence[Metric]) -> list[job_pb2.Metric]:
+def metrics_to_wire(metrics: Sequence[JobMetric]) -> list[job_pb2.Metric]:
     return [
         job_pb2.Metric(name=one.name, value=math.nan if one.value is None else one.value, step=one.step)
         for one in metrics
     ]
 
 
-def metrics_from_wire(progress: job_pb2.Progress) -> tuple[Metric, ...]:
+def metrics_from_wire(progress: job_pb2.Progress) -> tuple[JobMetric, ...]:
     """A value that is no number is None: it must not become durable as one."""
     return tuple(
-        Metric(one.name[:_NAME_MOST], one.value if math.isfinite(one.value) else None, one.step)
+        JobMetric(one.name[:_NAME_MOST], one.value if math.isfinite(one.value) else None, one.step)
         for one in progress.metrics[:_METRICS_MOST]
     )
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import convert, errors, names, times
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands, rollback
@@ -28,8 +28,8 @@ from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
 
 _MODES: Final = {
-    Mode.SPREAD: node_pb2.Cluster.MODE_SPREAD,
-    Mode.PACK: node_pb2.Cluster.MODE_PACK,
+    LoadMode.SPREAD: node_pb2.Cluster.MODE_SPREAD,
+    LoadMode.PACK: node_pb2.Cluster.MODE_PACK,
 }
 
 # Where one is in the list of nodes and node sets: the kind of an entry, and its node or number.
@@ -88,7 +88,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                 await asyncio.sleep(0)
         return response
 
-    def _after(self, place: _Place, caller: Identity) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
+    def _after(self, place: _Place, caller: CallerIdentity) -> Iterator[node_pb2.Node | node_pb2.NodeSet]:
         """Yield nodes by name, then node sets by number. Other calls are served meanwhile, so some may have gone."""
         committed = self._writer.committed
         fallen_at_once = self._shown.fallen_at_once()
@@ -205,7 +205,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         seconds = times.seconds(request.duration)
         if not 0.0 < seconds <= recorder.MOST_SECONDS:
             raise errors.RequestInvalid(f"duration: more than zero, at most {recorder.MOST_SECONDS:g} s")
-        recording = recorder.Recording(
+        recording = recorder.DecisionRecording(
             self._captures,
             self._version,
             with_environment=request.with_environment,

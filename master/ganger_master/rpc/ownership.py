@@ -7,10 +7,10 @@ from typing import Final, Protocol
 
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 from google.protobuf.message import Message
 
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 
 
 def _fields(names: str) -> frozenset[str]:
@@ -32,11 +32,11 @@ _ARRAY: Final = _fields("name display_name user size at_once create_time end_tim
 
 
 class Jobs(Protocol):
-    def job_named(self, number: int) -> Job:
+    def job_named(self, number: int) -> JobRecord:
         """Raises JobNotFound."""
 
 
-def check_jobs(caller: Identity, jobs: Jobs, numbers: Iterable[int]) -> None:
+def check_jobs(caller: CallerIdentity, jobs: Jobs, numbers: Iterable[int]) -> None:
     """Raises JobNotYours, or JobNotFound, for a user; of nobody else anything is looked up."""
     if caller.has_own_jobs_only:
         for number in numbers:
@@ -44,7 +44,7 @@ def check_jobs(caller: Identity, jobs: Jobs, numbers: Iterable[int]) -> None:
             check_owner(caller, job.name, job.user)
 
 
-def check_owner(caller: Identity, name: str, user: str) -> None:
+def check_owner(caller: CallerIdentity, name: str, user: str) -> None:
     """Raises JobNotYours for a user, unless the job or array was submitted by it."""
     if caller.has_own_jobs_only and caller.name != user:
         raise errors.JobNotYours(

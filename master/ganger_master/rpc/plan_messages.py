@@ -11,7 +11,7 @@ from ganger.wire import convert, errors, names, times
 from ganger_master.core import commands
 from ganger_master.core.making_room import OnTheWay
 from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import NO_PURPOSE, Finding, Goal, Purpose
+from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose, TrialFinding
 from ganger_master.rpc import job_messages
 
 _ROWS_MOST: Final = 1_000
@@ -115,7 +115,7 @@ def promise_to_wire(promise: commands.Promise) -> scheduling_pb2.Reservation:
     return scheduling_pb2.Reservation(job=names.job_name(promise.number), claims=convert.claims_to_wire(promise.claims))
 
 
-def finding_to_wire(finding: Finding) -> scheduling_pb2.Finding:
+def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:
     kept = scheduling_pb2.Finding.VERDICT_KEPT if finding.kept else scheduling_pb2.Finding.VERDICT_UNDONE
     return scheduling_pb2.Finding(
         job=names.job_name(finding.number),
@@ -165,8 +165,8 @@ def _purpose_from_wire(message: scheduling_pb2.Purpose) -> Purpose:
     )
 
 
-def _finding_from_wire(message: scheduling_pb2.Finding) -> Finding:
-    return Finding(
+def _finding_from_wire(message: scheduling_pb2.Finding) -> TrialFinding:
+    return TrialFinding(
         names.parse_job_name(message.job),
         _GOALS_FROM_WIRE.get(message.goal, Goal.NONE),
         message.verdict == scheduling_pb2.Finding.VERDICT_KEPT,

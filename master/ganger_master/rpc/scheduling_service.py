@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ganger.resources.values import NodeRow
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import convert, errors, names, times
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.core.restarts import is_backing_off
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
@@ -239,7 +239,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         self,
         messages: AsyncIterator[scheduling_pb2.GangRequests],
         judged: asyncio.Queue[_Judged | None],
-        caller: Identity,
+        caller: CallerIdentity,
     ) -> None:
         try:
             async for message in messages:
@@ -277,7 +277,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
         )
 
-    def _check_plan(self, caller: Identity, plan: commands.ProposePlan) -> None:
+    def _check_plan(self, caller: CallerIdentity, plan: commands.ProposePlan) -> None:
         """Raises PlanInvalid, JobNotFound and JobNotYours for a user's plan that changes others' jobs, or goes where a
         user's scheduler may not: onto devices of others, and past the policy's planner."""
         if plan.line is not None or plan.promises is not None or plan.findings:
@@ -339,10 +339,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         return [convert.configuration_set_to_wire(known[name]) for name in sorted(known)]
 
     def _mode(self) -> scheduling_pb2.View.Mode.ValueType:
-        is_light = self._writer.committed.mode is Mode.SPREAD
+        is_light = self._writer.committed.mode is LoadMode.SPREAD
         return scheduling_pb2.View.MODE_SPREAD if is_light else scheduling_pb2.View.MODE_PACK
 
-    def _turn_message(self, turn: Turn) -> scheduling_pb2.Turn | None:
+    def _turn_message(self, turn: GrantedLease) -> scheduling_pb2.Turn | None:
         """None if the job is gone or the lease over."""
         now = self._clock()
         job = self._writer.committed.jobs.get(turn.number)
@@ -366,7 +366,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         )
 
 
-def _is_held_back(job: Job) -> bool:
+def _is_held_back(job: JobRecord) -> bool:
     """Whether nobody is to look for a place for it."""
     return job.held or is_backing_off(job)
 

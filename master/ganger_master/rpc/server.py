@@ -18,7 +18,7 @@ from ganger.v1 import (
     scheduling_pb2,
     scheduling_pb2_grpc,
 )
-from ganger.wire.roles import Identity, Role
+from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import server_credentials
 from grpc_health.v1 import _async as aio_health
@@ -71,7 +71,7 @@ class MasterServer:
     ) -> None:
         refusals = SessionRefusals(writer.now)
         shown = Shown(writer, progress, refusals)
-        callers = Callers(Identity(Role.OPERATOR, owner()), by_role=tls is not None)
+        callers = Callers(CallerIdentity(CallerRole.OPERATOR, owner()), by_role=tls is not None)
         self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import grpc
 from ganger.wire.errors import UserLimit
-from ganger.wire.roles import Identity
+from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 
 # Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.
@@ -60,20 +60,20 @@ class UserLimits:
         self._steady = steady
         self._users: dict[str, _User] = {}
 
-    def charge_requests(self, caller: Identity, count: int = 1) -> None:
+    def charge_requests(self, caller: CallerIdentity, count: int = 1) -> None:
         """Count requests of a caller. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait_s := user.requests.take(self._steady(), count)):
             raise self._exceeded(caller, wait_s, f"{self._requests} requests", "requests_per_user", self._requests)
 
-    def charge_changes(self, caller: Identity, count: int = 1) -> None:
+    def charge_changes(self, caller: CallerIdentity, count: int = 1) -> None:
         """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait_s := user.changes.take(self._steady(), count)):
             raise self._exceeded(caller, wait_s, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
 
     @contextmanager
-    def stream(self, caller: Identity) -> Iterator[None]:
+    def stream(self, caller: CallerIdentity) -> Iterator[None]:
         """Count a stream of a caller as long as the context lasts. Raises UserLimit where it has too many."""
         user = self._user(caller)
         if user is None:
@@ -91,7 +91,7 @@ class UserLimits:
         finally:
             user.streams -= 1
 
-    def _user(self, caller: Identity) -> _User | None:
+    def _user(self, caller: CallerIdentity) -> _User | None:
         """None for callers without limits."""
         if not caller.has_own_jobs_only:
             return None
@@ -103,7 +103,7 @@ class UserLimits:
         return user
 
     @staticmethod
-    def _exceeded(caller: Identity, wait_s: float, what: str, setting: str, limit: int) -> UserLimit:
+    def _exceeded(caller: CallerIdentity, wait_s: float, what: str, setting: str, limit: int) -> UserLimit:
         text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait_s:.1f} s"
         return UserLimit(text, limit=limit)
 

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from ganger_master.core.commands import Marks, RecordedEnd
-from ganger_master.core.model import Counters, Element, Job, JobState
+from ganger_master.core.model import Counters, Element, JobRecord, JobState
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Beside:
         for element in changed:
             if isinstance(element, Counters):
                 counters = element
-            elif isinstance(element, Job) and element.state.is_final:
+            elif isinstance(element, JobRecord) and element.state.is_finished:
                 ended.append((element.uid, RecordedEnd(element.state, element.end_time)))
         try:
             if ended:

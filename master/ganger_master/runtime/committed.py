@@ -15,9 +15,9 @@ from operator import attrgetter
 from typing import Final
 
 from ganger.resources.values import ConfigurationSet, NodeRow
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 
-from ganger_master.core.model import Counters, Element, Gang, Job, Node, NodeSet
+from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet
 from ganger_master.core.wanted import DesiredSet
 
 
@@ -34,7 +34,7 @@ class Publication:
     # Of the nodes that take gangs: all devices, and those that are free.
     devices: int = 0
     free_devices: int = 0
-    mode: Mode = Mode.SPREAD
+    mode: LoadMode = LoadMode.SPREAD
 
 
 class JobNews:
@@ -66,7 +66,7 @@ class Committed:
     """Durable state by key, and the marks of its watchers."""
 
     def __init__(self) -> None:
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, JobRecord] = {}
         self.gangs: dict[int, Gang] = {}
         self.nodes: dict[str, Node] = {}
         self.sets: dict[int, NodeSet] = {}
@@ -79,7 +79,7 @@ class Committed:
         # Of the nodes that take gangs: all devices, and those that are free.
         self.devices = 0
         self.free_devices = 0
-        self.mode = Mode.SPREAD
+        self.mode = LoadMode.SPREAD
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._job_watchers: set[JobNews] = set()
 
@@ -91,7 +91,7 @@ class Committed:
         view_version: int,
         devices: int,
         free_devices: int,
-        mode: Mode,
+        mode: LoadMode,
     ) -> None:
         """Starts over from what a store holds; every watcher is woken."""
         kept = (self.jobs, self.gangs, self.nodes, self.sets, self.configuration_sets, self.desired, self.rows)
@@ -115,7 +115,7 @@ class Committed:
         has_sets = any(kind == "node_set" for kind, _ in news.removes)
         for element in news.puts.values():
             # By far the most.
-            if isinstance(element, Job):
+            if isinstance(element, JobRecord):
                 jobs[element.number] = element
             elif isinstance(element, Gang):
                 gangs[element.epoch] = element
@@ -179,7 +179,7 @@ class Committed:
 
     def _install(self, element: Element) -> None:
         match element:
-            case Job():
+            case JobRecord():
                 self.jobs[element.number] = element
             case Gang():
                 self.gangs[element.epoch] = element

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ganger_master.core.answers import Answer, PlanAnswer, Rejected
-from ganger_master.core.effects import History
+from ganger_master.core.effects import HistoryRow
 
 _COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _COMMIT_CALLS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 10_000.0)
@@ -41,7 +41,7 @@ class Distribution:
             yield bound, so_far
 
 
-class Meter:
+class MasterCounters:
     """Filled by the writer, in its event loop; costs a busy master a microsecond for each commit and event."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Meter:
             return
         self.rejections.update(refusals[0].reason.name for refusals in verdicts if refusals)
 
-    def happened(self, entry: History) -> None:
+    def happened(self, entry: HistoryRow) -> None:
         """Of what is durable."""
         kind = entry.kind
         self.events[kind] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ganger.wire.errors import NotReady
 
 from ganger_master.core.ownership import covers
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.store.contract import Problem, Store, StoreError
 
@@ -24,7 +24,7 @@ class Ownership:
     Checks have a thread of their own, so that they do not wait behind commits, nor commits behind them."""
 
     def __init__(
-        self, store: Store, settings: Settings, clock: Callable[[], float], on_fenced: Callable[[StoreError], None]
+        self, store: Store, settings: CoreSettings, clock: Callable[[], float], on_fenced: Callable[[StoreError], None]
     ) -> None:
         self.now = clock
         self._store = store

@@ -16,7 +16,7 @@ _FEW: Final = 2
 
 
 @dataclass(slots=True)
-class Pace:
+class CommitPace:
     """Adapts one number: the seconds between the starts of two commits."""
 
     pause_seconds: float = 0.0

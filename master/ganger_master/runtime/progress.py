@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ganger_master.core.model import Metric
+from ganger_master.core.model import JobMetric
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Sample:
     # Share of its devices that it used; None: nobody can tell.
     device_use: float | None = None
     # What the job reported by name; only the daemon of its first rank says so.
-    metrics: tuple[Metric, ...] = ()
+    metrics: tuple[JobMetric, ...] = ()
     # Passes over its data that are behind it, and how many it is to make; zero: it does not say.
     training_epoch: int = 0
     training_epochs: int = 0

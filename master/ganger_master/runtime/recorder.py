@@ -23,7 +23,7 @@ from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
 from ganger_master.core.image import Image, image_of
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.recording.hiding import Hiding
 from ganger_master.recording.lines import (
     FORMAT,
@@ -73,12 +73,12 @@ class Recorded:
 class Records(Protocol):
     """What makes a recording known to those who decide, and ends it."""
 
-    def record(self, recording: Recording) -> None: ...
+    def record(self, recording: DecisionRecording) -> None: ...
 
     def end_recording(self, reason: str) -> None: ...
 
 
-async def record(writer: Records, recording: Recording, seconds: float) -> Recorded:
+async def record(writer: Records, recording: DecisionRecording, seconds: float) -> Recorded:
     """Records for some time, or as long as there is room. RecordingError. Who goes away while waiting ends it, too."""
     writer.record(recording)
     reason = "its time was over"
@@ -95,7 +95,7 @@ async def record(writer: Records, recording: Recording, seconds: float) -> Recor
     return await recording.done
 
 
-class Recording:
+class DecisionRecording:
     """One recording, told by one event loop what happens there. `done`: what came of it, or RecordingError."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Recording:
         if len(self._lines) >= _LINES_AT_ONCE:
             self._hand_over()
 
-    def batch(self, now: float, effects: Effects, turns: Iterable[Turn]) -> None:
+    def batch(self, now: float, effects: Effects, turns: Iterable[GrantedLease]) -> None:
         self._batches += 1
         line = BatchLine(now, effects, tuple(turns))
         self._lines.append(lambda: line)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ganger_master.core.commands import RecordedEnd
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.runtime.beside import ended_of, text_of
 
 LOGS: Final = "logs"
@@ -27,11 +27,11 @@ _ENDED: Final = "ended"
 _TRASH: Final = ".trash-"
 
 
-def ends_of(jobs: Mapping[int, Job], gangs: Mapping[int, Gang]) -> dict[str, float]:
+def ends_of(jobs: Mapping[int, JobRecord], gangs: Mapping[int, Gang]) -> dict[str, float]:
     """By uid the Unix second in which a job ended; infinite while it, or something of it, may go on."""
     busy = {gang.job for gang in gangs.values()}
     return {
-        job.uid: job.end_time if job.state.is_final and job.number not in busy else math.inf for job in jobs.values()
+        job.uid: job.end_time if job.state.is_finished and job.number not in busy else math.inf for job in jobs.values()
     }
 
 
@@ -41,7 +41,7 @@ def may_go(ended: float | None, kept: float | None, now: float) -> bool:
     return ended is not None and kept is not None and now - ended > kept
 
 
-def known_ends(ends: Mapping[str, float], jobs: Mapping[int, Job]) -> dict[str, RecordedEnd]:
+def known_ends(ends: Mapping[str, float], jobs: Mapping[int, JobRecord]) -> dict[str, RecordedEnd]:
     """Return how jobs ended, by uid. `ends`: the result of `ends_of`; jobs that have not ended are left out."""
     states = {job.uid: job.state for job in jobs.values()}
     return {uid: RecordedEnd(states.get(uid), ended) for uid, ended in ends.items() if ended != math.inf}

@@ -19,7 +19,7 @@ LOCK: Final = "master.lock"
 STORAGE_TOKEN: Final = ".ganger-token"
 
 
-class Obstacle(Enum):
+class MasterObstacle(Enum):
     """What kind of thing keeps a master from starting."""
 
     SETTING = "it was told something that cannot be"
@@ -31,7 +31,7 @@ class Obstacle(Enum):
 class StartError(Exception):
     """The master cannot start; the message says why and what to do."""
 
-    def __init__(self, message: str, obstacle: Obstacle = Obstacle.STATE) -> None:
+    def __init__(self, message: str, obstacle: MasterObstacle = MasterObstacle.STATE) -> None:
         super().__init__(message)
         self.obstacle = obstacle
 
@@ -93,10 +93,10 @@ def storage_token(storage: Path) -> str:
     return token
 
 
-def obstacle_of(error: BaseException) -> Obstacle:
+def obstacle_of(error: BaseException) -> MasterObstacle:
     """RIGHTS where missing rights are behind an error, else STATE."""
     denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
-    return Obstacle.RIGHTS if denied else Obstacle.STATE
+    return MasterObstacle.RIGHTS if denied else MasterObstacle.STATE
 
 
 def _write_new(path: Path, text: str) -> None:

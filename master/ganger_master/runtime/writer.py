@@ -27,17 +27,17 @@ from ganger_master.core.commands import Command, OpenStore, Tick
 from ganger_master.core.desired import desired_of
 from ganger_master.core.effects import Effects
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
-from ganger_master.core.standstill import Look, noticed
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.standstill import ClockReading, noticed
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.beside import Beside
 from ganger_master.runtime.committed import Committed, Publication
-from ganger_master.runtime.meter import Meter
+from ganger_master.runtime.meter import MasterCounters
 from ganger_master.runtime.ownership import Ownership
-from ganger_master.runtime.pace import Pace
-from ganger_master.runtime.recorder import Recorded, Recording
+from ganger_master.runtime.pace import CommitPace
+from ganger_master.runtime.recorder import DecisionRecording, Recorded
 from ganger_master.runtime.store_thread import StoreThread
 from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
@@ -87,7 +87,7 @@ class _Sealed:
     commit: Callable[[], None]
     effects: Effects
     publication: Publication
-    turns: Sequence[Turn]
+    turns: Sequence[GrantedLease]
     callers: Sequence[_Caller]
 
     @property
@@ -107,7 +107,7 @@ class Writer:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        settings: CoreSettings,
         clock: Callable[[], float],
         failpoints_of_process: Failpoints | None = None,
         steady: Callable[[], float] = steady,
@@ -116,7 +116,7 @@ class Writer:
     ) -> None:
         self.committed = Committed()
         self.turn_streams = TurnStreams()
-        self.meter = Meter()
+        self.meter = MasterCounters()
         self.state = State(settings, clock())
         # Set when the writer cannot go on: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
@@ -130,12 +130,12 @@ class Writer:
         self._settings = settings
         self._clock = clock
         self._steady = steady
-        self._looked = Look(clock(), steady())
+        self._looked = ClockReading(clock(), steady())
         self._next_look: asyncio.TimerHandle | None = None
         self._failpoints = failpoints_of_process or Failpoints(failpoints.NAMES, "")
         self._thread = StoreThread("store")
         self._codec = Codec()
-        self._pace = Pace()
+        self._pace = CommitPace()
         self._open = _Batch()
         self._committing = False
         # Set while no commit is under way.
@@ -153,8 +153,8 @@ class Writer:
         self._is_closing = False
         self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
         # Told of all that is decided; one that is asked for begins and ends where a batch does.
-        self._recording: Recording | None = None
-        self._recording_next: Recording | None = None
+        self._recording: DecisionRecording | None = None
+        self._recording_next: DecisionRecording | None = None
         self._recording_ends = ""
         # What comes of the last one.
         self._recorded: asyncio.Future[Recorded] | None = None
@@ -240,7 +240,7 @@ class Writer:
             self._seal_soon()
         return future
 
-    def record(self, recording: Recording) -> None:
+    def record(self, recording: DecisionRecording) -> None:
         """Tells it all that is decided from the end of this batch on. AlreadyRecording, or NotReady."""
         if self._recording is not None or self._recording_next is not None:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
@@ -397,7 +397,7 @@ class Writer:
         if sealed.effects.wake_at is not None:
             self._set_alarm(sealed.effects.wake_at)
 
-    def _give(self, turns: Sequence[Turn]) -> None:
+    def _give(self, turns: Sequence[GrantedLease]) -> None:
         """A lease begins when its holder is told: what the store took of it is not the holder's to lose."""
         if turns[0].is_told_late(self._clock()):
             self.tell(Tick(told=self._told))
@@ -434,7 +434,7 @@ class Writer:
         if not self._is_ready:
             # Nobody is answered meanwhile: that comes to the same as standing still.
             return
-        before, self._looked = self._looked, Look(self._clock(), self._steady())
+        before, self._looked = self._looked, ClockReading(self._clock(), self._steady())
         gap = noticed(before, self._looked)
         if gap is not None:
             passed = self._looked.steady - before.steady

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from ganger_master.policies.order import SLACK_S
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.traces.reader import read_trace
 from ganger_master.sim.traces.servers import Servers, servers_from_flags
@@ -61,7 +61,7 @@ _PER_SERVER: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AnchorRow:
     """One run. Seconds; `waiting` is all time from submission to end without a gang."""
 
     trace: str
@@ -78,7 +78,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class AnchorCell:
     """A trace at a load. Ratios: ours to the best anchor's; `to_oracle` to that of srtf."""
 
     trace: str
@@ -120,12 +120,12 @@ def prepared(folder: Path, trace: str, count: int, window: int) -> tuple[Workloa
     return jobs, servers_from_flags(nodes=servers, gpus_per_node=_PER_SERVER)
 
 
-def run(folder: Path, trace: str, load: float, window: int, policy: str, count: int = JOBS) -> Row:
+def run(folder: Path, trace: str, load: float, window: int, policy: str, count: int = JOBS) -> AnchorRow:
     """Of one policy in one cell."""
     jobs, servers = prepared(folder, trace, count, window)
-    ran = simulate(scaled_to_load(jobs, servers.gpus, load), servers, policy, Options())
+    ran = simulate(scaled_to_load(jobs, servers.gpus, load), servers, policy, ReplayOptions())
     outcomes = ran.outcomes
-    return Row(
+    return AnchorRow(
         trace,
         load,
         window,
@@ -140,9 +140,9 @@ def run(folder: Path, trace: str, load: float, window: int, policy: str, count: 
     )
 
 
-def judged(rows: Iterable[Row], anchors: Sequence[str] = ANCHORS) -> list[Cell]:
+def judged(rows: Iterable[AnchorRow], anchors: Sequence[str] = ANCHORS) -> list[AnchorCell]:
     """The cells of which all rows are there: ours, every anchor's and srtf's; in the order of `TRACES` and `LOADS`."""
-    by_cell: dict[tuple[str, float, int, int], dict[str, Row]] = {}
+    by_cell: dict[tuple[str, float, int, int], dict[str, AnchorRow]] = {}
     for row in rows:
         by_cell.setdefault((row.trace, row.load, row.window, row.jobs), {})[row.policy] = row
     needed = {OURS, *anchors, "srtf"}
@@ -150,11 +150,11 @@ def judged(rows: Iterable[Row], anchors: Sequence[str] = ANCHORS) -> list[Cell]:
     return sorted(cells, key=lambda cell: (TRACES.index(cell.trace), cell.load, cell.window))
 
 
-def _judged(found: Mapping[str, Row], anchors: Sequence[str]) -> Cell:
+def _judged(found: Mapping[str, AnchorRow], anchors: Sequence[str]) -> AnchorCell:
     ours, oracle = found[OURS], found["srtf"]
     best = min((found[name] for name in anchors), key=lambda row: row.avg_jct_s)
     calm = min((found[name] for name in anchors), key=lambda row: row.p95_waiting_s)
-    return Cell(
+    return AnchorCell(
         ours.trace,
         ours.load,
         ours.window,
@@ -171,7 +171,7 @@ def _judged(found: Mapping[str, Row], anchors: Sequence[str]) -> Cell:
     )
 
 
-def figures(cells: Sequence[Cell]) -> dict[str, float]:
+def figures(cells: Sequence[AnchorCell]) -> dict[str, float]:
     """What is claimed of all cells; NaN of none."""
     if not cells:
         return {"cells": 0}
@@ -190,7 +190,7 @@ def figures(cells: Sequence[Cell]) -> dict[str, float]:
     }
 
 
-def table(cells: Sequence[Cell]) -> str:
+def table(cells: Sequence[AnchorCell]) -> str:
     """For documents: Markdown, a row a cell."""
     lines = [
         "| trace | load | GPUs | ganger's average JCT (s) | to the best anchor | p95 waiting (s) | to the best "

@@ -17,9 +17,9 @@ import numpy as np
 
 from ganger_master.sim.acceptable import acceptable
 from ganger_master.sim.bounded import strangers_among
-from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError
+from ganger_master.sim.traces.findings import RowFinding, RowFindingCounts, RowFindingKind, TraceError
 from ganger_master.sim.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
-from ganger_master.sim.traces.reader import Reading, Wanted, read_stream, read_trace
+from ganger_master.sim.traces.reader import Reading, RowFilter, read_stream, read_trace
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.synthetic import synthetic
 from ganger_master.sim.traces.transform import sample, scaled_to_load, with_durations, with_loads, with_sizes
@@ -33,7 +33,7 @@ _REFERENCE_GPU = "v100"
 
 
 @dataclass(frozen=True)
-class Part:
+class TraceSelection:
     """Which jobs of a trace: those that `wanted` names, then the first `first` of them, or `drawn` of them at random.
 
     `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
@@ -41,7 +41,7 @@ class Part:
     gives one size. `quotas`: as `replay.options.Options` has them.
     """
 
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: RowFilter = field(default_factory=RowFilter)
     first: int | None = None
     drawn: int | None = None
     draws_durations: bool = False
@@ -60,9 +60,9 @@ class Material:
     servers: Servers
     rows: int
     apart: int
-    findings: tuple[Finding, ...]
+    findings: tuple[RowFinding, ...]
     ignored_columns: tuple[str, ...]
-    part: Part
+    part: TraceSelection
 
     @property
     def jobs_of_a_run(self) -> int:
@@ -83,7 +83,9 @@ class Load:
         return "as recorded" if self.offered is None else f"{self.offered:g}"
 
 
-def material(trace: str, servers: Servers, part: Part, progress: Callable[[int, int], None] | None = None) -> Material:
+def material(
+    trace: str, servers: Servers, part: TraceSelection, progress: Callable[[int, int], None] | None = None
+) -> Material:
     """Reads the trace (a path, "-" for standard input, or "example"); `progress` gets the bytes read and the bytes
     there are. TraceError, also where no job is left."""
     reading = _read(trace, part.wanted, progress)
@@ -95,8 +97,10 @@ def material(trace: str, servers: Servers, part: Part, progress: Callable[[int, 
     findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):
         hint = "" if part.draws_durations or not untimed else " (--draw-durations gives jobs run times at random)"
-        left_out = [finding for finding in findings if finding.kind is Kind.SKIPPED]
-        raise TraceError(name, [Finding(Kind.MISTAKE, f"no job to run is left{hint}", reading.rows), *left_out])
+        left_out = [finding for finding in findings if finding.kind is RowFindingKind.SKIPPED]
+        raise TraceError(
+            name, [RowFinding(RowFindingKind.MISTAKE, f"no job to run is left{hint}", reading.rows), *left_out]
+        )
     before = len(jobs)
     if part.first is not None:
         jobs = jobs.take(np.arange(min(part.first, before)))
@@ -119,20 +123,20 @@ def jobs_at(source: Material, load: Load, seed: int) -> Workload:
     return with_iterations(with_models(jobs, seed))
 
 
-def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[Finding, ...]]:
+def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Run times for jobs that have none recorded: iterations by the published pace of their model, where both are
     known. The others are left out, or stay without one if each run `draws` it."""
     unknown = np.isnan(jobs.duration_s)
     if not unknown.any():
         return jobs, ()
-    tally = Tally()
+    tally = RowFindingCounts()
     jobs = with_durations(jobs, jobs.iterations * _step_seconds(jobs))
     still = np.isnan(jobs.duration_s)
-    tally.note(Kind.CHANGED, "run time worked out from iterations and model", jobs.lines[unknown & ~still])
+    tally.note(RowFindingKind.CHANGED, "run time worked out from iterations and model", jobs.lines[unknown & ~still])
     if draws:
-        tally.note(Kind.CHANGED, "run time drawn at random", jobs.lines[still])
+        tally.note(RowFindingKind.CHANGED, "run time drawn at random", jobs.lines[still])
         return jobs, tally.findings()
-    tally.note(Kind.SKIPPED, "no run time, and none follows from iterations and model", jobs.lines[still])
+    tally.note(RowFindingKind.SKIPPED, "no run time, and none follows from iterations and model", jobs.lines[still])
     return jobs.take(~still), tally.findings()
 
 
@@ -160,7 +164,7 @@ def _step_of(model: str, batch_size: float, gpus: int) -> float:
     return 1.0 / pace if pace > 0 else np.nan
 
 
-def _read(trace: str, wanted: Wanted, progress: Callable[[int, int], None] | None) -> Reading:
+def _read(trace: str, wanted: RowFilter, progress: Callable[[int, int], None] | None) -> Reading:
     if trace == STANDARD_INPUT:
         return read_stream(sys.stdin.buffer, "standard input", wanted)
     path = Path(trace)

@@ -14,7 +14,7 @@ class RuleBrokenError(AssertionError):
 
 
 @dataclass(slots=True)
-class Training:
+class CheckedTraining:
     """What really happened to one job."""
 
     total_steps: int
@@ -39,7 +39,7 @@ class Oracle:
     """Told of every step and every process; raises RuleBrokenError at the first thing that must not be."""
 
     def __init__(self) -> None:
-        self.trainings: dict[str, Training] = {}
+        self.trainings: dict[str, CheckedTraining] = {}
         self.accepted: dict[int, str] = {}
         # Jobs that were accepted after the restored copy of the database was made.
         self.lost: set[int] = set()
@@ -55,7 +55,7 @@ class Oracle:
         self.steps = 0
 
     def submitted(self, uid: str, total_steps: int, device_bytes: int = 0) -> None:
-        self.trainings.setdefault(uid, Training(total_steps, device_bytes))
+        self.trainings.setdefault(uid, CheckedTraining(total_steps, device_bytes))
 
     def acknowledged(self, number: int, uid: str) -> None:
         """The caller was told that the job is accepted."""

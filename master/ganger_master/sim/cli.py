@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from ganger.console.exits import CommandError, Exit
+from ganger.console.exits import CommandError, ExitCode
 
 from ganger_master.sim.aside import say
 from ganger_master.sim.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
@@ -23,8 +23,8 @@ from ganger_master.sim.threads import one_thread_each
 
 if TYPE_CHECKING:
     from ganger_master.sim.asked import Load, Material
-    from ganger_master.sim.parallel import Cell
-    from ganger_master.sim.replay.options import Options, SwitchCosts
+    from ganger_master.sim.parallel import RunCell
+    from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
     from ganger_master.sim.report.figures import Figures
     from ganger_master.sim.report.outcomes import Run
     from ganger_master.sim.traces.servers import Servers
@@ -79,7 +79,7 @@ def simulate(
     from ganger_master.runtime.heap import settled
     from ganger_master.sim import said
     from ganger_master.sim.asked import Load
-    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.meter import ProgressBar
     from ganger_master.sim.replay.run import simulate as replay
     from ganger_master.sim.report.figures import figures
     from ganger_master.sim.report.tables import details, waiting_by_size
@@ -89,7 +89,7 @@ def simulate(
     options = experiment.options(flags["seed"])
     with _explained():
         jobs = experiment.jobs(source, asked, flags["seed"])
-        with Meter(policy, flags["progress"]) as meter, settled():
+        with ProgressBar(policy, flags["progress"]) as meter, settled():
             run = replay(jobs, source.servers, policy, options, meter)
     found = figures(run)
     with _whether_read_or_not():
@@ -149,7 +149,7 @@ def compare(
 
     from ganger_master.sim import said
     from ganger_master.sim.asked import Load
-    from ganger_master.sim.parallel import Cell
+    from ganger_master.sim.parallel import RunCell
     from ganger_master.sim.report.figures import figures
     from ganger_master.sim.report.side_by_side import side_by_side
 
@@ -159,11 +159,12 @@ def compare(
         # A load that cannot be offered is refused before anything runs.
         experiment.jobs(source, load, flags["seed"])
     numbers = range(flags["seed"], flags["seed"] + seeds)
-    cells = [Cell(policy, load, seed) for load in asked for seed in numbers for policy in policies]
+    cells = [RunCell(policy, load, seed) for load in asked for seed in numbers for policy in policies]
     runs = _in_processes(experiment, source, cells, workers or len(os.sched_getaffinity(0)))
     found = {cell: figures(runs[cell]) for cell in cells}
     groups = [
-        (load, {policy: [found[Cell(policy, load, seed)] for seed in numbers] for policy in policies}) for load in asked
+        (load, {policy: [found[RunCell(policy, load, seed)] for seed in numbers] for policy in policies})
+        for load in asked
     ]
     if seeds > 1 and all(_are_alike(runs_of) for _, group in groups for runs_of in group.values()):
         say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
@@ -183,16 +184,18 @@ def _are_alike(runs: Sequence[Figures]) -> bool:
     return len({(run.avg_jct_s, run.p95_jct_s, run.makespan_s, run.avg_waiting_s) for run in runs}) == 1
 
 
-def _in_processes(experiment: _Experiment, source: Material, cells: Sequence[Cell], workers: int) -> dict[Cell, Run]:
-    from ganger_master.sim.meter import Meter
+def _in_processes(
+    experiment: _Experiment, source: Material, cells: Sequence[RunCell], workers: int
+) -> dict[RunCell, Run]:
+    from ganger_master.sim.meter import ProgressBar
     from ganger_master.sim.parallel import RunError, run_all
     from ganger_master.sim.replay.run import simulate as replay
 
     ended = dict.fromkeys(cells, 0)
-    runs: dict[Cell, Run] = {}
-    with Meter(f"{len(cells)} runs", experiment.flags["progress"]) as meter:
+    runs: dict[RunCell, Run] = {}
+    with ProgressBar(f"{len(cells)} runs", experiment.flags["progress"]) as meter:
 
-        def progress(cell: Cell, jobs: int) -> None:
+        def progress(cell: RunCell, jobs: int) -> None:
             ended[cell] = jobs
             meter(sum(ended.values()), len(cells) * source.jobs_of_a_run)
 
@@ -205,7 +208,7 @@ def _in_processes(experiment: _Experiment, source: Material, cells: Sequence[Cel
                     progress(cell, len(run.outcomes))
         except RunError as error:
             print(error.details, end="", file=sys.stderr)
-            raise CommandError(str(error), Exit.BUG) from error
+            raise CommandError(str(error), ExitCode.BUG) from error
     return runs
 
 
@@ -225,8 +228,8 @@ class _Experiment:
         self._servers = _servers(flags)
         self._make_directories()
 
-    def options(self, seed: int) -> Options:
-        from ganger_master.sim.replay.options import Options
+    def options(self, seed: int) -> ReplayOptions:
+        from ganger_master.sim.replay.options import ReplayOptions
 
         flags = self.flags
         named = {
@@ -234,7 +237,7 @@ class _Experiment:
             for name in ("plan_every_s", "profile_s", "moves_per_hour")
             if flags[name] not in (None, "auto")
         }
-        return Options(
+        return ReplayOptions(
             ideal=flags["ideal"],
             round_s=flags["round_s"],
             costs=self._costs,
@@ -247,14 +250,14 @@ class _Experiment:
     def material(self) -> Material:
         """Reads the trace, and says on stderr what became of its rows."""
         from ganger_master.policies import policy_named
-        from ganger_master.sim.asked import Part, material
-        from ganger_master.sim.meter import Meter
+        from ganger_master.sim.asked import TraceSelection, material
+        from ganger_master.sim.meter import ProgressBar
         from ganger_master.sim.said import notes
-        from ganger_master.sim.traces.reader import Wanted
+        from ganger_master.sim.traces.reader import RowFilter
 
         flags = self.flags
-        wanted = Wanted(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
-        part = Part(
+        wanted = RowFilter(flags["window"], _named(flags["where"], "--where"), flags["skip_mistakes"])
+        part = TraceSelection(
             wanted,
             flags["jobs"],
             flags["draw"],
@@ -263,7 +266,7 @@ class _Experiment:
             flags["elastic"],
             flags["quotas"],
         )
-        with _explained(), Meter(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
+        with _explained(), ProgressBar(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
             say(line)
@@ -436,13 +439,13 @@ def _explained() -> Iterator[None]:
     """Mistakes in what was given are not ours."""
     from ganger_master.sim.report.plots import PlotsUnavailable
     from ganger_master.sim.traces.findings import TraceError
-    from ganger_master.sim.traces.servers import ClusterError
+    from ganger_master.sim.traces.servers import ServersFileError
 
     try:
         yield
-    except (TraceError, ClusterError) as error:
+    except (TraceError, ServersFileError) as error:
         is_forbidden = isinstance(error.__cause__, PermissionError)
-        raise CommandError(str(error), Exit.NOT_PERMITTED if is_forbidden else Exit.USAGE) from error
+        raise CommandError(str(error), ExitCode.NOT_PERMITTED if is_forbidden else ExitCode.USAGE) from error
     except PlotsUnavailable as error:
         raise CommandError(str(error)) from error
     except MemoryError as error:

@@ -25,12 +25,12 @@ from ganger_master.core.commands import (
     UncordonNode,
     UpdateJob,
 )
-from ganger_master.core.effects import History
+from ganger_master.core.effects import HistoryRow
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.update import Update
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
@@ -39,7 +39,7 @@ from ganger_master.sim.hosts import SimHost
 from ganger_master.sim.master import SimMaster, SimStore
 from ganger_master.sim.nodes import SimDaemon
 from ganger_master.sim.ranks import OPAQUE, Physics, spec_steps
-from ganger_master.sim.turning import Turns
+from ganger_master.sim.turning import NodeRotation
 from ganger_master.sim.wild import go_elsewhere, let_go, wild_plan
 
 _RETRY_SECONDS = 5.0
@@ -55,14 +55,14 @@ class Submission:
     refused: bool = False
 
 
-class Cluster:
+class FaultCluster:
     """Nodes join at once; `submit` retries with its request id until it is answered, as a client does."""
 
     def __init__(
         self,
         seed: int,
         nodes: Sequence[tuple[str, ConfigurationSet]],
-        settings: Settings | None = None,
+        settings: CoreSettings | None = None,
         faults: Faults = NONE,
         step_seconds: float = 1.0,
     ) -> None:
@@ -72,7 +72,7 @@ class Cluster:
         self.oracle = Oracle()
         self.physics = Physics(self.engine, self.oracle, step_seconds)
         self.physics.faults = faults
-        self.master = self._make_master(settings or Settings())
+        self.master = self._make_master(settings or CoreSettings())
         self.daemons: dict[str, SimDaemon] = {}
         self.submissions: list[Submission] = []
         self.host = SimHost(self.engine, self.network, self.master)
@@ -81,7 +81,7 @@ class Cluster:
         for name, configuration_set in nodes:
             self.add_node(name, configuration_set)
 
-    def _make_master(self, settings: Settings, store: SimStore | None = None) -> SimMaster:
+    def _make_master(self, settings: CoreSettings, store: SimStore | None = None) -> SimMaster:
         def on_news(node: str, desired: DesiredSet) -> None:
             if node in self.daemons and self.daemons[node].master is master:
                 self.daemons[node].on_news(desired)
@@ -109,7 +109,7 @@ class Cluster:
         name: str,
         configuration_set: ConfigurationSet,
         capabilities: dict[str, str] | None = None,
-        make_turns: Callable[[SimDaemon], Turns] | None = None,
+        make_turns: Callable[[SimDaemon], NodeRotation] | None = None,
     ) -> SimDaemon:
         daemon = SimDaemon(
             self.engine, self.network, self.master, self.physics, name, configuration_set, capabilities,
@@ -353,7 +353,7 @@ class Cluster:
 
     # -- what the master says ------------------------------------------------------------------------------------------
 
-    def _on_history(self, row: History) -> None:
+    def _on_history(self, row: HistoryRow) -> None:
         if row.kind in _ENDS:
             self.oracle.finished(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         if row.kind in ("move_committed", "resize_committed"):
@@ -390,23 +390,23 @@ class Cluster:
             there = [(ranks.order.uid, of) for (of, on), ranks in self.physics.ranks.items() if on == node]
             self.oracle.given_up(node, silent, allowed or 0.0, there)
 
-    def _on_turns(self, turns: list[Turn]) -> None:
+    def _on_turns(self, turns: list[GrantedLease]) -> None:
         for turn in turns:
             host = self.hosts.get(turn.scheduler) if turn.scheduler else self.host
             if host is not None:
                 self.network.send(partial(host.take, turn))
 
 
-def everything_ended(cluster: Cluster) -> bool:
+def everything_ended(cluster: FaultCluster) -> bool:
     """Every job that was accepted has ended."""
     jobs = cluster.state.jobs
     return all(
-        submission.refused or (submission.number in jobs and jobs[submission.number].state.is_final)
+        submission.refused or (submission.number in jobs and jobs[submission.number].state.is_finished)
         for submission in cluster.submissions
     )
 
 
-def require_progress(cluster: Cluster, within: float) -> None:
+def require_progress(cluster: FaultCluster, within: float) -> None:
     """The liveness mode: everything is healed, users let go of what they suspended, and every job must end."""
     cluster.heal()
     cluster.meddling = False
@@ -428,7 +428,7 @@ def require_progress(cluster: Cluster, within: float) -> None:
         waiting = [
             f"{job.name} {job.state.value} epoch {job.epoch}+{job.next_epoch} ending {job.ending}"
             for job in cluster.state.jobs.values()
-            if not job.state.is_final
+            if not job.state.is_finished
         ]
         raise RuleBrokenError(f"no progress within {within:g} s: {'; '.join(waiting)}")
     cluster.check()

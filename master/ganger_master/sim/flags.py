@@ -115,7 +115,7 @@ def joined(
     return entries or None
 
 
-class Quotas(click.ParamType):  # type: ignore[type-arg]  # as above
+class QuotasType(click.ParamType):  # type: ignore[type-arg]  # as above
     """GPUs by user, as the master's flag of that name has them."""
 
     name = "quotas"
@@ -233,7 +233,7 @@ _SHARED: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--quotas",
-        type=Quotas(),
+        type=QuotasType(),
         metavar="USER=GPUS,...",
         multiple=True,
         callback=_all_quotas,

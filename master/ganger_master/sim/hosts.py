@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ganger.scheduling import JobScheduler, Proposal
-from ganger.scheduling import Turn as Offer
+from ganger.scheduling import PlacementLease as Offer
 from ganger.scheduling.default import DefaultScheduler
 
 from ganger_master.core.answers import Answer, Rejected
 from ganger_master.core.commands import ClaimTurns, RequestGang
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
 from ganger_master.sim.master import SimMaster
@@ -59,10 +59,10 @@ class SimHost:
             self.master.call(ClaimTurns(self.name, connected=False))
         self.engine.after(away_seconds, self._back)
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: GrantedLease) -> None:
         """A turn that has come over the stream."""
         job = self.master.state.jobs.get(turn.number)
-        if not self.is_up or not self.master.is_up or job is None or job.state.is_final:
+        if not self.is_up or not self.master.is_up or job is None or job.state.is_finished:
             return
         parked = self.master.state.gangs.get(job.epoch)
         offer = Offer(

@@ -11,20 +11,20 @@ import msgspec
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
-from ganger_master.core.changes import ELEMENT_TYPES, Changes
+from ganger_master.core.changes import ELEMENT_TYPES, StoredChanges
 from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
 from ganger_master.core.desired import desired_of
-from ganger_master.core.effects import Effects, History
+from ganger_master.core.effects import Effects, HistoryRow
 from ganger_master.core.events import Event
 from ganger_master.core.invariants import violations
-from ganger_master.core.model import Counters, Job
+from ganger_master.core.model import Counters, JobRecord
 from ganger_master.core.ownership import covers
 from ganger_master.core.restoring import restored
-from ganger_master.core.settings import Settings
-from ganger_master.core.standstill import Look, noticed
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.standstill import ClockReading, noticed
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn
+from ganger_master.core.waiting import GrantedLease
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.sim.checkers import RuleBrokenError
 from ganger_master.sim.engine import Engine
@@ -36,12 +36,12 @@ from ganger_master.sim.restored import differences
 class Released:
     """Effects of one command, with what they speak of as it was then."""
 
-    changes: Changes
+    changes: StoredChanges
     answer: Answer
     reply: Callable[[Answer], None] | None
-    history: list[History] = field(default_factory=list)
+    history: list[HistoryRow] = field(default_factory=list)
     desired: dict[str, DesiredSet] = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[GrantedLease] = field(default_factory=list)
     wake_at: float | None = None
 
 
@@ -53,14 +53,14 @@ class SimStore:
     generation: int = 0
 
 
-class Recorder(Protocol):
+class CommandRecorder(Protocol):
     """Who writes down what is decided (`runtime.recorder`)."""
 
     def start_over(self, state: State, now: float, cause: str) -> None: ...
 
     def command(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> None: ...
 
-    def batch(self, now: float, effects: Effects, turns: Iterable[Turn]) -> None: ...
+    def batch(self, now: float, effects: Effects, turns: Iterable[GrantedLease]) -> None: ...
 
 
 class SimMaster:
@@ -70,11 +70,11 @@ class SimMaster:
     def __init__(
         self,
         engine: Engine,
-        settings: Settings,
+        settings: CoreSettings,
         faults: Faults,
         on_news: Callable[[str, DesiredSet], None],
-        on_turns: Callable[[list[Turn]], None],
-        on_history: Callable[[History], None] = lambda row: None,
+        on_turns: Callable[[list[GrantedLease]], None],
+        on_history: Callable[[HistoryRow], None] = lambda row: None,
         store: SimStore | None = None,
     ) -> None:
         self.engine = engine
@@ -94,14 +94,14 @@ class SimMaster:
         self.durable = self.store.elements
         self._generation = self.store.generation
         self._verified_at = -math.inf
-        self.history: list[History] = []
+        self.history: list[HistoryRow] = []
         self.is_up = True
         self.incarnation = 0
         self.clock_offset = 0.0
         self._looked = self._look()
         # What nodes may be told: committed desired sets only.
         self.committed: dict[str, DesiredSet] = {}
-        self.recorder: Recorder | None = None
+        self.recorder: CommandRecorder | None = None
         # When the newest commit begins, and when it ends.
         self._next_commit = self._last_commit = engine.now
         # Decided, and not durable yet.
@@ -174,14 +174,14 @@ class SimMaster:
         jump = self.faults.clock_jump_seconds
         self.clock_offset += self.engine.between(-jump, jump)
 
-    def _look(self) -> Look:
-        return Look(self.now(), self.engine.now)
+    def _look(self) -> ClockReading:
+        return ClockReading(self.now(), self.engine.now)
 
     def _note_clock(self) -> None:
         before, self._looked = self._looked, self._look()
         # As if it had looked all the while: here it never stands still.
         passed = self._looked.steady - before.steady
-        tick = noticed(Look(before.wall + passed, self._looked.steady), self._looked)
+        tick = noticed(ClockReading(before.wall + passed, self._looked.steady), self._looked)
         if tick is not None and self.is_up:
             self.call(tick)
 
@@ -296,14 +296,14 @@ class SimMaster:
         if released.wake_at is not None:
             self._set_alarm(released.wake_at)
 
-    def _mark(self, changes: Changes) -> None:
+    def _mark(self, changes: StoredChanges) -> None:
         for element in changes.puts.values():
             if isinstance(element, Counters):
                 self.marks = Marks.of(element)
-            elif isinstance(element, Job) and element.state.is_final:
+            elif isinstance(element, JobRecord) and element.state.is_finished:
                 self.ended[element.uid] = RecordedEnd(element.state, element.end_time)
 
-    def _give(self, turns: Sequence[Turn]) -> None:
+    def _give(self, turns: Sequence[GrantedLease]) -> None:
         """Their leases begin now."""
         if turns[0].is_told_late(self.now()):
             self.call(Tick(told=self._told))
@@ -328,7 +328,7 @@ class SimMaster:
         )
 
 
-def _store(stored: dict[tuple[str, str], bytes], changes: Changes) -> None:
+def _store(stored: dict[tuple[str, str], bytes], changes: StoredChanges) -> None:
     for key, element in changes.puts.items():
         stored[key] = msgspec.json.encode(element)
     for key in changes.removes:

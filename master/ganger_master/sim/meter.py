@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _TENTHS = 10
 
 
-class Meter:
+class ProgressBar:
     """Call it with what is done and what there is in all, as often as you like. `is_shown` False: it says nothing;
     None: only to a terminal. What it gets is shown in `unit`s, of which one is 1 / `scale`."""
 

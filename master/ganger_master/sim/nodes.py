@@ -17,7 +17,7 @@ from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGa
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
-    Intent,
+    GangIntent,
     ObservedPhase,
     Outcome,
     OutcomeKind,
@@ -30,7 +30,7 @@ from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import Network
 from ganger_master.sim.master import SimMaster
 from ganger_master.sim.ranks import Doing, Physics, Ranks
-from ganger_master.sim.turning import NoTurns, Turns
+from ganger_master.sim.turning import NodeRotation, NoTurns
 
 _HEARTBEAT_SECONDS = 2.0
 _BUSY_SECONDS = 8.0
@@ -53,7 +53,7 @@ class SimDaemon:
         configuration_set: ConfigurationSet,
         capabilities: dict[str, str] | None = None,
         rack: str = "r1",
-        make_turns: Callable[[SimDaemon], Turns] | None = None,
+        make_turns: Callable[[SimDaemon], NodeRotation] | None = None,
     ) -> None:
         self.engine = engine
         self.network = network
@@ -82,7 +82,7 @@ class SimDaemon:
         # Epochs of gangs whose orders the master requests.
         self.describe: tuple[int, ...] = ()
         self.last_contact = engine.now
-        self.turns: Turns = make_turns(self) if make_turns is not None else NoTurns()
+        self.turns: NodeRotation = make_turns(self) if make_turns is not None else NoTurns()
         physics.turns[name] = self.turns
 
     def start(self) -> None:
@@ -312,7 +312,7 @@ class SimDaemon:
         residue = self.physics.residue_of(gang.uid) if measures else 0
         phase, level, stop_sequence = _phase(ranks, gang.stepped and gang.step > 0), ranks.level, ranks.stop_sequence
         stop_step = ranks.stop_step
-        if ranks.switch != (0, 0) and ranks.wanted.intent is Intent.RUN:
+        if ranks.switch != (0, 0) and ranks.wanted.intent is GangIntent.RUN:
             # Whose turn it is the master need not know: who takes turns runs.
             if phase is not ObservedPhase.ENDED:
                 phase = ObservedPhase.RUNNING if gang.stepped else ObservedPhase.STARTING
@@ -372,7 +372,7 @@ def _phase(ranks: Ranks, stepped: bool) -> ObservedPhase:
         case Doing.WAITING | Doing.FORKING:
             return ObservedPhase.STARTING
         case Doing.PREPARED:
-            return ObservedPhase.PREPARED if ranks.order.intent is Intent.PREPARE else ObservedPhase.STARTING
+            return ObservedPhase.PREPARED if ranks.order.intent is GangIntent.PREPARE else ObservedPhase.STARTING
         case Doing.READY:
             return ObservedPhase.READY
         case Doing.RUNNING:

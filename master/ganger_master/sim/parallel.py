@@ -10,8 +10,8 @@ from typing import Any
 
 from ganger_master.runtime.heap import settle
 from ganger_master.sim.asked import Load, Material, jobs_at
-from ganger_master.sim.processes import Failed, Report, each
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.processes import Report, WorkerFailure, each
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.report.outcomes import Run
 
 # What `ganger_master.sim.replay.run.simulate` is.
@@ -21,7 +21,7 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 @dataclass(frozen=True)
-class Cell:
+class RunCell:
     """One run of a comparison."""
 
     policy: str
@@ -35,33 +35,33 @@ class Cell:
 class RunError(RuntimeError):
     """A run did not come to its end; the message names it, `details` are what its process had to say."""
 
-    def __init__(self, cell: Cell, what: str, details: str = "") -> None:
+    def __init__(self, cell: RunCell, what: str, details: str = "") -> None:
         super().__init__(f"{cell}: {what}")
         self.details = details
 
 
 def run_all(
-    cells: Sequence[Cell],
+    cells: Sequence[RunCell],
     source: Material,
-    options: Callable[[Cell], Options],
+    options: Callable[[RunCell], ReplayOptions],
     simulate: Simulate,
     workers: int,
-    progress: Callable[[Cell, int], None] | None = None,
-) -> Generator[tuple[Cell, Run]]:
+    progress: Callable[[RunCell, int], None] | None = None,
+) -> Generator[tuple[RunCell, Run]]:
     """Runs in the order in which they end. `progress` gets a cell and how many of its jobs have ended. RunError for
     the first that fails; ValueError where the jobs cannot offer a cell's load."""
 
-    def arguments(cell: Cell) -> tuple[Any, ...]:
+    def arguments(cell: RunCell) -> tuple[Any, ...]:
         return simulate, jobs_at(source, cell.load, cell.seed), source.servers, cell.policy, options(cell)
 
     with closing(each(cells, _simulated, arguments, workers, progress)) as every:
         for cell, found in every:
-            if isinstance(found, Failed):
+            if isinstance(found, WorkerFailure):
                 raise RunError(cell, found.what, found.details)
             yield cell, found
 
 
-def _simulated(simulate: Simulate, jobs: Any, servers: Any, policy: str, options: Options, report: Report) -> Run:
+def _simulated(simulate: Simulate, jobs: Any, servers: Any, policy: str, options: ReplayOptions, report: Report) -> Run:
     """In the child."""
     settle()
     return simulate(jobs, servers, policy, options, _Reports(report))

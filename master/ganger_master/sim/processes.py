@@ -28,7 +28,7 @@ _SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True)
-class Failed:
+class WorkerFailure:
     """No result; `details` are what the process had to say."""
 
     what: str
@@ -105,8 +105,8 @@ def _received(worker: _Worker[Task]) -> tuple[str, Any]:
         code = worker.process.exitcode
         if code is not None and code < 0:
             hint = ": was it out of memory?" if -code == signal.SIGKILL else ""
-            return "done", Failed(f"its process was ended by {signal.Signals(-code).name}{hint}")
-        return "done", Failed(f"its process ended with code {code} without a result")
+            return "done", WorkerFailure(f"its process was ended by {signal.Signals(-code).name}{hint}")
+        return "done", WorkerFailure(f"its process ended with code {code} without a result")
 
 
 def _end(worker: _Worker[Task]) -> None:
@@ -124,9 +124,9 @@ def _do(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) 
     try:
         result = work(*arguments, lambda value: pipe.send(("report", value)))
     except MemoryError:
-        result = Failed("it ran out of memory")
+        result = WorkerFailure("it ran out of memory")
     except Exception as error:
-        result = Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+        result = WorkerFailure(f"{type(error).__name__}: {error}", traceback.format_exc())
     try:
         pipe.send(("done", result))
     except OSError:

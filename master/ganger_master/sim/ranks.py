@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from ganger.resources.topology import bits
 
-from ganger_master.core.model import Checkpoint, Intent, JobSpec, OutcomeKind, SuspendLevel
+from ganger_master.core.model import Checkpoint, GangIntent, JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.wanted import DesiredGang
 from ganger_master.sim.checkers import Oracle, RuleBrokenError
 from ganger_master.sim.engine import Engine
 from ganger_master.sim.faults import NONE
 
 if TYPE_CHECKING:
-    from ganger_master.sim.turning import Turns
+    from ganger_master.sim.turning import NodeRotation
 
 # What ranks use of a device if their job does not say.
 _PEAK_BYTES = 1 << 30
@@ -87,7 +87,7 @@ class Ranks:
     @property
     def may_be_read(self) -> bool:
         """Whether its state may be taken from it: not while it only rests for another's turn."""
-        return self.doing is Doing.PARKED and self.wanted.intent is not Intent.RUN
+        return self.doing is Doing.PARKED and self.wanted.intent is not GangIntent.RUN
 
     @property
     def is_on_devices(self) -> bool:
@@ -102,7 +102,7 @@ class Ranks:
 
 
 @dataclass(slots=True)
-class Gang:
+class PhysicalGang:
     uid: str
     epoch: int
     nodes: tuple[str, ...]
@@ -127,7 +127,7 @@ class Physics:
         # The share of their claimed host memory that processes use at rest; zero: it cannot be measured.
         self.memory_used = 0.0
         self.ranks: dict[tuple[int, str], Ranks] = {}
-        self.gangs: dict[int, Gang] = {}
+        self.gangs: dict[int, PhysicalGang] = {}
         # Checkpoints on storage by path, and by epoch the paths that the leader was ordered to keep.
         self.checkpoints: dict[str, Checkpoint] = {}
         self.kept: dict[int, tuple[str, ...]] = {}
@@ -136,7 +136,7 @@ class Physics:
         # Jobs, by uid, that use all of the grace that a stop gives them, and step on meanwhile.
         self.trapping: set[str] = set()
         # By node.
-        self.turns: dict[str, Turns] = {}
+        self.turns: dict[str, NodeRotation] = {}
         # Until when the ranks of each node may step: agents and launchers keep to it, also where the daemon is dead.
         self.leases: dict[str, float] = {}
         # Nodes on which nothing can be launched.
@@ -147,7 +147,7 @@ class Physics:
         """What the daemon of a node makes its ranks do."""
         ranks = self.ranks.get((order.epoch, node))
         if ranks is None:
-            if order.intent not in (Intent.RUN, Intent.PREPARE):
+            if order.intent not in (GangIntent.RUN, GangIntent.PREPARE):
                 self.report_gone(node, order)
             elif order.needs_spec:
                 self._fork(node, order)
@@ -188,7 +188,7 @@ class Physics:
 
     def ignores_stops(self, ranks: Ranks) -> bool:
         """Whether it is to stop at a boundary, and has none."""
-        return self.gangs[ranks.order.epoch].opaque and ranks.order.intent in (Intent.PARK, Intent.HAND_OVER)
+        return self.gangs[ranks.order.epoch].opaque and ranks.order.intent in (GangIntent.PARK, GangIntent.HAND_OVER)
 
     def _press(self, ranks: Ranks, rank: tuple[int, tuple[int, int]]) -> None:
         if (ranks.order.master_sequence, ranks.switch) == rank and ranks.is_alive and self.ignores_stops(ranks):
@@ -258,13 +258,13 @@ class Physics:
     def report_gone(self, node: str, order: DesiredGang) -> None:
         """Report as an outcome that a wanted gang is not here and must not start."""
         self._know(order)
-        kind = OutcomeKind.STOPPED if order.intent is Intent.STOP else OutcomeKind.UNKNOWN
+        kind = OutcomeKind.STOPPED if order.intent is GangIntent.STOP else OutcomeKind.UNKNOWN
         self.ranks[order.epoch, node] = Ranks(node, order, Doing.ENDED, outcome=kind, message="nothing of it is here")
 
     def _know(self, order: DesiredGang) -> None:
         if order.epoch not in self.gangs:
             nodes = tuple(member.node for member in order.members)
-            self.gangs[order.epoch] = Gang(order.uid, order.epoch, nodes, opaque=order.uid in self.opaque)
+            self.gangs[order.epoch] = PhysicalGang(order.uid, order.epoch, nodes, opaque=order.uid in self.opaque)
         elif self.gangs[order.epoch].uid != order.uid:
             known = self.gangs[order.epoch].uid
             raise RuleBrokenError(f"epoch {order.epoch} was given twice: to {known} and to {order.uid}")
@@ -360,7 +360,7 @@ class Physics:
 
     def _follow(self, ranks: Ranks) -> None:
         order = ranks.order
-        if order.intent is Intent.STOP:
+        if order.intent is GangIntent.STOP:
             grace = order.grace_seconds if order.uid in self.trapping else 0.0
             if grace > 0.0:
                 self.engine.after(
@@ -369,13 +369,13 @@ class Physics:
             else:
                 self.kill(ranks.node, order.epoch, OutcomeKind.STOPPED, "stopped by order")
             return
-        if order.intent is Intent.RUN and ranks.doing in (Doing.READY, Doing.PARKED):
+        if order.intent is GangIntent.RUN and ranks.doing in (Doing.READY, Doing.PARKED):
             ranks.doing = Doing.RUNNING
             ranks.level = SuspendLevel.NONE
             ranks.stop_sequence = 0
             self._occupy(ranks)
             self._go(order.epoch)
-        elif order.intent in (Intent.PARK, Intent.HAND_OVER):
+        elif order.intent in (GangIntent.PARK, GangIntent.HAND_OVER):
             if ranks.doing is Doing.READY and not self.gangs[order.epoch].stepping:
                 ranks.doing = Doing.RUNNING
                 self._occupy(ranks)
@@ -403,7 +403,7 @@ class Physics:
         gang.stepping = True
         self.engine.after(self.step_seconds * self.engine.between(0.8, 1.2), lambda: self._boundary(gang))
 
-    def _boundary(self, gang: Gang) -> None:
+    def _boundary(self, gang: PhysicalGang) -> None:
         """The end of a mini-batch: all ranks together, or none."""
         gang.stepping = False
         members = self._members(gang.epoch)
@@ -431,7 +431,7 @@ class Physics:
             self._write_checkpoint(gang, members)
         self._go(gang.epoch)
 
-    def _park(self, gang: Gang, members: list[Ranks]) -> None:
+    def _park(self, gang: PhysicalGang, members: list[Ranks]) -> None:
         for ranks in members:
             ranks.doing = Doing.PARKED
             ranks.level = SuspendLevel.PAUSE
@@ -449,7 +449,7 @@ class Physics:
             # While others have their turn: it keeps all it has there, and does nothing with it.
             ranks.occupies = False
             self.oracle.offloaded(order.uid, order.epoch, ranks.devices, self.oracle.trainings[order.uid].device_bytes)
-        if order.intent is not Intent.PARK or order.level <= ranks.level or not ranks.stop_sequence:
+        if order.intent is not GangIntent.PARK or order.level <= ranks.level or not ranks.stop_sequence:
             return
         if order.level is SuspendLevel.OFFLOAD:
             ranks.level = SuspendLevel.OFFLOAD
@@ -470,7 +470,7 @@ class Physics:
             for one in present:
                 self._end(one, OutcomeKind.YIELDED, "")
 
-    def _write_checkpoint(self, gang: Gang, members: list[Ranks]) -> None:
+    def _write_checkpoint(self, gang: PhysicalGang, members: list[Ranks]) -> None:
         path = f"{gang.uid}/{gang.step}-{gang.epoch}"
         self.checkpoints[path] = Checkpoint(gang.step, gang.epoch, path)
         members[0].checkpoint = (gang.step, path)

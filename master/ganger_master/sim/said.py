@@ -8,22 +8,22 @@ from dataclasses import asdict
 from typing import Any
 
 from ganger_master.sim.asked import Load, Material
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.report import documents, side_by_side
 from ganger_master.sim.report.figures import Figures
-from ganger_master.sim.traces.findings import Finding, Kind, rows_of, shown
+from ganger_master.sim.traces.findings import RowFinding, RowFindingKind, rows_of, shown
 from ganger_master.sim.traces.servers import Servers
 
 
 def notes(source: Material, is_ideal: bool) -> list[str]:
     """What became of the rows of the trace; nothing where every row is a job as it stood."""
     lines = []
-    left_out = rows_of(source.findings, Kind.SKIPPED)
+    left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
     if left_out or source.apart:
         kept = _several(source.rows - left_out - source.apart, "job")
         chosen = f", {source.apart:,} not asked for" if source.apart else ""
         lines.append(f"{_several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
-    words = {Kind.SKIPPED: "left out", Kind.CHANGED: "changed", Kind.MISTAKE: "mistake"}
+    words = {RowFindingKind.SKIPPED: "left out", RowFindingKind.CHANGED: "changed", RowFindingKind.MISTAKE: "mistake"}
     lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
     if source.ignored_columns:
         lines.append(f"columns that were not read: {shown(', '.join(source.ignored_columns))}")
@@ -45,7 +45,7 @@ def cluster_in_words(servers: Servers) -> str:
     return ", ".join(parts)
 
 
-def options_in_words(options: Options) -> str:
+def options_in_words(options: ReplayOptions) -> str:
     if options.ideal:
         words = "ideal: any free GPUs serve, nothing costs time"
     else:
@@ -58,7 +58,7 @@ def options_in_words(options: Options) -> str:
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
 
 
-def quotas_if_any(options: Options) -> list[tuple[str, str]]:
+def quotas_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
     """The row of the quotas for a run that has some."""
     return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
 
@@ -70,13 +70,13 @@ def load_unless_told(figures: Figures) -> list[tuple[str, str]]:
     return [("offered load", "all jobs are submitted at once")]
 
 
-def simulated(source: Material, load: Load, options: Options, figures: Figures) -> dict[str, Any]:
+def simulated(source: Material, load: Load, options: ReplayOptions, figures: Figures) -> dict[str, Any]:
     """One object of a run: its figures by name, and of what they are."""
     return documents.as_json(figures) | about(source, options) | {"load": load_asked(load)}
 
 
 def compared(
-    source: Material, options: Options, groups: Sequence[tuple[Load, Mapping[str, Sequence[Figures]]]]
+    source: Material, options: ReplayOptions, groups: Sequence[tuple[Load, Mapping[str, Sequence[Figures]]]]
 ) -> dict[str, Any]:
     """One object of a comparison: every run, and the policies side by side at each load."""
     return about(source, options) | {
@@ -91,7 +91,7 @@ def compared(
     }
 
 
-def about(source: Material, options: Options) -> dict[str, Any]:
+def about(source: Material, options: ReplayOptions) -> dict[str, Any]:
     """The trace, the cluster and the options of a run, plain."""
     return {
         "trace": {
@@ -99,8 +99,8 @@ def about(source: Material, options: Options) -> dict[str, Any]:
             "rows": source.rows,
             "jobs": source.jobs_of_a_run,
             "not_asked_for": source.apart,
-            "left_out": [_finding(each) for each in source.findings if each.kind is Kind.SKIPPED],
-            "changed": [_finding(each) for each in source.findings if each.kind is Kind.CHANGED],
+            "left_out": [_finding(each) for each in source.findings if each.kind is RowFindingKind.SKIPPED],
+            "changed": [_finding(each) for each in source.findings if each.kind is RowFindingKind.CHANGED],
             "ignored_columns": list(source.ignored_columns),
         },
         "cluster": {
@@ -120,7 +120,7 @@ def load_asked(load: Load) -> float | list[dict[str, float]] | None:
     return load.offered
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: RowFinding) -> dict[str, Any]:
     return {"what": finding.what, "rows": finding.rows, "first_lines": list(finding.lines)}
 
 

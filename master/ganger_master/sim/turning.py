@@ -11,7 +11,7 @@ from ganger_master.core.wanted import DesiredGang, DesiredRows
 from ganger_master.sim.ranks import Ranks
 
 
-class Turns(Protocol):
+class NodeRotation(Protocol):
     def hear(self, told: Sequence[DesiredRows]) -> None:
         """The node sets of a desired set, complete; its gangs follow."""
 

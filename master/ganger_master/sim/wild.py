@@ -18,8 +18,8 @@ from ganger.resources.values import Claim
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Change, Line, Promise, ProposePlan
-from ganger_master.core.model import Gang, Job, SuspendLevel
-from ganger_master.core.purpose import Finding, Goal, Purpose
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.core.state import State
 
 _KINDS = ("START", "START", "MOVE", "MOVE", "SUSPEND", "RESUME", "RESUME", "CORES", "RESIZE", "RESIZE")
@@ -41,7 +41,7 @@ def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
         )
     if dice.random() < 0.1:
         line = Line(tuple(dice.sample(sorted(state.live), len(state.live))), state.settings.policy)
-    findings = tuple([Finding(change.number, Goal.UNPACK, dice.random() < 0.5, 1.1) for change in changes[:1]])
+    findings = tuple([TrialFinding(change.number, Goal.UNPACK, dice.random() < 0.5, 1.1) for change in changes[:1]])
     return ProposePlan(tuple(changes), line=line, promises=promises, findings=findings)
 
 
@@ -78,7 +78,7 @@ def _changes(state: State, dice: Random) -> list[Change]:
     return [replace(_change(state, dice, state.jobs[number]), together=together) for number in numbers]
 
 
-def _change(state: State, dice: Random, job: Job) -> Change:
+def _change(state: State, dice: Random, job: JobRecord) -> Change:
     gang = state.gangs.get(job.epoch)
     kind = dice.choice(_KINDS)
     if dice.random() < 0.8:
@@ -96,7 +96,7 @@ def _change(state: State, dice: Random, job: Job) -> Change:
     return Change(job.number, job.revision, kind, claims, level, reason="why not", purpose=purpose)
 
 
-def _claims(state: State, dice: Random, job: Job, company: Mapping[str, int]) -> tuple[Claim, ...]:
+def _claims(state: State, dice: Random, job: JobRecord, company: Mapping[str, int]) -> tuple[Claim, ...]:
     """Free devices, or those of others: of nodes in `company` these, else whichever."""
     gpus = job.gpus
     if job.spec.is_elastic and dice.random() < 0.5:
@@ -119,7 +119,7 @@ def _claims(state: State, dice: Random, job: Job, company: Mapping[str, int]) ->
     return tuple(claims)
 
 
-def _on(state: State, job: Job, node: str, mask: int, shares: bool) -> Claim:
+def _on(state: State, job: JobRecord, node: str, mask: int, shares: bool) -> Claim:
     slot = state.view.slots[node]
     topology = state.view.topologies[slot]
     tasks = (mask.bit_count() // job.spec.roles[0].shape.gpus,)
@@ -130,7 +130,7 @@ def _on(state: State, job: Job, node: str, mask: int, shares: bool) -> Claim:
     return Claim(node, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks, shared_mask=shared)
 
 
-def _other_size(state: State, dice: Random, job: Job, gang: Gang) -> tuple[Claim, ...]:
+def _other_size(state: State, dice: Random, job: JobRecord, gang: Gang) -> tuple[Claim, ...]:
     gpus = dice.randint(max(1, job.spec.gpus_min), max(2, job.spec.gpus_max))
     shape = replace(job.shape, roles=(replace(job.spec.roles[0], tasks=gpus),))
     return resized(state.view, shape, gang.claims) or _claims(state, dice, job, {})
@@ -186,12 +186,12 @@ def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
     return changes
 
 
-def _place_in(state: State, dice: Random, job: Job, company: Mapping[str, int]) -> tuple[Claim, ...]:
+def _place_in(state: State, dice: Random, job: JobRecord, company: Mapping[str, int]) -> tuple[Claim, ...]:
     gang = state.gangs.get(job.epoch)
     return gang.claims if gang is not None else _claims(state, dice, job, company)
 
 
-def _beside(job: Job, host: Gang) -> tuple[Claim, ...]:
+def _beside(job: JobRecord, host: Gang) -> tuple[Claim, ...]:
     """All that another one has, with room for its own state."""
     arena = job.arena_bytes_per_device
     return tuple([replace(c, arena_bytes=c.device_mask.bit_count() * arena, shared_mask=0) for c in host.claims])

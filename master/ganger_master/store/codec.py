@@ -12,9 +12,19 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from ganger_master.core.effects import History
-from ganger_master.core.model import ConfigurationSet, Counters, Element, Gang, Job, JobSpec, Node, NodeSet, Request
-from ganger_master.store.contract import Batch, HistoryEntry, Problem, Row, StoredRow, StoreError
+from ganger_master.core.effects import HistoryRow
+from ganger_master.core.model import (
+    ConfigurationSet,
+    Counters,
+    Element,
+    Gang,
+    JobRecord,
+    JobSpec,
+    Node,
+    NodeSet,
+    Request,
+)
+from ganger_master.store.contract import HistoryEntry, Problem, Row, StoreBatch, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.
 TABLE_OF_KIND: Final = {
@@ -27,7 +37,7 @@ TABLE_OF_KIND: Final = {
     "counters": "counters",
 }
 _TYPE_OF_TABLE: Final[Mapping[str, type]] = {
-    "jobs": Job,
+    "jobs": JobRecord,
     "job_specs": JobSpec,
     "requests": Request,
     "gangs": Gang,
@@ -54,8 +64,8 @@ class Codec:
         self,
         puts: Mapping[tuple[str, str], Element],
         removes: Iterable[tuple[str, str]],
-        history: Iterable[History],
-    ) -> Batch:
+        history: Iterable[HistoryRow],
+    ) -> StoreBatch:
         removed: dict[str, list[str]] = {}
         for kind, key in removes:
             removed.setdefault(TABLE_OF_KIND[kind], []).append(key)
@@ -66,10 +76,10 @@ class Codec:
         for (kind, key), element in puts.items():
             table = TABLE_OF_KIND[kind]
             rows.setdefault(table, []).append(_ROW_OF[table](key, element))
-            if isinstance(element, Job) and self._stored_specs.get(key) is not element.spec:
+            if isinstance(element, JobRecord) and self._stored_specs.get(key) is not element.spec:
                 rows.setdefault("job_specs", []).append((key, _body(element.spec)))
                 self._stored_specs[key] = element.spec
-        return Batch(rows, removed, [_entry(each) for each in history])
+        return StoreBatch(rows, removed, [_entry(each) for each in history])
 
     def elements(self, rows: Iterable[StoredRow]) -> list[Element]:
         """Everything a store holds, as the core's values; numbers in their order. StoreError if a row is not ours."""
@@ -80,7 +90,7 @@ class Codec:
             if isinstance(value, JobSpec):
                 specs[row.key] = value
                 self._stored_specs[row.key] = value
-            elif isinstance(value, Job):
+            elif isinstance(value, JobRecord):
                 spec = specs.get(row.key)
                 if spec is None:
                     raise StoreError(Problem.DAMAGED, f"job {row.key} has no spec")
@@ -90,7 +100,7 @@ class Codec:
         return sorted(found, key=_order)
 
 
-def _row_of_job(key: str, job: Job) -> Row:
+def _row_of_job(key: str, job: JobRecord) -> Row:
     return (
         key,
         job.number,
@@ -160,7 +170,7 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 1, 0, element.name
         case Node():
             return 2, 0, element.name
-        case Job() | Request():
+        case JobRecord() | Request():
             return 3, element.number, ""
         case Gang():
             return 4, element.epoch, ""
@@ -168,7 +178,7 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 5, element.number, ""
 
 
-def _entry(history: History) -> HistoryEntry:
+def _entry(history: HistoryRow) -> HistoryEntry:
     return HistoryEntry(
         history.sequence,
         history.time,

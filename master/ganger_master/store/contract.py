@@ -50,7 +50,7 @@ class HistoryEntry(Struct, frozen=True, gc=False, array_like=True):
     figures: str = "{}"
 
 
-class Batch(Struct, frozen=True, gc=False):
+class StoreBatch(Struct, frozen=True, gc=False):
     """What one commit makes durable, as one; by table, and at most one change for each key."""
 
     # Inserted or replaced: the key, then the values in the order of `tables.COLUMNS`.
@@ -80,10 +80,10 @@ class Store(Protocol):
     def load(self) -> Iterator[StoredRow]:
         """Every element, table by table in the order of `tables.STATE`, in no order within one. Raises StoreError."""
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: StoreBatch) -> None:
         """Durable and whole when it returns; nothing kept when it raises StoreError."""
 
-    def prepare(self, batch: Batch) -> Callable[[], None]:
+    def prepare(self, batch: StoreBatch) -> Callable[[], None]:
         """Does of `commit` what needs no disk; what is left of it, to be called in the order of the batches."""
 
     def check_owner(self) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ganger_master.store.contract import Batch, HistoryEntry, StoredRow
+from ganger_master.store.contract import HistoryEntry, StoreBatch, StoredRow
 from ganger_master.store.tables import COLUMNS, STATE
 
 
@@ -24,7 +24,7 @@ class MemoryStore:
         for rows in self._rows.values():
             yield from list(rows.values())
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: StoreBatch) -> None:
         for table, keys in batch.removes.items():
             for key in keys:
                 self._rows[table].pop(key, None)
@@ -34,7 +34,7 @@ class MemoryStore:
                 self._rows[table][key] = StoredRow(table, key, dict(zip(COLUMNS[table], row[1:], strict=True)))
         self._history.extend(batch.history)
 
-    def prepare(self, batch: Batch) -> Callable[[], None]:
+    def prepare(self, batch: StoreBatch) -> Callable[[], None]:
         return partial(self.commit, batch)
 
     def check_owner(self) -> None:

@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
 
 from ganger_master.store import migrate, sqlite_commit
-from ganger_master.store.contract import Batch, Cell, HistoryEntry, Problem, StoredRow, StoreError
+from ganger_master.store.contract import Cell, HistoryEntry, Problem, StoreBatch, StoredRow, StoreError
 from ganger_master.store.tables import COLUMNS, STATE, events, writer
 
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
@@ -67,10 +67,10 @@ class SqlStore:
                 for row in rows:
                     yield StoredRow(table.name, row[0], dict(zip(names, row[1:], strict=True)))
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: StoreBatch) -> None:
         self.prepare(batch)()
 
-    def prepare(self, batch: Batch) -> Callable[[], None]:
+    def prepare(self, batch: StoreBatch) -> Callable[[], None]:
         if self._takes_many_rows:
             return partial(self._run_all, sqlite_commit.statements(batch))
         return partial(self._write_all, batch)
@@ -82,7 +82,7 @@ class SqlStore:
             if not sqlite_commit.commit(_driver_of(self._open_connection()), self._generation, statements):
                 raise self._fenced()
 
-    def _write_all(self, batch: Batch) -> None:
+    def _write_all(self, batch: StoreBatch) -> None:
         if batch.is_empty:
             return
         with _explained(self._url):
@@ -146,7 +146,7 @@ class SqlStore:
         if statement.run(connection, [{"generation": self._generation}]) != 1:
             raise self._fenced()
 
-    def _write(self, connection: Connection, batch: Batch) -> None:
+    def _write(self, connection: Connection, batch: StoreBatch) -> None:
         for table, keys in batch.removes.items():
             self._run(connection, "remove", table, [{"key": key} for key in keys])
         for table, rows in batch.puts.items():

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 from sqlalchemy import Table
 from sqlalchemy.dialects import sqlite
 
-from ganger_master.store.contract import Batch, Cell
+from ganger_master.store.contract import Cell, StoreBatch
 from ganger_master.store.tables import STATE, events, writer
 
 # Statements that the driver keeps: one for each table and number of rows it has seen.
@@ -30,7 +30,7 @@ _IS_OURS: Final = f"SELECT 1 FROM {writer.name} WHERE generation = ?"
 _quote: Final = sqlite.dialect().identifier_preparer.quote
 
 
-def statements(batch: Batch) -> list[Statement]:
+def statements(batch: StoreBatch) -> list[Statement]:
     """What is to be run for a batch, in this order: texts with their parameters."""
     found: list[Statement] = []
     for table, keys in batch.removes.items():

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from ganger_daemon.core.concern import Counters, Watched, concern, seen, used
+from ganger_daemon.core.concern import RankCounters, Watched, concern, seen, used
 from ganger_daemon.core.gang import RankPhase
 from ganger_daemon.workers.watching import processor_seconds
 from hypothesis import given
@@ -19,13 +19,15 @@ def trained(seconds: int, *, pace: float = 10.0, ranks: int = 2, every: float = 
     watched = Watched(0.0)
     for look in range(1, int(seconds / every) + 1):
         now = look * every
-        watched = seen(watched, {rank: Counters(int(now * pace)) for rank in range(ranks)}, now)
+        watched = seen(watched, {rank: RankCounters(int(now * pace)) for rank in range(ranks)}, now)
     return watched
 
 
 def stands_still(watched: Watched, until: float, phase: int = RankPhase.TRAINING, **steps: int) -> str:
     """`steps`: other ones of some ranks ("rank1=7")."""
-    ranks = {rank: Counters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()}
+    ranks = {
+        rank: RankCounters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()
+    }
     return concern(seen(watched, ranks, until), until)
 
 
@@ -65,13 +67,13 @@ def test_whoever_is_done_does_not_hang() -> None:
 
 
 def test_a_job_without_a_first_step_is_a_concern_after_ten_minutes() -> None:
-    watched = seen(Watched(0.0), {0: Counters(0, RankPhase.START)}, 1.0)
+    watched = seen(Watched(0.0), {0: RankCounters(0, RankPhase.START)}, 1.0)
     assert concern(watched, 599.0) == ""
     assert concern(watched, 660.0) == "no step in the 11m that it has been running"
 
 
 def test_a_job_without_boundaries_is_judged_by_its_processor_time() -> None:
-    watched = seen(Watched(0.0), {0: Counters(0)}, 1.0)
+    watched = seen(Watched(0.0), {0: RankCounters(0)}, 1.0)
     for minute in range(30):
         watched = used(watched, 3.0 * minute, 60.0 * minute)
     assert concern(watched, 1_800.0) == ""
@@ -84,10 +86,12 @@ def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
         waits = {0: 0.05, 1: 0.6, 2: 0.1}
-        watched = seen(watched, {rank: Counters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now))
+        watched = seen(
+            watched, {rank: RankCounters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now)
+        )
     assert concern(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
     for now in range(40, 80):
-        even = {rank: Counters(now * 10, 1, counters.data_wait_seconds) for rank, counters in watched.ranks.items()}
+        even = {rank: RankCounters(now * 10, 1, counters.data_wait_seconds) for rank, counters in watched.ranks.items()}
         watched = seen(watched, even, float(now))
     assert concern(watched, 79.0) == ""
 
@@ -95,7 +99,9 @@ def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
 def test_a_rank_that_makes_few_steps_is_named() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
-        watched = seen(watched, {0: Counters(now * 10), 1: Counters(now * 5), 2: Counters(now * 10)}, float(now))
+        watched = seen(
+            watched, {0: RankCounters(now * 10), 1: RankCounters(now * 5), 2: RankCounters(now * 10)}, float(now)
+        )
     assert concern(watched, 39.0) == "rank 1 makes 150 steps while the others make 300"
 
 
@@ -113,7 +119,7 @@ def test_whatever_the_counters_say_a_step_within_the_minute_is_no_hang(
         step += steps
         waited += wait
         stepped = now if steps else stepped
-        watched = seen(watched, {rank: Counters(step, 1, waited) for rank in range(ranks)}, now)
+        watched = seen(watched, {rank: RankCounters(step, 1, waited) for rank in range(ranks)}, now)
         if stepped is not None and now - stepped < 60.0:
             assert "no step" not in concern(watched, now)
 

@@ -6,18 +6,27 @@ from dataclasses import replace
 
 import pytest
 from ganger_daemon.core import gang as core
-from ganger_daemon.core.gang import Exit, Gang, Rank, RankState, Todo, judge
-from ganger_daemon.core.orders import Intent, Level, OrderKey, Outcome, OutcomeKind, Phase, Wanted, hastened
+from ganger_daemon.core.gang import GangPart, Rank, RankExit, RankState, Todo, judge
+from ganger_daemon.core.orders import (
+    DesiredOrder,
+    OrderIntent,
+    OrderKey,
+    ParkLevel,
+    PartOutcome,
+    PartOutcomeKind,
+    PartPhase,
+    hastened,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-RUN = Wanted("u", OrderKey(1, 5), Intent.RUN)
-PAUSE = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.PAUSE, 5)
-OFFLOAD = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.OFFLOAD, 5)
-SAVE = Wanted("u", OrderKey(1, 5), Intent.PARK, Level.CHECKPOINT, 5)
-HAND = Wanted("u", OrderKey(1, 5), Intent.HAND_OVER, Level.NONE, 5)
-PREPARE = Wanted("u", OrderKey(1, 5), Intent.PREPARE, moves_in=True)
-STOP = Wanted("u", OrderKey(1, 5), Intent.STOP)
+RUN = DesiredOrder("u", OrderKey(1, 5), OrderIntent.RUN)
+PAUSE = DesiredOrder("u", OrderKey(1, 5), OrderIntent.PARK, ParkLevel.PAUSE, 5)
+OFFLOAD = DesiredOrder("u", OrderKey(1, 5), OrderIntent.PARK, ParkLevel.OFFLOAD, 5)
+SAVE = DesiredOrder("u", OrderKey(1, 5), OrderIntent.PARK, ParkLevel.CHECKPOINT, 5)
+HAND = DesiredOrder("u", OrderKey(1, 5), OrderIntent.HAND_OVER, ParkLevel.NONE, 5)
+PREPARE = DesiredOrder("u", OrderKey(1, 5), OrderIntent.PREPARE, moves_in=True)
+STOP = DesiredOrder("u", OrderKey(1, 5), OrderIntent.STOP)
 
 RUNNING = Rank(0, state=RankState.RUNNING, hello=True, first_step=True)
 
@@ -34,154 +43,154 @@ def resting(rank: int, state: RankState, step: int, sequence: int = 5) -> Rank:
 def ended(
     rank: int, code: int = 0, signal: int = 0, known: bool = True, at: float = 0.0, let_go: bool = False, **more: bool
 ) -> Rank:
-    return Rank(rank, hello=True, let_go=let_go, exit=Exit(code, signal, known, at), **more)
+    return Rank(rank, hello=True, let_go=let_go, exit=RankExit(code, signal, known, at), **more)
 
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "phase"),
     [
-        (RUN, (RUNNING,), Phase.RUNNING),
-        (RUN, (RUNNING, Rank(1, hello=True)), Phase.STARTING),
-        (RUN, (RUNNING, Rank(1, opaque=True)), Phase.RUNNING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 7)), Phase.PARKED),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 8)), Phase.STOPPING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.WAITING, 7)), Phase.STOPPING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7, sequence=4),), Phase.STOPPING),
-        (OFFLOAD, (resting(0, RankState.OFFLOADED, 7),), Phase.STOPPING),
-        (HAND, (resting(0, RankState.HANDED_OVER, 7),), Phase.PARKED),
-        (PREPARE, (Rank(0, state=RankState.RESTORING, hello=True),), Phase.PREPARED),
-        (PREPARE, (Rank(0),), Phase.STARTING),
-        (PREPARE, (Rank(0, state=RankState.READY, hello=True),), Phase.READY),
-        (RUN, (ended(0), ended(1)), Phase.ENDED),
-        (RUN, (ended(0), RUNNING), Phase.RUNNING),
-        (RUN, (ended(0, code=1), RUNNING), Phase.STOPPING),
+        (RUN, (RUNNING,), PartPhase.RUNNING),
+        (RUN, (RUNNING, Rank(1, hello=True)), PartPhase.STARTING),
+        (RUN, (RUNNING, Rank(1, opaque=True)), PartPhase.RUNNING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 7)), PartPhase.PARKED),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 8)), PartPhase.STOPPING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.WAITING, 7)), PartPhase.STOPPING),
+        (PAUSE, (resting(0, RankState.PAUSED, 7, sequence=4),), PartPhase.STOPPING),
+        (OFFLOAD, (resting(0, RankState.OFFLOADED, 7),), PartPhase.STOPPING),
+        (HAND, (resting(0, RankState.HANDED_OVER, 7),), PartPhase.PARKED),
+        (PREPARE, (Rank(0, state=RankState.RESTORING, hello=True),), PartPhase.PREPARED),
+        (PREPARE, (Rank(0),), PartPhase.STARTING),
+        (PREPARE, (Rank(0, state=RankState.READY, hello=True),), PartPhase.READY),
+        (RUN, (ended(0), ended(1)), PartPhase.ENDED),
+        (RUN, (ended(0), RUNNING), PartPhase.RUNNING),
+        (RUN, (ended(0, code=1), RUNNING), PartPhase.STOPPING),
     ],
 )
-def test_phase_follows_from_pages_and_exits(wanted: Wanted, ranks: tuple[Rank, ...], phase: Phase) -> None:
-    assert judge(Gang(wanted, ranks, launched=True), 1.0).phase is phase
+def test_phase_follows_from_pages_and_exits(wanted: DesiredOrder, ranks: tuple[Rank, ...], phase: PartPhase) -> None:
+    assert judge(GangPart(wanted, ranks, launched=True), 1.0).phase is phase
 
 
 def test_a_move_is_prepared_only_when_there_is_room_for_the_state() -> None:
     ranks = (Rank(0, state=RankState.RESTORING, hello=True),)
-    assert judge(Gang(PREPARE, ranks, launched=True, has_room=False), 1.0).phase is Phase.STARTING
-    assert judge(Gang(PREPARE, ranks, launched=True, has_room=True), 1.0).phase is Phase.PREPARED
+    assert judge(GangPart(PREPARE, ranks, launched=True, has_room=False), 1.0).phase is PartPhase.STARTING
+    assert judge(GangPart(PREPARE, ranks, launched=True, has_room=True), 1.0).phase is PartPhase.PREPARED
 
 
 def test_offload_is_parked_only_when_the_memory_was_seen_free() -> None:
     ranks = (resting(0, RankState.OFFLOADED, 7),)
-    assert judge(Gang(OFFLOAD, ranks, launched=True), 1.0).todo == (Todo.VERIFY_MEMORY,)
-    parked = judge(Gang(OFFLOAD, ranks, launched=True, memory_freed=True), 1.0)
-    assert (parked.phase, parked.level, parked.stop_step) == (Phase.PARKED, Level.OFFLOAD, 7)
+    assert judge(GangPart(OFFLOAD, ranks, launched=True), 1.0).todo == (Todo.VERIFY_MEMORY,)
+    parked = judge(GangPart(OFFLOAD, ranks, launched=True, memory_freed=True), 1.0)
+    assert (parked.phase, parked.level, parked.stop_step) == (PartPhase.PARKED, ParkLevel.OFFLOAD, 7)
 
 
 def test_a_checkpoint_is_parked_only_when_it_is_published() -> None:
     ranks = (ended(0, code=75, let_go=True), ended(1, code=75, let_go=True))
-    assert judge(Gang(SAVE, ranks, launched=True), 1.0).phase is Phase.STOPPING
-    parked = judge(Gang(SAVE, ranks, launched=True, published_step=9), 1.0)
-    assert (parked.phase, parked.level, parked.stop_step) == (Phase.PARKED, Level.CHECKPOINT, 9)
+    assert judge(GangPart(SAVE, ranks, launched=True), 1.0).phase is PartPhase.STOPPING
+    parked = judge(GangPart(SAVE, ranks, launched=True, published_step=9), 1.0)
+    assert (parked.phase, parked.level, parked.stop_step) == (PartPhase.PARKED, ParkLevel.CHECKPOINT, 9)
 
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "more", "kind"),
     [
-        (RUN, (ended(0), ended(1)), {}, OutcomeKind.DONE),
-        (RUN, (ended(0, code=3), ended(1, signal=15)), {}, OutcomeKind.FAILED),
-        (RUN, (ended(0, signal=9),), {"out_of_memory": True}, OutcomeKind.OUT_OF_MEMORY),
-        (RUN, (ended(0, signal=9),), {}, OutcomeKind.FAILED),
-        (RUN, (ended(0, known=False),), {}, OutcomeKind.UNKNOWN),
-        (RUN, (ended(0, code=76, fenced=True),), {}, OutcomeKind.FENCED),
-        (RUN, (ended(0, code=75, let_go=True),), {}, OutcomeKind.YIELDED),
+        (RUN, (ended(0), ended(1)), {}, PartOutcomeKind.DONE),
+        (RUN, (ended(0, code=3), ended(1, signal=15)), {}, PartOutcomeKind.FAILED),
+        (RUN, (ended(0, signal=9),), {"out_of_memory": True}, PartOutcomeKind.OUT_OF_MEMORY),
+        (RUN, (ended(0, signal=9),), {}, PartOutcomeKind.FAILED),
+        (RUN, (ended(0, known=False),), {}, PartOutcomeKind.UNKNOWN),
+        (RUN, (ended(0, code=76, fenced=True),), {}, PartOutcomeKind.FENCED),
+        (RUN, (ended(0, code=75, let_go=True),), {}, PartOutcomeKind.YIELDED),
         # codes that a job gave itself, whatever was ordered
-        (RUN, (ended(0, code=76),), {}, OutcomeKind.FAILED),
-        (RUN, (ended(0, code=75),), {}, OutcomeKind.FAILED),
-        (PAUSE, (ended(0, code=75),), {}, OutcomeKind.FAILED),
-        (SAVE, (ended(0, code=75), ended(1, code=75, let_go=True)), {}, OutcomeKind.FAILED),
-        (STOP, (ended(0, signal=15),), {"stop_signalled": True}, OutcomeKind.STOPPED),
-        (PAUSE, (ended(0, signal=15),), {"escalated": True}, OutcomeKind.ESCALATED),
+        (RUN, (ended(0, code=76),), {}, PartOutcomeKind.FAILED),
+        (RUN, (ended(0, code=75),), {}, PartOutcomeKind.FAILED),
+        (PAUSE, (ended(0, code=75),), {}, PartOutcomeKind.FAILED),
+        (SAVE, (ended(0, code=75), ended(1, code=75, let_go=True)), {}, PartOutcomeKind.FAILED),
+        (STOP, (ended(0, signal=15),), {"stop_signalled": True}, PartOutcomeKind.STOPPED),
+        (PAUSE, (ended(0, signal=15),), {"escalated": True}, PartOutcomeKind.ESCALATED),
     ],
 )
 def test_the_outcome_names_how_it_ended(
-    wanted: Wanted, ranks: tuple[Rank, ...], more: dict[str, bool], kind: OutcomeKind
+    wanted: DesiredOrder, ranks: tuple[Rank, ...], more: dict[str, bool], kind: PartOutcomeKind
 ) -> None:
-    found = judge(Gang(wanted, ranks, launched=True, **more), 1.0)  # type: ignore[arg-type]
+    found = judge(GangPart(wanted, ranks, launched=True, **more), 1.0)  # type: ignore[arg-type]
     assert found.outcome is not None
     assert found.outcome.kind is kind
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
     ranks = (ended(0, signal=15, at=2.0), ended(1, code=3, at=1.0))
-    outcome = core.settle(Gang(RUN, ranks, launched=True))
+    outcome = core.settle(GangPart(RUN, ranks, launched=True))
     assert (outcome.rank, outcome.exit_code) == (1, 3)
 
 
 def test_what_a_gang_was_killed_for_is_said() -> None:
     for ending in (ended(0, signal=9), ended(0, known=False)):
-        outcome = core.settle(Gang(RUN, (ending,), launched=True, damage="its page was cut off"))
-        assert (outcome.kind, outcome.message) == (OutcomeKind.FAILED, "killed: its page was cut off")
+        outcome = core.settle(GangPart(RUN, (ending,), launched=True, damage="its page was cut off"))
+        assert (outcome.kind, outcome.message) == (PartOutcomeKind.FAILED, "killed: its page was cut off")
 
 
 def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
-    assert judge(Gang(RUN), 1.0).todo == (Todo.LAUNCH,)
-    assert judge(Gang(STOP), 1.0).phase is Phase.ENDED
+    assert judge(GangPart(RUN), 1.0).todo == (Todo.LAUNCH,)
+    assert judge(GangPart(STOP), 1.0).phase is PartPhase.ENDED
 
 
 def test_a_rank_that_rests_at_another_level_is_not_disobedient() -> None:
-    assert not core.is_disobedient(Gang(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
-    assert core.is_disobedient(Gang(OFFLOAD, (RUNNING,), launched=True))
+    assert not core.is_disobedient(GangPart(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
+    assert core.is_disobedient(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
 @pytest.mark.parametrize(
     ("states", "level"),
     [
-        ((RankState.PAUSED, RankState.PAUSED), Level.PAUSE),
-        ((RankState.OFFLOADED, RankState.OFFLOADED), Level.OFFLOAD),
+        ((RankState.PAUSED, RankState.PAUSED), ParkLevel.PAUSE),
+        ((RankState.OFFLOADED, RankState.OFFLOADED), ParkLevel.OFFLOAD),
         ((RankState.PAUSED, RankState.SAVING), None),
     ],
 )
 def test_a_level_that_cannot_be_had_is_said_once_all_ranks_rest_below_it(
-    states: tuple[RankState, ...], level: Level | None
+    states: tuple[RankState, ...], level: ParkLevel | None
 ) -> None:
     ranks = tuple(Rank(number, state=state, step=7, hello=True) for number, state in enumerate(states))
-    full = Gang(SAVE, ranks, launched=True, refusal="STORAGE_FULL: rank 0: no room")
+    full = GangPart(SAVE, ranks, launched=True, refusal="STORAGE_FULL: rank 0: no room")
     found = judge(full, 1.0)
     if level is None:
-        assert found.phase is Phase.STOPPING
+        assert found.phase is PartPhase.STOPPING
     else:
-        assert (found.phase, found.level, found.stop_step) == (Phase.PARKED, level, 7)
-    assert judge(replace(full, refusal=""), 1.0).phase is Phase.STOPPING
+        assert (found.phase, found.level, found.stop_step) == (PartPhase.PARKED, level, 7)
+    assert judge(replace(full, refusal=""), 1.0).phase is PartPhase.STOPPING
 
 
 def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -> None:
-    last = Wanted("u", OrderKey(1, 5), Intent.STOP, stop_sequence=5, checkpoint_first=True)
+    last = DesiredOrder("u", OrderKey(1, 5), OrderIntent.STOP, stop_sequence=5, checkpoint_first=True)
     ranks = (Rank(0, state=RankState.PAUSED, step=7, hello=True),)
-    assert judge(Gang(last, ranks, launched=True), 1.0).todo == ()
-    assert judge(Gang(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
+    assert judge(GangPart(last, ranks, launched=True), 1.0).todo == ()
+    assert judge(GangPart(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
     # nor may it rest for ever, waiting for a checkpoint that nobody publishes
-    assert core.is_disobedient(Gang(last, ranks, launched=True))
+    assert core.is_disobedient(GangPart(last, ranks, launched=True))
 
 
 def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_having_carried_it_out() -> None:
-    facts = Gang(SAVE, launched=True)
+    facts = GangPart(SAVE, launched=True)
     assert core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
     assert not core.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=number(4)))
     assert not core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(5)))
-    assert not core.refuses(Gang(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
+    assert not core.refuses(GangPart(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
 
 
 def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
     late = 2 * core.HELLO_SECONDS
-    assert judge(Gang(RUN, (Rank(0),), launched=True), late).phase is Phase.RUNNING
-    assert judge(Gang(RUN, (Rank(0),), launched=True, restores=True), late).phase is Phase.STARTING
+    assert judge(GangPart(RUN, (Rank(0),), launched=True), late).phase is PartPhase.RUNNING
+    assert judge(GangPart(RUN, (Rank(0),), launched=True, restores=True), late).phase is PartPhase.STARTING
 
 
 def test_a_shell_command_that_restores_a_state_starts_until_its_first_boundary() -> None:
-    shell = Gang(RUN, (Rank(0),), launched=True, no_agent=True)
-    assert judge(shell, 0.0).phase is Phase.RUNNING
+    shell = GangPart(RUN, (Rank(0),), launched=True, no_agent=True)
+    assert judge(shell, 0.0).phase is PartPhase.RUNNING
     restoring = replace(shell, restores=True)
     assert not core.is_opaque(restoring, restoring.ranks[0], 0.0), "an agent saved the state, so one will report"
-    assert judge(restoring, 0.0).phase is Phase.STARTING
+    assert judge(restoring, 0.0).phase is PartPhase.STARTING
     stepped = replace(restoring, ranks=(Rank(0, hello=True, first_step=True),))
-    assert judge(stepped, 0.0).phase is Phase.RUNNING
+    assert judge(stepped, 0.0).phase is PartPhase.RUNNING
 
 
 RANKS = st.lists(
@@ -196,7 +205,7 @@ RANKS = st.lists(
         hello=st.booleans(),
         opaque=st.booleans(),
         let_go=st.booleans(),
-        exit=st.none() | st.builds(Exit, st.integers(0, 80), st.sampled_from([0, 9, 15]), st.booleans()),
+        exit=st.none() | st.builds(RankExit, st.integers(0, 80), st.sampled_from([0, 9, 15]), st.booleans()),
     ),
     min_size=1,
     max_size=4,
@@ -205,15 +214,15 @@ RANKS = st.lists(
 
 @given(st.sampled_from([RUN, PAUSE, OFFLOAD, SAVE, HAND, PREPARE, STOP]), RANKS, st.booleans(), st.none() | st.just(3))
 def test_parked_is_never_claimed_unless_all_ranks_agree(
-    wanted: Wanted, ranks: list[Rank], freed: bool, published: int | None
+    wanted: DesiredOrder, ranks: list[Rank], freed: bool, published: int | None
 ) -> None:
-    found = judge(Gang(wanted, tuple(ranks), launched=True, memory_freed=freed, published_step=published), 1.0)
-    assert (found.phase is Phase.ENDED) == (found.outcome is not None and found.phase is not Phase.PARKED)
-    if found.phase is Phase.PARKED:
+    found = judge(GangPart(wanted, tuple(ranks), launched=True, memory_freed=freed, published_step=published), 1.0)
+    assert (found.phase is PartPhase.ENDED) == (found.outcome is not None and found.phase is not PartPhase.PARKED)
+    if found.phase is PartPhase.PARKED:
         live = [rank for rank in ranks if rank.exit is None]
         assert len({rank.reached_step for rank in live}) <= 1
         assert all(rank.reached_sequence >= number(5) for rank in live)
-        if found.level is Level.CHECKPOINT:
+        if found.level is ParkLevel.CHECKPOINT:
             assert not live
             assert published is not None
         if wanted is OFFLOAD:
@@ -223,33 +232,33 @@ def test_parked_is_never_claimed_unless_all_ranks_agree(
 def test_a_destination_that_is_ready_says_of_which_step_and_nothing_where_its_ranks_differ() -> None:
     def ready(*steps: int) -> core.Judgement:
         ranks = tuple(Rank(k, state=RankState.READY, hello=True, reached_step=step) for k, step in enumerate(steps))
-        return judge(Gang(PREPARE, ranks, launched=True), 0.0)
+        return judge(GangPart(PREPARE, ranks, launched=True), 0.0)
 
-    assert ready(7, 7) == core.Judgement(Phase.READY, stop_step=7)
-    assert ready(7, 8) == core.Judgement(Phase.READY, stop_step=0)
+    assert ready(7, 7) == core.Judgement(PartPhase.READY, stop_step=7)
+    assert ready(7, 8) == core.Judgement(PartPhase.READY, stop_step=0)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("wanted", [OFFLOAD, SAVE])
 def test_a_stop_that_is_beyond_a_job_without_boundaries_is_refused_by_resting_short_of_it(
-    wanted: Wanted, world: int
+    wanted: DesiredOrder, world: int
 ) -> None:
-    gang = Gang(wanted, (replace(RUNNING, opaque=True, step=9),), launched=True, world=world)
+    gang = GangPart(wanted, (replace(RUNNING, opaque=True, step=9),), launched=True, world=world)
     assert core.is_beyond(gang)
     assert core.should_freeze(gang, 0.0, lease_is_over=False)
-    assert judge(gang, 0.0).phase is Phase.STOPPING
+    assert judge(gang, 0.0).phase is PartPhase.STOPPING
     rests = judge(replace(gang, frozen=True), 0.0)
-    assert (rests.phase, rests.level, rests.stop_step) == (Phase.PARKED, Level.PAUSE, 9)
+    assert (rests.phase, rests.level, rests.stop_step) == (PartPhase.PARKED, ParkLevel.PAUSE, 9)
     assert not core.is_disobedient(replace(gang, frozen=True))
 
 
 def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> None:
     rank = replace(RUNNING, opaque=True)
-    assert core.is_beyond(Gang(HAND, (rank,), launched=True))
-    assert not core.should_freeze(Gang(HAND, (rank,), launched=True), 0.0, lease_is_over=False)
-    assert not core.is_beyond(Gang(PAUSE, (rank,), launched=True))
-    assert not core.is_beyond(Gang(RUN, (rank,), launched=True))
-    assert not core.is_beyond(Gang(OFFLOAD, (RUNNING,), launched=True))
+    assert core.is_beyond(GangPart(HAND, (rank,), launched=True))
+    assert not core.should_freeze(GangPart(HAND, (rank,), launched=True), 0.0, lease_is_over=False)
+    assert not core.is_beyond(GangPart(PAUSE, (rank,), launched=True))
+    assert not core.is_beyond(GangPart(RUN, (rank,), launched=True))
+    assert not core.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
 KILLED = replace(STOP, grace_seconds=0.0)
@@ -261,15 +270,15 @@ KILLED = replace(STOP, grace_seconds=0.0)
                          (KILLED, (Todo.KILL,))]
 )  # fmt: skip
 def test_only_a_stop_without_grace_kills_without_sigterm_whether_the_gang_stands_still_or_not(
-    wanted: Wanted, todo: tuple[Todo, ...], frozen: bool
+    wanted: DesiredOrder, todo: tuple[Todo, ...], frozen: bool
 ) -> None:
-    gang = Gang(wanted, (replace(RUNNING, opaque=True),), launched=True, frozen=frozen)
-    assert judge(gang, 0.0) == core.Judgement(Phase.STOPPING, todo=todo)
+    gang = GangPart(wanted, (replace(RUNNING, opaque=True),), launched=True, frozen=frozen)
+    assert judge(gang, 0.0) == core.Judgement(PartPhase.STOPPING, todo=todo)
 
 
 def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
-    gone = Gang(KILLED, (ended(0, signal=core.SIGKILL),), launched=True, stop_signalled=True)
-    assert judge(gone, 0.0).outcome == Outcome(OutcomeKind.STOPPED, -core.SIGKILL)
+    gone = GangPart(KILLED, (ended(0, signal=core.SIGKILL),), launched=True, stop_signalled=True)
+    assert judge(gone, 0.0).outcome == PartOutcome(PartOutcomeKind.STOPPED, -core.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +296,7 @@ def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
     ],
 )
 def test_a_stop_of_a_gang_that_outlived_its_lease_gives_it_no_time(
-    wanted: Wanted, frozen: bool, lease_is_over: bool | None, is_stale: bool
+    wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None, is_stale: bool
 ) -> None:
     assert core.has_outlived_lease(wanted, frozen, lease_is_over) is is_stale
     for stop in (STOP, replace(STOP, checkpoint_first=True, stop_sequence=5)):
@@ -296,7 +305,7 @@ def test_a_stop_of_a_gang_that_outlived_its_lease_gives_it_no_time(
 
 
 def test_what_a_former_daemon_froze_stands_still_until_the_master_has_answered() -> None:
-    gang = Gang(RUN, (replace(RUNNING, opaque=True),), launched=True, frozen=True)
+    gang = GangPart(RUN, (replace(RUNNING, opaque=True),), launched=True, frozen=True)
     assert core.should_freeze(gang, 0.0, lease_is_over=None)
     assert not core.should_freeze(gang, 0.0, lease_is_over=False)
     assert not core.should_freeze(replace(gang, frozen=False), 0.0, lease_is_over=None)
@@ -306,7 +315,7 @@ def test_what_a_former_daemon_froze_stands_still_until_the_master_has_answered()
 def test_a_gang_with_a_rank_without_boundaries_is_paused_by_freezing_only_where_all_of_it_is_on_one_node(
     world: int, is_frozen: bool
 ) -> None:
-    gang = Gang(PAUSE, (replace(RUNNING, opaque=True), replace(RUNNING, rank=1)), launched=True, world=world)
+    gang = GangPart(PAUSE, (replace(RUNNING, opaque=True), replace(RUNNING, rank=1)), launched=True, world=world)
     assert core.should_freeze(gang, 0.0, lease_is_over=False) is is_frozen
     parked = judge(replace(gang, frozen=True), 0.0)
-    assert (parked.phase is Phase.PARKED) is is_frozen
+    assert (parked.phase is PartPhase.PARKED) is is_frozen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ganger_daemon.core.orders import Intent, OrderKey, Wanted
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey
 from ganger_daemon.core.reconcile import (
     Forget,
     Here,
@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def wanted(uid: str = "a", epoch: int = 1, sequence: int = 1, intent: Intent = Intent.RUN) -> Wanted:
-    return Wanted(uid, OrderKey(epoch, sequence), intent)
+def wanted(uid: str = "a", epoch: int = 1, sequence: int = 1, intent: OrderIntent = OrderIntent.RUN) -> DesiredOrder:
+    return DesiredOrder(uid, OrderKey(epoch, sequence), intent)
 
 
 def here(uid: str = "a", epoch: int = 1, sequence: int = 1, **more: bool) -> Here:
@@ -59,8 +59,8 @@ def test_an_older_epoch_is_stopped_when_only_a_newer_one_is_wanted() -> None:
 
 
 def test_source_and_destination_of_a_move_on_one_node_live_together() -> None:
-    actions = reconcile([wanted(epoch=1), wanted(epoch=2, intent=Intent.PREPARE)], observed(here(epoch=1)))
-    assert actions == (Start(wanted(epoch=2, intent=Intent.PREPARE)),)
+    actions = reconcile([wanted(epoch=1), wanted(epoch=2, intent=OrderIntent.PREPARE)], observed(here(epoch=1)))
+    assert actions == (Start(wanted(epoch=2, intent=OrderIntent.PREPARE)),)
 
 
 def test_an_epoch_that_ended_here_never_starts_again() -> None:
@@ -68,7 +68,7 @@ def test_an_epoch_that_ended_here_never_starts_again() -> None:
 
 
 def test_what_is_to_be_parked_but_is_not_here_is_said_to_be_gone() -> None:
-    asked = wanted(intent=Intent.PARK)
+    asked = wanted(intent=OrderIntent.PARK)
     assert reconcile([asked], observed()) == (ReportGone(asked),)
 
 
@@ -80,7 +80,7 @@ def test_an_outcome_is_forgotten_once_acknowledged_and_no_earlier() -> None:
 
 UIDS = st.sampled_from(["a", "b", "c"])
 WANTED = st.builds(
-    wanted, uid=UIDS, epoch=st.integers(1, 4), sequence=st.integers(1, 4), intent=st.sampled_from(list(Intent))
+    wanted, uid=UIDS, epoch=st.integers(1, 4), sequence=st.integers(1, 4), intent=st.sampled_from(list(OrderIntent))
 )
 HERE = st.builds(
     here,
@@ -117,7 +117,7 @@ def carried_out(state: Observed, actions: tuple[object, ...]) -> Observed:
 
 @given(SETS, STATES, st.frozensets(st.integers(1, 4)))
 def test_doing_what_was_decided_leaves_nothing_but_reports_to_do(
-    desired: list[Wanted], state: Observed, acknowledged: frozenset[int]
+    desired: list[DesiredOrder], state: Observed, acknowledged: frozenset[int]
 ) -> None:
     after = carried_out(state, reconcile(desired, state, acknowledged))
     again = reconcile(desired, after, acknowledged)
@@ -126,7 +126,9 @@ def test_doing_what_was_decided_leaves_nothing_but_reports_to_do(
 
 
 @given(SETS, STATES, st.frozensets(st.integers(1, 4)))
-def test_nothing_is_ever_stopped_on_doubt(desired: list[Wanted], state: Observed, acknowledged: frozenset[int]) -> None:
+def test_nothing_is_ever_stopped_on_doubt(
+    desired: list[DesiredOrder], state: Observed, acknowledged: frozenset[int]
+) -> None:
     mentioned = {(one.job_uid, one.epoch) for one in desired}
     for action in reconcile(desired, state, acknowledged):
         if isinstance(action, StopAbsent):
@@ -138,7 +140,7 @@ def test_nothing_is_ever_stopped_on_doubt(desired: list[Wanted], state: Observed
 
 @given(SETS, STATES)
 def test_no_order_is_obeyed_that_is_not_higher_and_nothing_finished_starts(
-    desired: list[Wanted], state: Observed
+    desired: list[DesiredOrder], state: Observed
 ) -> None:
     for action in reconcile(desired, state):
         if isinstance(action, Obey):

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from ganger_daemon.core.orders import OrderKey
-from ganger_daemon.core.rotation import NO_ROW, START_SECONDS, Member, Position, Rows, Switch, lead, obey, runs
+from ganger_daemon.core.rotation import (
+    NO_ROW,
+    START_SECONDS,
+    Position,
+    Rows,
+    SliceMember,
+    SliceSwitch,
+    lead,
+    obey,
+    runs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +34,7 @@ def alone(position: Position, rows: dict[int, Rows], alive: set[int], elapsed: f
     newest = rows[max(rows)]
     own = rows.get(position.version)
     running = frozenset(alive).intersection(own.rows[position.row]) if own is not None else frozenset(alive)
-    member = Member(position, newest.version, True, frozenset(alive), running)
+    member = SliceMember(position, newest.version, True, frozenset(alive), running)
     return lead(position, rows, {"n1": member}, elapsed, elapsed)
 
 
@@ -77,7 +87,7 @@ def test_a_quantum_is_never_less_than_fifty_switches() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
-    slow = Member(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_seconds=1.0)
+    slow = SliceMember(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_seconds=1.0)
     assert lead(first, rows, {"n1": slow}, 49.0, 49.0) is None
     assert lead(first, rows, {"n1": slow}, 50.0, 50.0) is not None
 
@@ -89,7 +99,7 @@ def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
         assert position is not None
         # who comes in the second row takes two seconds to come, the others nearly nothing
         row = position.row
-        member = Member(position, 1, True, frozenset({1, 2, 3}), frozenset({row + 1}), 2.0 if row == 1 else 0.1)
+        member = SliceMember(position, 1, True, frozenset({1, 2, 3}), frozenset({row + 1}), 2.0 if row == 1 else 0.1)
         took = next(t for t in range(1000) if lead(position, rows, {"n1": member}, t, t) is not None)
         position = lead(position, rows, {"n1": member}, took, took)
         turns.append((row, took))
@@ -100,21 +110,23 @@ def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
 
 def test_a_cycle_after_slow_switches_has_the_longer_quantum() -> None:
     rows = {1: matrix((1,), (2,))}
-    last = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
-    slow = Member(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_seconds=1.0)
+    last = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
+    slow = SliceMember(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_seconds=1.0)
     following = lead(last, rows, {"n1": slow}, QUANTUM, QUANTUM)
     assert following is not None
     assert (following.row, following.quantum_seconds) == (0, 50.0)
 
 
-def saying(position: Position, known: int, alive: set[int], running: set[int], *unstarted: int) -> Member:
-    return Member(position, known, True, frozenset(alive), frozenset(running), unstarted=frozenset(unstarted))
+def saying(position: Position, known: int, alive: set[int], running: set[int], *unstarted: int) -> SliceMember:
+    return SliceMember(position, known, True, frozenset(alive), frozenset(running), unstarted=frozenset(unstarted))
 
 
 def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
     # 2 has left the device that it shared with 1, which has it in both rows now
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 3), (1, 4), version=2)}
-    running = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2), 3: Switch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
+    running = Position(
+        SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM
+    )
     member = saying(running, 2, {1, 3, 4}, {4})
     filled = lead(running, rows, {"n1": member}, 4.0, 4.0)
     assert filled is not None
@@ -129,7 +141,9 @@ def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
 
 def test_nobody_is_stopped_before_its_time_for_a_newer_matrix() -> None:
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 4), (2, 3), version=2)}
-    running = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1), 4: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    running = Position(
+        SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1), 4: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM
+    )
     assert lead(running, rows, {"n1": saying(running, 2, {1, 2, 3, 4}, {1, 3})}, 4.0, 4.0) is None
 
 
@@ -138,7 +152,7 @@ def test_who_was_never_started_joins_a_turn_only_where_it_is_in_every_row(
     fresh: tuple[tuple[int, ...], ...], joins: bool
 ) -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix(*fresh, version=2)}
-    running = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    running = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
     found = lead(running, rows, {"n1": saying(running, 2, {1, 2, 5}, {1}, 5)}, 4.0, 4.0)
     assert (found is not None) is joins
 
@@ -147,7 +161,7 @@ def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_ov
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
-    starting = Member(first, 1, False, frozenset({1, 2}))
+    starting = SliceMember(first, 1, False, frozenset({1, 2}))
     assert lead(first, rows, {"n1": starting}, 2 * QUANTUM, None) is None
     assert lead(first, rows, {"n1": starting}, START_SECONDS, None) is not None
 
@@ -156,7 +170,7 @@ def test_the_turn_of_who_waits_for_a_long_mini_batch_of_another_is_not_over_befo
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
-    waiting = Member(first, 1, False, frozenset({1, 2}), blocked=True)
+    waiting = SliceMember(first, 1, False, frozenset({1, 2}), blocked=True)
     assert lead(first, rows, {"n1": waiting}, 10 * START_SECONDS, None) is None
     # the shell counts from when it waits no more
     starting = replace(waiting, blocked=False)
@@ -171,8 +185,8 @@ def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_a
     resting: set[int], elapsed: float, is_over: bool
 ) -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    position = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
-    has_heard = Member(position, 1, True, frozenset({2}), resting=frozenset(resting))
+    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    has_heard = SliceMember(position, 1, True, frozenset({2}), resting=frozenset(resting))
     members = {"n1": saying(position, 1, {1}, {1}), "n2": has_heard}
     assert (lead(position, rows, members, elapsed, elapsed) is not None) is is_over
 
@@ -206,7 +220,7 @@ def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
 def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> None:
     # 3 comes to the device that 2 had alone, and has its turns beside 4, which has the turn
     rows = {1: matrix((1,), (4,)), 2: matrix((1, 2), (4, 3), version=2)}
-    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
     following = lead(position, rows, {"n1": saying(position, 2, {1, 2, 3, 4}, {2, 4}, 3)}, QUANTUM, QUANTUM)
     assert following is not None
     assert (following.row, set(following.stops)) == (1, {1, 2})
@@ -214,7 +228,7 @@ def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> N
 
 def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), version=2)}
-    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3}) or position
@@ -224,7 +238,7 @@ def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
 
 def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes() -> None:
     rows = {1: matrix((1,), (2,), (1,), (3,)), 2: matrix((1,), (2,), (1,), (3,), (4,), version=2)}
-    position = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2), 3: Switch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, in_turn=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3, 4}) or position
@@ -234,10 +248,10 @@ def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes()
 
 def test_of_several_who_come_at_once_none_waits_for_those_who_have_had_a_turn() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), (4,), version=2)}
-    position = Position(Switch(1, 1), 1, 0, {2: Switch(1, 1)}, in_turn=0)
+    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0)
     unstarted, seen = {3, 4}, []
     for _ in range(5):
-        said = Member(position, 2, True, frozenset({1, 2, 3, 4}), unstarted=frozenset(unstarted))
+        said = SliceMember(position, 2, True, frozenset({1, 2, 3, 4}), unstarted=frozenset(unstarted))
         position = lead(position, rows, {"n1": said}, QUANTUM, QUANTUM) or position
         seen.append(position.row)
         unstarted -= {*rows[2].rows[position.row]}
@@ -262,16 +276,16 @@ def test_however_many_come_for_one_turn_each_the_others_have_every_second_one_in
 
 def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:
     rows = {1: matrix((1,), (2,))}
-    here = Position(Switch(2, 5), 1, 0, {2: Switch(2, 5)}, 0)
-    assert obey(here, replace(here, switch=Switch(2, 4), row=1), rows, 2) is here
-    assert obey(here, replace(here, switch=Switch(1, 9), row=1), rows, 2) is here
-    assert obey(here, replace(here, switch=Switch(2, 6), version=7), rows, 2) is here
-    assert obey(here, replace(here, switch=Switch(2, 6), row=1), rows, 2).row == 1
+    here = Position(SliceSwitch(2, 5), 1, 0, {2: SliceSwitch(2, 5)}, 0)
+    assert obey(here, replace(here, switch=SliceSwitch(2, 4), row=1), rows, 2) is here
+    assert obey(here, replace(here, switch=SliceSwitch(1, 9), row=1), rows, 2) is here
+    assert obey(here, replace(here, switch=SliceSwitch(2, 6), version=7), rows, 2) is here
+    assert obey(here, replace(here, switch=SliceSwitch(2, 6), row=1), rows, 2).row == 1
 
 
 def test_a_leader_that_does_not_hear_of_everybody_orders_nothing() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    said = Member(Position(), 1, True, frozenset({1, 2}), frozenset({1}))
+    said = SliceMember(Position(), 1, True, frozenset({1, 2}), frozenset({1}))
     assert lead(Position(), rows, {"n1": said, "n2": None}, 1e9, 1e9) is None
     assert lead(Position(), rows, {"n1": said}, 1e9, 1e9) is None
     assert lead(Position(), rows, {"n1": said, "n2": said}, 0.0, 0.0) is not None
@@ -279,33 +293,33 @@ def test_a_leader_that_does_not_hear_of_everybody_orders_nothing() -> None:
 
 def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_last_order() -> None:
     rows = {1: matrix((1,), (2,), members=("n2", "n1"), set_epoch=2)}
-    missed = Position(Switch(1, 3), 1, 0, {2: Switch(1, 2)}, 0)
-    heard = Position(Switch(1, 4), 1, 1, {1: Switch(1, 4)}, 1)
+    missed = Position(SliceSwitch(1, 3), 1, 0, {2: SliceSwitch(1, 2)}, 0)
+    heard = Position(SliceSwitch(1, 4), 1, 1, {1: SliceSwitch(1, 4)}, 1)
     alive = frozenset({1, 2})
-    said = {"n2": Member(missed, 1, True, alive), "n1": Member(heard, 1, True, alive)}
+    said = {"n2": SliceMember(missed, 1, True, alive), "n1": SliceMember(heard, 1, True, alive)}
     order = lead(missed, rows, said, 0.0, 0.0)
     assert order is not None
-    assert (order.switch, order.row, order.stops) == (Switch(2, 1), 1, {1: Switch(1, 4)})
+    assert (order.switch, order.row, order.stops) == (SliceSwitch(2, 1), 1, {1: SliceSwitch(1, 4)})
 
 
 @pytest.mark.parametrize("known", [(1, 2), (2,)])
 def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: tuple[int, ...]) -> None:
     """Its own gangs rest by no switch, or by an older one. It may have been told the newest matrix only."""
     both = {v: matrix((1,), (2,), (3,), version=v, members=("n1", "n2")) for v in (1, 2)}
-    obeyed = Position(Switch(1, 16), 1, 1, {1: Switch(1, 16), 3: Switch(1, 15)}, in_turn=1)
-    member = Member(obeyed, 2, True, frozenset({1, 2, 3}), frozenset({2}))
-    for left in (Switch(), Switch(1, 3), Switch(1, 16)):
+    obeyed = Position(SliceSwitch(1, 16), 1, 1, {1: SliceSwitch(1, 16), 3: SliceSwitch(1, 15)}, in_turn=1)
+    member = SliceMember(obeyed, 2, True, frozenset({1, 2, 3}), frozenset({2}))
+    for left in (SliceSwitch(), SliceSwitch(1, 3), SliceSwitch(1, 16)):
         own = Position(left)
-        order = lead(own, {v: both[v] for v in known}, {"n1": Member(own, 2), "n2": member}, 0.0, None)
+        order = lead(own, {v: both[v] for v in known}, {"n1": SliceMember(own, 2), "n2": member}, 0.0, None)
         assert order is not None
-        assert (order.switch, order.row, order.version) == (Switch(1, 17), 1, known[0])
+        assert (order.switch, order.row, order.version) == (SliceSwitch(1, 17), 1, known[0])
         assert obey(obeyed, order, both, 1) is not obeyed
 
 
 def test_a_member_that_lost_its_notes_obeys_the_order_by_which_its_gangs_rest() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    order = Position(Switch(1, 2), 1, 1, {1: Switch(1, 2)}, in_turn=1)
-    assert obey(Position(Switch(1, 2)), order, rows, 1).row == 1
+    order = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
+    assert obey(Position(SliceSwitch(1, 2)), order, rows, 1).row == 1
 
 
 def test_keys_of_orders_rise_with_their_numbers() -> None:
@@ -327,7 +341,7 @@ class Part:
     is_here: bool = False
     is_launched: bool = False
     runs: bool = False
-    stop: Switch | None = None
+    stop: SliceSwitch | None = None
 
 
 @dataclass
@@ -360,13 +374,13 @@ class Daemon:
                 part.is_launched, part.runs, part.stop = True, True, None
 
     @property
-    def said(self) -> Member:
+    def said(self) -> SliceMember:
         active = self.rows.get(self.position.version)
         here = {epoch: part for epoch, part in self.parts.items() if part.is_here}
         running = frozenset(epoch for epoch, part in here.items() if part.runs)
         unstarted = frozenset(epoch for epoch, part in here.items() if not part.is_launched)
         started = all(part.runs for epoch, part in here.items() if runs(self.position, active, epoch))
-        return Member(self.position, self.known, started, frozenset(here), running, unstarted=unstarted)
+        return SliceMember(self.position, self.known, started, frozenset(here), running, unstarted=unstarted)
 
 
 class World:
@@ -387,7 +401,7 @@ class World:
         }
         self.places = places
         self.orders: list[tuple[float, str, Position]] = []
-        self.heard: dict[str, dict[str, Member | None]] = {name: {} for name in names}
+        self.heard: dict[str, dict[str, SliceMember | None]] = {name: {} for name in names}
         self.present = set(list(places)[: max(2, gangs - 2)])
         self.ran: set[int] = set()
         self.is_calm = False

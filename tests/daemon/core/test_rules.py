@@ -11,12 +11,12 @@ from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.publish import Gathering, Shard
 from ganger_daemon.checkpoints.schedule import Schedule, asked, due
 from ganger_daemon.control.offload import compare
-from ganger_daemon.control.rates import Look, rate_between
+from ganger_daemon.control.rates import PageSample, rate_between
 from ganger_daemon.control.retune import Retune, RetuneStep
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
 from ganger_daemon.core.leases import lease_until, renewed
-from ganger_daemon.core.relay import Point, decided, merge, merge_all
+from ganger_daemon.core.relay import RelayedPoint, decided, merge, merge_all
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def test_evaluation_moves_the_clock_but_not_for_ever() -> None:
 
 
 POINTS = st.builds(
-    Point,
+    RelayedPoint,
     rank=st.just(0),
     step=st.integers(0, 50),
     ack_sequence=st.integers(0, 3),
@@ -68,7 +68,7 @@ POINTS = st.builds(
 
 
 @given(POINTS, POINTS)
-def test_merging_points_never_goes_back(known: Point, heard: Point) -> None:
+def test_merging_points_never_goes_back(known: RelayedPoint, heard: RelayedPoint) -> None:
     both = merge(known, heard)
     assert both.step >= max(known.step, heard.step)
     assert both.ack_step >= known.ack_step
@@ -78,24 +78,24 @@ def test_merging_points_never_goes_back(known: Point, heard: Point) -> None:
 
 
 def test_the_ack_of_a_stop_follows_that_of_a_checkpoint_whatever_their_numbers() -> None:
-    checkpoint = Point(0, 10, 1 << 62 | 1, 10)
-    stop = Point(0, 10, 3, 10)
+    checkpoint = RelayedPoint(0, 10, 1 << 62 | 1, 10)
+    stop = RelayedPoint(0, 10, 3, 10)
     assert merge(checkpoint, stop) == stop
-    assert merge(stop, Point(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
+    assert merge(stop, RelayedPoint(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
 
 
 def test_nobody_tells_us_about_our_own_ranks_or_unknown_ones() -> None:
-    known = {0: Point(0, 5), 1: Point(1, 3)}
-    merged = merge_all(known, [Point(0, 99), Point(1, 4), Point(7, 1)], frozenset({0}))
-    assert merged == {0: Point(0, 5), 1: Point(1, 4)}
+    known = {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 3)}
+    merged = merge_all(known, [RelayedPoint(0, 99), RelayedPoint(1, 4), RelayedPoint(7, 1)], frozenset({0}))
+    assert merged == {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 4)}
 
 
 def test_the_stop_is_decided_when_all_have_acked() -> None:
-    points = {0: Point(0, 9, 4, 8), 1: Point(1, 7)}
+    points = {0: RelayedPoint(0, 9, 4, 8), 1: RelayedPoint(1, 7)}
     assert decided(points, 4) is None
-    assert decided({**points, 1: Point(1, 7, 4, 7)}, 4) == 9
-    assert decided({**points, 1: Point(1, 20, done=True)}, 4) == 21
-    assert decided({0: Point(0, 9, 4, 8)}, 4) == 8
+    assert decided({**points, 1: RelayedPoint(1, 7, 4, 7)}, 4) == 9
+    assert decided({**points, 1: RelayedPoint(1, 20, done=True)}, 4) == 21
+    assert decided({0: RelayedPoint(0, 9, 4, 8)}, 4) == 8
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_memory_counts_as_free_when_nearly_all_of_it_was_seen_to_go() -> None:
 
 
 def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
-    early, late = Look(10.0, 100, 0, 0), Look(12.0, 150, 0, 1_000_000_000)
+    early, late = PageSample(10.0, 100, 0, 0), PageSample(12.0, 150, 0, 1_000_000_000)
     assert rate_between(early, late).steps_per_second == 25.0
     assert rate_between(early, late).data_wait_share == 0.5
     assert rate_between(late, replace(early, time_seconds=20.0)).steps_per_second == 0.0

@@ -7,65 +7,80 @@ from dataclasses import dataclass, replace
 
 import pytest
 from ganger_daemon.core.gang import Judgement, may_be_on_devices
-from ganger_daemon.core.orders import Intent, Level, OrderKey, Phase, Wanted
-from ganger_daemon.core.rotation import Switch
-from ganger_daemon.core.turns import Turn, agreement, next_order
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, PartPhase
+from ganger_daemon.core.rotation import SliceSwitch
+from ganger_daemon.core.turns import GangSlice, agreement, next_order
 from hypothesis import given
 from hypothesis import strategies as st
 
 EPOCH = 3
 SET = 2
-NOW = Turn(SET, Switch(1, 9), None, Level.OFFLOAD)
-OVER = Turn(SET, Switch(1, 9), Switch(1, 8), Level.OFFLOAD)
+NOW = GangSlice(SET, SliceSwitch(1, 9), None, ParkLevel.OFFLOAD)
+OVER = GangSlice(SET, SliceSwitch(1, 9), SliceSwitch(1, 8), ParkLevel.OFFLOAD)
 
 
-def told(sequence: int, intent: Intent = Intent.RUN, level: Level = Level.NONE, switch: Switch | None = None) -> Wanted:
-    stop = sequence if intent in (Intent.PARK, Intent.STOP) else 0
-    by = switch or Switch()
-    return Wanted("uid", OrderKey(EPOCH, sequence, by.set_epoch, by.sequence), intent, level, stop)
+def told(
+    sequence: int,
+    intent: OrderIntent = OrderIntent.RUN,
+    level: ParkLevel = ParkLevel.NONE,
+    switch: SliceSwitch | None = None,
+) -> DesiredOrder:
+    stop = sequence if intent in (OrderIntent.PARK, OrderIntent.STOP) else 0
+    by = switch or SliceSwitch()
+    return DesiredOrder("uid", OrderKey(EPOCH, sequence, by.set_epoch, by.sequence), intent, level, stop)
 
 
-def by_turn(sequence: int, switch: Switch, rests: bool, level: Level = Level.OFFLOAD) -> Wanted:
+def by_turn(sequence: int, switch: SliceSwitch, rests: bool, level: ParkLevel = ParkLevel.OFFLOAD) -> DesiredOrder:
     order = told(sequence, switch=switch)
     if not rests:
         return order
-    return replace(order, intent=Intent.PARK, level=level, stop_sequence=agreement(SET, switch))
+    return replace(order, intent=OrderIntent.PARK, level=level, stop_sequence=agreement(SET, switch))
 
 
 def next_of(
-    master: Wanted, obeyed: Wanted, turn: Turn | None, is_blocked: bool = False, parked: bool = True, heard: int = 0
-) -> Wanted | None:
+    master: DesiredOrder,
+    obeyed: DesiredOrder,
+    turn: GangSlice | None,
+    is_blocked: bool = False,
+    parked: bool = True,
+    heard: int = 0,
+) -> DesiredOrder | None:
     return next_order(master, obeyed, turn, parked, heard, lambda: is_blocked)
 
 
-RUNS = by_turn(1, Switch(1, 7), rests=False)
-RESTS = by_turn(1, Switch(1, 8), rests=True)
-PARK = Intent.PARK
+RUNS = by_turn(1, SliceSwitch(1, 7), rests=False)
+RESTS = by_turn(1, SliceSwitch(1, 8), rests=True)
+PARK = OrderIntent.PARK
 
 
 @pytest.mark.parametrize(
     ("master", "obeyed", "turn", "intent", "key", "stop"),
     [
         # its turn is over, and comes again
-        (told(1), RUNS, OVER, PARK, (1, 1, 8), agreement(SET, Switch(1, 8))),
-        (told(1), told(1), OVER, PARK, (1, 1, 8), agreement(SET, Switch(1, 8))),
-        (told(1), RESTS, NOW, Intent.RUN, (1, 1, 9), 0),
+        (told(1), RUNS, OVER, PARK, (1, 1, 8), agreement(SET, SliceSwitch(1, 8))),
+        (told(1), told(1), OVER, PARK, (1, 1, 8), agreement(SET, SliceSwitch(1, 8))),
+        (told(1), RESTS, NOW, OrderIntent.RUN, (1, 1, 9), 0),
         # it leaves its set while it rests, or while it runs
-        (told(2), RESTS, None, Intent.RUN, (2, 0, 0), 0),
-        (told(2), RUNS, None, Intent.RUN, (2, 0, 0), 0),
+        (told(2), RESTS, None, OrderIntent.RUN, (2, 0, 0), 0),
+        (told(2), RUNS, None, OrderIntent.RUN, (2, 0, 0), 0),
         # the master wants it to rest: where it stands, by the agreement that there is
-        (told(2, PARK, Level.CHECKPOINT), RESTS, OVER, PARK, (2, 1, 8), agreement(SET, Switch(1, 8))),
-        (told(2, PARK, Level.CHECKPOINT), RESTS, NOW, PARK, (2, 1, 8), agreement(SET, Switch(1, 8))),
-        (told(2, PARK, Level.CHECKPOINT), RUNS, NOW, PARK, (2, 0, 0), 2),
+        (told(2, PARK, ParkLevel.CHECKPOINT), RESTS, OVER, PARK, (2, 1, 8), agreement(SET, SliceSwitch(1, 8))),
+        (told(2, PARK, ParkLevel.CHECKPOINT), RESTS, NOW, PARK, (2, 1, 8), agreement(SET, SliceSwitch(1, 8))),
+        (told(2, PARK, ParkLevel.CHECKPOINT), RUNS, NOW, PARK, (2, 0, 0), 2),
         # it rests by the master's stop as its turn is over, and is to run again
-        (told(3), told(2, PARK, Level.OFFLOAD), OVER, PARK, (3, 1, 8), 2),
-        (told(3), told(2, PARK, Level.OFFLOAD), NOW, Intent.RUN, (3, 1, 9), 0),
+        (told(3), told(2, PARK, ParkLevel.OFFLOAD), OVER, PARK, (3, 1, 8), 2),
+        (told(3), told(2, PARK, ParkLevel.OFFLOAD), NOW, OrderIntent.RUN, (3, 1, 9), 0),
         # it runs, and is told so anew
-        (told(2), RUNS, NOW, Intent.RUN, (2, 1, 7), 0),
+        (told(2), RUNS, NOW, OrderIntent.RUN, (2, 1, 7), 0),
     ],
 )
 def test_what_is_obeyed(
-    master: Wanted, obeyed: Wanted, turn: Turn | None, intent: Intent, key: tuple[int, int, int], stop: int
+    master: DesiredOrder,
+    obeyed: DesiredOrder,
+    turn: GangSlice | None,
+    intent: OrderIntent,
+    key: tuple[int, int, int],
+    stop: int,
 ) -> None:
     wanted = next_of(master, obeyed, turn)
     assert wanted is not None
@@ -80,13 +95,13 @@ def test_what_is_obeyed(
     [
         (told(1), RUNS, NOW),
         (told(1), RESTS, OVER),
-        (told(2, PARK, Level.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), OVER),
-        (told(2, PARK, Level.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), NOW),
+        (told(2, PARK, ParkLevel.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), OVER),
+        (told(2, PARK, ParkLevel.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), NOW),
         # an end without a checkpoint waits for nobody
-        (told(2, Intent.STOP), RUNS, NOW),
+        (told(2, OrderIntent.STOP), RUNS, NOW),
     ],
 )
-def test_what_stays_as_it_is(master: Wanted, obeyed: Wanted, turn: Turn) -> None:
+def test_what_stays_as_it_is(master: DesiredOrder, obeyed: DesiredOrder, turn: GangSlice) -> None:
     assert next_of(master, obeyed, turn) is None
 
 
@@ -95,19 +110,19 @@ def test_what_stays_as_it_is(master: Wanted, obeyed: Wanted, turn: Turn) -> None
     [
         (told(1), RESTS, NOW),
         (told(2), RESTS, None),
-        (told(3), told(2, PARK, Level.OFFLOAD), NOW),
+        (told(3), told(2, PARK, ParkLevel.OFFLOAD), NOW),
     ],
 )
 def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
-    master: Wanted, obeyed: Wanted, turn: Turn | None
+    master: DesiredOrder, obeyed: DesiredOrder, turn: GangSlice | None
 ) -> None:
     assert next_of(master, obeyed, turn, is_blocked=True) is None
     assert next_of(master, obeyed, turn) is not None
 
 
-@pytest.mark.parametrize("rests", [told(2, PARK, Level.CHECKPOINT), replace(RESTS, stop_sequence=2)])
+@pytest.mark.parametrize("rests", [told(2, PARK, ParkLevel.CHECKPOINT), replace(RESTS, stop_sequence=2)])
 def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_that_all_its_nodes_know_of(
-    rests: Wanted,
+    rests: DesiredOrder,
 ) -> None:
     """A switch that comes before would reach one node after the order, and another before it."""
     changes = replace(NOW, changes=True)
@@ -115,7 +130,7 @@ def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_tha
     assert next_of(told(3), rests, changes, parked=False) is None
     goes_on = next_of(told(3), rests, NOW)
     assert goes_on is not None
-    assert goes_on.intent is Intent.RUN
+    assert goes_on.intent is OrderIntent.RUN
     stays = next_of(told(3), rests, replace(OVER, changes=True))
     assert stays is None or (stays.intent, stays.stop_sequence) == (PARK, 2)
     # Who rests by a switch does so on all nodes, and all know the next one.
@@ -124,34 +139,34 @@ def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_tha
 
 @pytest.mark.parametrize("rests", [RESTS, replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8))])
 def test_who_has_no_row_yet_waits_for_the_matrix_that_was_told_with_its_order_though_its_devices_idle(
-    rests: Wanted,
+    rests: DesiredOrder,
 ) -> None:
     """On another node they may not, and a part of the gang alone would never come to a boundary."""
     assert next_of(told(3), rests, replace(NOW, changes=True, has_row=False)) is None
     goes_on = next_of(told(3), rests, replace(NOW, changes=True))
     assert goes_on is not None
-    assert goes_on.intent is Intent.RUN
+    assert goes_on.intent is OrderIntent.RUN
 
 
 def test_who_was_to_be_saved_and_is_not_gives_up_what_its_turn_wants() -> None:
     """There was no room on storage, so it had all on its devices yet, and nobody after it could have its turn."""
-    ends = replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8), level=Level.CHECKPOINT)
+    ends = replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8), level=ParkLevel.CHECKPOINT)
     stays = next_of(told(3), ends, OVER)
     assert stays is not None
     assert stays.order > ends.order
-    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, Level.OFFLOAD, RESTS.stop_sequence)
+    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, ParkLevel.OFFLOAD, RESTS.stop_sequence)
     assert next_of(told(3), stays, OVER) is None
-    assert next_of(told(2, PARK, Level.CHECKPOINT), ends, OVER) is None, "that it is to be is no news"
+    assert next_of(told(2, PARK, ParkLevel.CHECKPOINT), ends, OVER) is None, "that it is to be is no news"
 
 
-@pytest.mark.parametrize("turn", [NOW, OVER, Turn(SET, Switch(), None, Level.OFFLOAD)])
-def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: Turn) -> None:
+@pytest.mark.parametrize("turn", [NOW, OVER, GangSlice(SET, SliceSwitch(), None, ParkLevel.OFFLOAD)])
+def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: GangSlice) -> None:
     """It was to run between them, and others were on its devices all the time."""
-    former, newer = told(2, PARK, Level.OFFLOAD), told(4, PARK, Level.CHECKPOINT)
+    former, newer = told(2, PARK, ParkLevel.OFFLOAD), told(4, PARK, ParkLevel.CHECKPOINT)
     stays = next_of(newer, former, turn, is_blocked=True)
     assert stays is not None
     assert stays.order > former.order
-    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, Level.CHECKPOINT, former.stop_sequence)
+    assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, ParkLevel.CHECKPOINT, former.stop_sequence)
     # Who is on the way to its boundary goes to the newer one, with whoever was sent on meanwhile.
     assert next_of(newer, former, turn, parked=False) == newer
     # A peer that ran meanwhile waits for it there.
@@ -162,26 +177,26 @@ def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn
 
 
 def test_who_handed_over_its_state_and_is_to_run_after_all_rests_where_it_stands_while_it_is_not_its_turn() -> None:
-    handed = next_of(told(2, Intent.HAND_OVER), RESTS, OVER)
+    handed = next_of(told(2, OrderIntent.HAND_OVER), RESTS, OVER)
     assert handed is not None
-    assert handed.intent is Intent.HAND_OVER
-    assert next_of(told(2, Intent.HAND_OVER), handed, OVER) is None
+    assert handed.intent is OrderIntent.HAND_OVER
+    assert next_of(told(2, OrderIntent.HAND_OVER), handed, OVER) is None
     rests = next_of(told(3), handed, OVER)
     assert rests is not None
-    assert (rests.intent, rests.level, rests.stop_sequence) == (PARK, Level.OFFLOAD, RESTS.stop_sequence)
+    assert (rests.intent, rests.level, rests.stop_sequence) == (PARK, ParkLevel.OFFLOAD, RESTS.stop_sequence)
 
 
 def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary_where_it_stands() -> None:
-    paused = by_turn(1, Switch(1, 8), rests=True, level=Level.PAUSE)
+    paused = by_turn(1, SliceSwitch(1, 8), rests=True, level=ParkLevel.PAUSE)
     deeper = next_of(told(1), paused, OVER)
     assert deeper is not None
     assert deeper.order > paused.order
-    assert deeper.level is Level.OFFLOAD
+    assert deeper.level is ParkLevel.OFFLOAD
     assert deeper.stop_sequence == paused.stop_sequence
 
 
 def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_under_it() -> None:
-    master = told(6, PARK, Level.OFFLOAD)
+    master = told(6, PARK, ParkLevel.OFFLOAD)
     stays = next_of(master, RESTS, OVER)
     assert stays is not None
     # a peer that rests by the same switch says nothing, or speaks of that switch
@@ -197,14 +212,14 @@ def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_unde
 
 def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of_a_peer_ended() -> None:
     """The master took a stop back while the turn ended: the peer had begun its turn, and comes to no boundary alone."""
-    rests = by_turn(1, Switch(1, 5), rests=True)
-    ends = agreement(SET, Switch(1, 8))
+    rests = by_turn(1, SliceSwitch(1, 5), rests=True)
+    ends = agreement(SET, SliceSwitch(1, 8))
     assert next_of(told(1), rests, OVER) is None
     assert next_of(told(1), rests, OVER, is_blocked=True, heard=ends) is None
-    assert next_of(told(1), rests, OVER, heard=agreement(SET, Switch(1, 5))) is None
+    assert next_of(told(1), rests, OVER, heard=agreement(SET, SliceSwitch(1, 5))) is None
     joins = next_of(told(1), rests, OVER, heard=ends)
     assert joins is not None
-    assert (joins.intent, joins.level, joins.stop_sequence) == (PARK, Level.OFFLOAD, ends)
+    assert (joins.intent, joins.level, joins.stop_sequence) == (PARK, ParkLevel.OFFLOAD, ends)
     assert joins.order > rests.order
     # once there it stays
     assert next_of(told(1), joins, OVER, heard=ends) is None
@@ -213,18 +228,18 @@ def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of
 @pytest.mark.parametrize(
     ("wanted", "judged_under", "phase", "may"),
     [
-        (told(2, PARK), told(2, PARK), Phase.PARKED, False),
-        (told(2, PARK), told(2, PARK), Phase.STOPPING, True),
-        (told(3), told(2, PARK), Phase.PARKED, True),
-        (told(3), told(2, PARK), Phase.ENDED, False),
+        (told(2, PARK), told(2, PARK), PartPhase.PARKED, False),
+        (told(2, PARK), told(2, PARK), PartPhase.STOPPING, True),
+        (told(3), told(2, PARK), PartPhase.PARKED, True),
+        (told(3), told(2, PARK), PartPhase.ENDED, False),
         # asked for more, where it stands
-        (replace(told(3, PARK), stop_sequence=2), told(2, PARK), Phase.PARKED, False),
+        (replace(told(3, PARK), stop_sequence=2), told(2, PARK), PartPhase.PARKED, False),
         # sent on to a further boundary, and not looked at since
-        (told(4, PARK), told(2, PARK), Phase.PARKED, True),
+        (told(4, PARK), told(2, PARK), PartPhase.PARKED, True),
     ],
 )
 def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
-    wanted: Wanted, judged_under: Wanted, phase: Phase, may: bool
+    wanted: DesiredOrder, judged_under: DesiredOrder, phase: PartPhase, may: bool
 ) -> None:
     assert may_be_on_devices(wanted, judged_under, Judgement(phase)) is may
 
@@ -233,20 +248,20 @@ def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
 class Gang:
     """Its part on one node: what it obeys, and the agreement by which it rests (0: it does not)."""
 
-    obeyed: Wanted = RUNS
+    obeyed: DesiredOrder = RUNS
     rests_by: int = 0
 
-    def follow(self, master: Wanted, turn: Turn | None, is_blocked: bool, heard: int) -> None:
+    def follow(self, master: DesiredOrder, turn: GangSlice | None, is_blocked: bool, heard: int) -> None:
         wanted = next_order(master, self.obeyed, turn, self.rests_by != 0, heard, lambda: is_blocked)
         if wanted is None or wanted.order <= self.obeyed.order:
             return
-        if self.rests_by and (wanted.intent is Intent.RUN or wanted.stop_sequence != self.rests_by):
+        if self.rests_by and (wanted.intent is OrderIntent.RUN or wanted.stop_sequence != self.rests_by):
             assert not is_blocked, f"{self.obeyed} is followed by {wanted} while others are on its devices"
             self.rests_by = 0
         self.obeyed = wanted
 
     def come_to_rest(self) -> None:
-        if not self.rests_by and self.obeyed.intent is not Intent.RUN:
+        if not self.rests_by and self.obeyed.intent is not OrderIntent.RUN:
             self.rests_by = self.obeyed.stop_sequence
 
 
@@ -256,20 +271,22 @@ def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_
 ) -> None:
     """Each event: what changes, whether others are on the devices of who rests, whether a peer speaks of the master's
     stop."""
-    gang, master, position = Gang(), told(1), Switch(1, 7)
-    turn: Turn | None = Turn(SET, position, None, Level.OFFLOAD)
+    gang, master, position = Gang(), told(1), SliceSwitch(1, 7)
+    turn: GangSlice | None = GangSlice(SET, position, None, ParkLevel.OFFLOAD)
     for what, is_blocked, speaks in events:
         if what < 3:
-            intent = (Intent.RUN, PARK, PARK)[what]
-            master = told(master.order.master_sequence + 1, intent, Level(what + 1) if intent is PARK else Level.NONE)
+            intent = (OrderIntent.RUN, PARK, PARK)[what]
+            master = told(
+                master.order.master_sequence + 1, intent, ParkLevel(what + 1) if intent is PARK else ParkLevel.NONE
+            )
         elif what < 6 and turn is not None:
             position = replace(position, sequence=position.sequence + 1)
             # Who rests already keeps its stop.
             stop = (turn.stop or position) if what < 5 else None
-            turn = Turn(SET, position, stop, (Level.PAUSE, Level.OFFLOAD)[what % 2])
+            turn = GangSlice(SET, position, stop, (ParkLevel.PAUSE, ParkLevel.OFFLOAD)[what % 2])
         elif what == 6:
             # Its set ends, and every gang of it is told anew.
-            turn = None if turn is not None else Turn(SET, position, None, Level.OFFLOAD)
+            turn = None if turn is not None else GangSlice(SET, position, None, ParkLevel.OFFLOAD)
             order = replace(master.order, master_sequence=master.order.master_sequence + 1)
             master = replace(master, order=order)
         else:
@@ -279,5 +296,7 @@ def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_
         elif master.order > gang.obeyed.order:
             gang.obeyed, gang.rests_by = master, 0
     master = told(master.order.master_sequence + 1)
-    gang.follow(master, Turn(SET, replace(position, sequence=position.sequence + 1), None, Level.OFFLOAD), False, 0)
-    assert gang.obeyed.intent is Intent.RUN
+    gang.follow(
+        master, GangSlice(SET, replace(position, sequence=position.sequence + 1), None, ParkLevel.OFFLOAD), False, 0
+    )
+    assert gang.obeyed.intent is OrderIntent.RUN

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.policies.introspect.balance import Going, Standing, balanced
+from ganger_master.policies.introspect.balance import Going, ServiceBalance, balanced
 
 QUANTUM_S = 10.0
 
 
-def one(number: int, device: int, behind_s: float, **other: object) -> Standing:
+def one(number: int, device: int, behind_s: float, **other: object) -> ServiceBalance:
     fields = {"settled_s": 100.0, "pause_s": 1.0, **other}
-    return Standing(number, (1, 0), (("n1", 1 << device),), behind_s, **fields)  # type: ignore[arg-type]
+    return ServiceBalance(number, (1, 0), (("n1", 1 << device),), behind_s, **fields)  # type: ignore[arg-type]
 
 
-def six(behind: float, **first: object) -> list[Standing]:
+def six(behind: float, **first: object) -> list[ServiceBalance]:
     """Two pairs and two alone: the pairs are behind."""
     pairs = [one(1, 0, 0.0, **first), one(2, 1, 0.0), one(5, 0, behind), one(6, 1, 0.0)]
     return [*pairs, one(3, 2, -behind), one(4, 3, 0.0)]
@@ -49,10 +49,10 @@ def test_both_pairs_send_one_at_once_each_to_another() -> None:
         "as many are where it would go",
     ],
 )
-def test_nobody_goes_where(standings: list[Standing]) -> None:
+def test_nobody_goes_where(standings: list[ServiceBalance]) -> None:
     assert balanced(standings, QUANTUM_S) == []
 
 
 def test_only_devices_as_good_count() -> None:
-    other = Standing(3, (2, 0), (("n1", 4),), -6.0, 100.0, 1.0)
+    other = ServiceBalance(3, (2, 0), (("n1", 4),), -6.0, 100.0, 1.0)
     assert balanced([one(1, 0, 0.0), one(5, 0, 6.0), other], QUANTUM_S) == []

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 from ganger.resources.view import View
 from ganger_master.policies.introspect.crowding import Crowded, at_most, relieved
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.migration import Tried, Why, tried
-from ganger_master.policies.room import Room
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.migration import MigrationReason, Tried, tried
+from ganger_master.policies.room import CapacityIndex
 from kit.clusters import cluster
 from policies.introspect.test_migration import put, rows
 
@@ -29,13 +29,13 @@ def test_who_is_slower_beside_others_goes_where_there_are_as_few_as_when_it_was_
     put(view, 8, (0, 3))
     put(view, 9, (1, 2))
     one = crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})
-    room, before = Room(view), rows(view)
+    room, before = CapacityIndex(view), rows(view)
     (found,) = relieved(room, [one])
     assert rows(view) == before
-    assert (found.why, [claim.node for claim in found.moves[0].claims]) == (Why.BALANCE, ["s2"])
+    assert (found.why, [claim.node for claim in found.moves[0].claims]) == (MigrationReason.BALANCE, ["s2"])
     # Less than three tenths of what is left, for windows scatter.
     assert 0.25 * 3600.0 < found.saves < 0.3 * 3600.0
-    failed = Failed[Tried]().noted(tried(1, "", found.moves[0].claims), 0.0)
+    failed = FailedTrials[Tried]().noted(tried(1, "", found.moves[0].claims), 0.0)
     assert relieved(room, [one], now=10.0, failed=failed) == []
     assert relieved(room, [one], now=4000.0, failed=failed) == [found]
 
@@ -57,27 +57,27 @@ def test_who_is_slower_beside_others_goes_where_there_are_as_few_as_when_it_was_
 def test_nobody_leaves(rates: Mapping[int, tuple[float, ...]], remaining_s: float, why: str) -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
-    assert relieved(Room(view), [crowded(view, 1, 0, 3, rates, remaining_s)]) == [], why
+    assert relieved(CapacityIndex(view), [crowded(view, 1, 0, 3, rates, remaining_s)]) == [], why
 
 
 def test_nobody_goes_where_others_are_in_use_or_would_lose_more() -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
     other = crowded(view, 2, 1, 0, {0: FAST, 1: SLOW}, remaining_s=9000.0)
-    assert relieved(Room(view), [crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})]) == []
+    assert relieved(CapacityIndex(view), [crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})]) == []
     view = cluster(2)
     put(view, 9, (0, 2))
     other = crowded(view, 2, 1, 0, {0: FAST, 1: SLOW}, remaining_s=9000.0)
     one = crowded(view, 1, 0, 2, {1: FAST, 2: SLOW})
-    assert relieved(Room(view), [one, other]) == []
-    (found,) = relieved(Room(view), [one])
+    assert relieved(CapacityIndex(view), [one, other]) == []
+    (found,) = relieved(CapacityIndex(view), [one])
     assert found.moves[0].number == 1
 
 
 def test_of_one_node_one_leaves_at_once_and_none_comes_to_a_node_to_which_another_goes() -> None:
     view = cluster(3)
     gangs = [crowded(view, number, number // 2, 1, {0: FAST, 1: SLOW}) for number in range(4)]
-    (found,) = relieved(Room(view), gangs)
+    (found,) = relieved(CapacityIndex(view), gangs)
     assert [claim.node for claim in found.moves[0].claims] == ["s2"]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import fit
-from ganger.resources.values import Claim, GangShape, Level
-from ganger.resources.view import Mode, View
-from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, Growth, grow, shrink, verdict
-from ganger_master.policies.introspect.trial import Rates, Verdict
-from ganger_master.policies.room import Room
+from ganger.resources.values import Claim, GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
+from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
+from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
@@ -26,7 +26,7 @@ BERT = {1: 6.0, 2: 8.6, 4: 10.4}
 def put(
     view: View, number: int, node: int, gpus: int, rates: dict[int, float], **more: object
 ) -> tuple[Elastic, Claim]:
-    claim = make_claim(view, node, gang(gpus), (gpus,), Mode.PACK)
+    claim = make_claim(view, node, gang(gpus), (gpus,), LoadMode.PACK)
     assert claim is not None
     view.take(claim, gpus)
     sizes = tuple(sorted(rates))
@@ -46,9 +46,9 @@ def test_job_grows_from_one_to_four_gpus_of_its_node_and_back_when_another_comes
     full = cluster(1)
     full.take(claim, 4)
     assert grow([grown], full, IDLE_S) is None
-    assert shrink([grown], Room(full), gang(1), {1: (claim,)}) == {1: 2}
-    assert shrink([grown], Room(full), gang(3, widest=Level.NODE), {1: (claim,)}) == {1: 1}
-    assert shrink([grown], Room(full), gang(4, widest=Level.NODE), {1: (claim,)}) == {}
+    assert shrink([grown], CapacityIndex(full), gang(1), {1: (claim,)}) == {1: 2}
+    assert shrink([grown], CapacityIndex(full), gang(3, widest=LocalityLevel.NODE), {1: (claim,)}) == {1: 1}
+    assert shrink([grown], CapacityIndex(full), gang(4, widest=LocalityLevel.NODE), {1: (claim,)}) == {}
 
 
 def test_nobody_grows_while_somebody_waits_or_before_gpus_have_been_idle() -> None:
@@ -71,7 +71,7 @@ def test_growth_stops_where_it_brings_too_little() -> None:
     """BERT: a second GPU brings 0.72 of what it could, two more 0.6."""
     view = cluster(1)
     one, claim = put(view, 1, 0, 1, dict(BERT))
-    assert grow([one], view, IDLE_S) == Growth(1, 2, (("s0", 0b11),))
+    assert grow([one], view, IDLE_S) == GrowthProposal(1, 2, (("s0", 0b11),))
     view.give(claim)
     two, _ = put(view, 1, 0, 2, dict(BERT))
     assert grow([two], view, IDLE_S) is None
@@ -100,9 +100,14 @@ def test_job_grows_over_nodes_only_if_it_may_and_beside_its_own_first() -> None:
 def test_growth_is_kept_from_seven_tenths_of_linear_on() -> None:
     random = np.random.default_rng(0)
     before = tuple((10.0 + 0.3 * random.standard_normal(16)).tolist())
-    for speed_up, expected in ((1.9, Verdict.KEEP), (1.55, Verdict.KEEP), (1.3, Verdict.UNDO), (1.0, Verdict.UNDO)):
+    for speed_up, expected in (
+        (1.9, TrialVerdict.KEEP),
+        (1.55, TrialVerdict.KEEP),
+        (1.3, TrialVerdict.UNDO),
+        (1.0, TrialVerdict.UNDO),
+    ):
         after = tuple((10.0 * speed_up + 0.3 * random.standard_normal(64)).tolist())
-        assert verdict(1, 2, Rates(before, after)).verdict is expected
+        assert verdict(1, 2, TrialRates(before, after)).verdict is expected
 
 
 def test_those_shrink_whose_gpus_are_worth_the_least() -> None:
@@ -110,16 +115,16 @@ def test_those_shrink_whose_gpus_are_worth_the_least() -> None:
     good, good_claim = put(view, 1, 0, 4, dict(RESNET50))
     poor, poor_claim = put(view, 2, 1, 4, dict(BERT))
     claims = {1: (good_claim,), 2: (poor_claim,)}
-    assert shrink([good, poor], Room(view), gang(1), claims) == {2: 2}
-    assert shrink([good, poor], Room(view), gang(2), claims) == {2: 2}
-    assert shrink([good, poor], Room(view), gang(3, widest=Level.NODE), claims) == {2: 1}
-    assert shrink([good, poor], Room(view), gang(6, nodes=2), claims) == {1: 1, 2: 1}
+    assert shrink([good, poor], CapacityIndex(view), gang(1), claims) == {2: 2}
+    assert shrink([good, poor], CapacityIndex(view), gang(2), claims) == {2: 2}
+    assert shrink([good, poor], CapacityIndex(view), gang(3, widest=LocalityLevel.NODE), claims) == {2: 1}
+    assert shrink([good, poor], CapacityIndex(view), gang(6, nodes=2), claims) == {1: 1, 2: 1}
 
 
 def test_nobody_shrinks_for_a_gang_that_fits_already() -> None:
     view = cluster(2)
     job, claim = put(view, 1, 0, 4, dict(RESNET50))
-    assert shrink([job], Room(view), gang(4), {1: (claim,)}) == {}
+    assert shrink([job], CapacityIndex(view), gang(4), {1: (claim,)}) == {}
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,9 +145,9 @@ def test_what_is_given_back_makes_room_at_the_least_loss(some: list[tuple[int, l
         job, claim = put(view, node, node, gpus, rates)
         jobs.append(job)
         claims[node] = (claim,)
-    shape: GangShape = gang(needed, widest=Level.NODE)
+    shape: GangShape = gang(needed, widest=LocalityLevel.NODE)
     free = [mask.bit_count() for mask in view.free]
-    found = shrink(jobs, Room(view), shape, claims)
+    found = shrink(jobs, CapacityIndex(view), shape, claims)
     if max(free) >= needed:
         assert found == {}
         return
@@ -154,10 +159,10 @@ def test_what_is_given_back_makes_room_at_the_least_loss(some: list[tuple[int, l
     assert jobs[number].rate(jobs[number].gpus) - jobs[number].rate(size) == pytest.approx(min(losses))
     claim = claims[number][0]
     view.give(claim)
-    left = make_claim(view, number, gang(size), (size,), Mode.PACK)
+    left = make_claim(view, number, gang(size), (size,), LoadMode.PACK)
     assert left is not None
     view.take(left)
-    hole = make_claim(view, number, shape, (needed,), Mode.PACK)
+    hole = make_claim(view, number, shape, (needed,), LoadMode.PACK)
     assert hole is not None
     assert fit(view, shape, (hole,)) == ()
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, Level, NodeRow
-from ganger.resources.view import Mode, View
-from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, hole_for, in_order
+from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.resources.view import LoadMode, View
+from ganger_master.policies.introspect.hole import Displacement, Hole, Movable, Movables, hole_for, in_order
 from ganger_master.policies.place import Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -32,8 +32,8 @@ def rows(view: View) -> list[NodeRow]:
 
 def put(view: View, number: int, gpus: int, node: int, cost: float = 1.0, stop: float = math.inf) -> Movable:
     """A gang on a node, in its first free devices."""
-    shape = gang(gpus, widest=Level.NODE)
-    claim = make_claim(view, node, shape, (gpus,), Mode.PACK)
+    shape = gang(gpus, widest=LocalityLevel.NODE)
+    claim = make_claim(view, node, shape, (gpus,), LoadMode.PACK)
     assert claim is not None
     view.take(claim, gpus)
     return Movable(number, shape, (claim,), cost, stop)
@@ -48,7 +48,7 @@ def filled(nodes: list[list[int]], of: str = "2x2") -> tuple[View, list[Movable]
 
 def search(view: View, gangs: list[Movable], shape: GangShape, **limits: float) -> Hole | None:
     before = rows(view)
-    room = Room(view)
+    room = CapacityIndex(view)
     found = hole_for(room, Movables(view, gangs), shape, **limits)  # type: ignore[arg-type]
     assert rows(view) == before
     if found is not None:
@@ -118,7 +118,7 @@ def test_hole_costs_what_the_best_of_all_sequences_of_moves_costs_or_less_by_a_s
     )
     view, gangs = filled(nodes)
     gangs = [Movable(one.number, one.shape, one.claims, cost) for one, cost in zip(gangs, costs, strict=True)]
-    found = search(view, gangs, gang(needed, widest=Level.NODE), most_moves=5)
+    found = search(view, gangs, gang(needed, widest=LocalityLevel.NODE), most_moves=5)
     best = least_cost(nodes, costs, needed, 4, 5)
     if found is not None and in_order(found.moves)[1]:
         # Two that want each other's places go through host memory, which no sequence of moves does.
@@ -130,7 +130,7 @@ def test_hole_costs_what_the_best_of_all_sequences_of_moves_costs_or_less_by_a_s
 def test_four_nodes_of_which_none_has_four_free_need_two_moves() -> None:
     """Issue of defragmentation: 4 x 4 devices, two or three jobs of one device on each node."""
     view, gangs = filled([[1, 1, 1], [1, 1], [1, 1, 1], [1, 1, 1]])
-    found = search(view, gangs, gang(4, widest=Level.NODE))
+    found = search(view, gangs, gang(4, widest=LocalityLevel.NODE))
     assert found is not None
     assert [move.number for move in found.moves] == [10, 11]
     assert {claim.node for claim in found.claims} == {"s1"}
@@ -161,7 +161,7 @@ def test_who_stops_makes_place_for_others_who_move() -> None:
     gangs = [
         Movable(one.number, one.shape, one.claims, 1.0, 5.0 if one.number in (0, 22) else math.inf) for one in gangs
     ]
-    found = search(view, gangs, gang(2, widest=Level.NODE))
+    found = search(view, gangs, gang(2, widest=LocalityLevel.NODE))
     assert found is not None
     assert found.cost == 11.0
     assert sorted(move.number for move in found.moves if not move.claims) == [0, 22]
@@ -170,9 +170,9 @@ def test_who_stops_makes_place_for_others_who_move() -> None:
 
 def test_hole_dearer_than_waiting_is_none() -> None:
     view, gangs = filled([[1, 1, 1], [1, 1], [1, 1, 1], [1, 1, 1]])
-    assert search(view, gangs, gang(4, widest=Level.NODE), most_cost=2.0) is None
-    assert search(view, gangs, gang(4, widest=Level.NODE), most_cost=2.1) is not None
-    assert search(view, gangs, gang(4, widest=Level.NODE), most_moves=1) is None
+    assert search(view, gangs, gang(4, widest=LocalityLevel.NODE), most_cost=2.0) is None
+    assert search(view, gangs, gang(4, widest=LocalityLevel.NODE), most_cost=2.1) is not None
+    assert search(view, gangs, gang(4, widest=LocalityLevel.NODE), most_moves=1) is None
 
 
 def test_cheap_moves_are_preferred_to_few() -> None:
@@ -180,7 +180,7 @@ def test_cheap_moves_are_preferred_to_few() -> None:
     gangs = [put(view, 1, 2, 0, cost=9.0), put(view, 2, 1, 1, cost=2.0), put(view, 3, 1, 1, cost=2.0)]
     gangs.append(put(view, 4, 3, 2, cost=math.inf))
     put(view, 5, 1, 0)
-    found = search(view, gangs, gang(3, widest=Level.NODE))
+    found = search(view, gangs, gang(3, widest=LocalityLevel.NODE))
     assert found is not None
     # One move of the first would do as well, and cost more than twice as much.
     assert ([move.number for move in found.moves], found.cost) == ([2], 2.0)
@@ -189,8 +189,8 @@ def test_cheap_moves_are_preferred_to_few() -> None:
 def test_who_may_not_be_moved_stays() -> None:
     view, gangs = filled([[2], [2]])
     fixed = [Movable(one.number, one.shape, one.claims) for one in gangs]
-    assert search(view, fixed, gang(4, widest=Level.NODE)) is None
-    assert search(view, [fixed[0], gangs[1]], gang(4, widest=Level.NODE)) is not None
+    assert search(view, fixed, gang(4, widest=LocalityLevel.NODE)) is None
+    assert search(view, [fixed[0], gangs[1]], gang(4, widest=LocalityLevel.NODE)) is not None
 
 
 def test_hole_is_where_the_devices_lie_close_enough() -> None:
@@ -201,25 +201,25 @@ def test_hole_is_where_the_devices_lie_close_enough() -> None:
     for one in (gangs[1], gangs[2]):
         view.give(one.claims[0])
     blocked = put(view, 9, 3, 1)
-    found = search(view, [*apart, blocked], gang(2, widest=Level.SOCKET))
+    found = search(view, [*apart, blocked], gang(2, widest=LocalityLevel.SOCKET))
     assert found is not None
-    assert gang_level(view, found.claims) <= Level.SOCKET
+    assert gang_level(view, found.claims) <= LocalityLevel.SOCKET
     assert len(found.moves) == 1
 
 
 def test_cores_and_memory_are_made_room_for_too() -> None:
     view = cluster(2, server("2x2", cores=8))
     hungry = gang(1, cores=7)
-    claim = make_claim(view, 0, hungry, (1,), Mode.PACK)
+    claim = make_claim(view, 0, hungry, (1,), LoadMode.PACK)
     assert claim is not None
     view.take(claim, 1)
-    other = make_claim(view, 1, gang(3, cores=1), (3,), Mode.PACK)
+    other = make_claim(view, 1, gang(3, cores=1), (3,), LoadMode.PACK)
     assert other is not None
     view.take(other, 3)
     movable = [Movable(1, hungry, (claim,), 1.0), Movable(2, gang(3, cores=1), (other,), math.inf)]
-    assert search(view, movable, gang(2, cores=2, widest=Level.NODE)) is None
+    assert search(view, movable, gang(2, cores=2, widest=LocalityLevel.NODE)) is None
     light = [Movable(1, gang(1, cores=4), (claim,), 1.0), movable[1]]
-    found = search(view, light, gang(2, cores=2, widest=Level.NODE))
+    found = search(view, light, gang(2, cores=2, widest=LocalityLevel.NODE))
     assert found is not None
     assert {claim.node for claim in found.claims} == {"s0"}
 
@@ -228,10 +228,10 @@ def test_gang_over_nodes_gets_the_cheapest_nodes_of_what_it_accepts() -> None:
     view = cluster(6, server("2x2"), per_rack=3)
     gangs = [put(view, node, 1, node, cost=float(1 + node % 3)) for node in range(6)]
     gangs = [*gangs, *(put(view, 10 + node, 3, node, cost=math.inf) for node in (0, 3))]
-    found = search(view, gangs, gang(8, widest=Level.RACK, nodes=2))
+    found = search(view, gangs, gang(8, widest=LocalityLevel.RACK, nodes=2))
     assert found is not None
     assert ({claim.node for claim in found.claims}, found.cost) == ({"s1", "s2"}, 5.0)
-    found = search(view, gangs, gang(8, widest=Level.CLUSTER, nodes=2))
+    found = search(view, gangs, gang(8, widest=LocalityLevel.CLUSTER, nodes=2))
     assert found is not None
     assert {claim.node for claim in found.claims} == {"s1", "s4"}
     assert [move.number for move in found.moves] == [1, 4]
@@ -251,7 +251,7 @@ def test_gang_over_nodes_stops_others_where_that_is_allowed() -> None:
 def test_whatever_hole_is_found_can_be_made_and_leaves_no_trace(
     view: View, gangs: list[GangShape], wanted: GangShape, data: st.DataObject
 ) -> None:
-    room = Room(view)
+    room = CapacityIndex(view)
     movable = []
     for number, shape in enumerate(gangs):
         claims = BEST_FIT.place(room, shape, Want())
@@ -271,7 +271,7 @@ def test_whatever_hole_is_found_can_be_made_and_leaves_no_trace(
 
 def test_order_of_the_movable_gangs_does_not_matter() -> None:
     view, gangs = filled([[1, 2], [1, 1, 1], [3], [1, 2]])
-    shape = gang(4, widest=Level.NODE)
+    shape = gang(4, widest=LocalityLevel.NODE)
     assert search(view, gangs, shape) == search(view, gangs[::-1], shape)
 
 
@@ -279,8 +279,8 @@ def test_moves_into_each_others_places_park_the_cheapest() -> None:
     _, gangs = filled([[2], [2]])
     one, other = gangs
     moves = [
-        Move(Movable(1, one.shape, one.claims, 5.0), other.claims),
-        Move(Movable(2, other.shape, other.claims, 3.0), one.claims),
+        Displacement(Movable(1, one.shape, one.claims, 5.0), other.claims),
+        Displacement(Movable(2, other.shape, other.claims, 3.0), one.claims),
     ]
     ordered, parked = in_order(moves)
     assert [move.number for move in parked] == [2]
@@ -289,14 +289,14 @@ def test_moves_into_each_others_places_park_the_cheapest() -> None:
 
 def test_moves_wait_for_those_whose_places_they_take() -> None:
     view, gangs = filled([[2], [2], []])
-    free = make_claim(view, 2, gang(2), (2,), Mode.PACK)
+    free = make_claim(view, 2, gang(2), (2,), LoadMode.PACK)
     assert free is not None
-    first, second = Move(gangs[0], gangs[1].claims), Move(gangs[1], (free,))
+    first, second = Displacement(gangs[0], gangs[1].claims), Displacement(gangs[1], (free,))
     assert in_order([first, second]) == ((second, first), ())
 
 
 @cache
-def large(nodes: int) -> tuple[Room, Movables]:
+def large(nodes: int) -> tuple[CapacityIndex, Movables]:
     """Nodes of eight devices, each with two or three of them free, so that nobody of eight fits anywhere."""
     random = np.random.default_rng(0)
     view = cluster(nodes, server("2x2x2", cores=32, gib=512), per_rack=32)
@@ -305,12 +305,12 @@ def large(nodes: int) -> tuple[Room, Movables]:
         sizes = [[2, 2, 1, 1], [4, 2], [1, 1, 1, 1, 1], [4, 1]][int(random.integers(4))]
         for size in sizes:
             gangs.append(put(view, len(gangs), size, node, cost=float(size * random.uniform(1, 20))))
-    return Room(view), Movables(view, gangs)
+    return CapacityIndex(view), Movables(view, gangs)
 
 
 @pytest.mark.parametrize(
     "shape",
-    [gang(8, widest=Level.NODE), gang(32, nodes=4, widest=Level.RACK), gang(64, nodes=8)],
+    [gang(8, widest=LocalityLevel.NODE), gang(32, nodes=4, widest=LocalityLevel.RACK), gang(64, nodes=8)],
     ids=["8", "32 in a rack", "64"],
 )
 def test_sixteen_thousand_nodes_take_a_blink(shape: GangShape) -> None:

@@ -7,17 +7,17 @@ import math
 import pytest
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, Level, NodeRow
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.resources.view import LoadMode, View
 from ganger_master.models.locality import LocalityModel
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.hole import Movable, Movables, Move, hole_for, in_order
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.hole import Displacement, Movable, Movables, hole_for, in_order
 from ganger_master.policies.introspect.migration import (
+    GangDistance,
+    MigrationProposal,
+    MigrationReason,
     Packed,
-    Proposal,
-    Spread,
     Tried,
-    Why,
     capped,
     closer,
     closest_with_room,
@@ -30,9 +30,9 @@ from ganger_master.policies.introspect.migration import (
     verdict,
     worth_going_back,
 )
-from ganger_master.policies.introspect.trial import Rates, Verdict
+from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
@@ -55,27 +55,27 @@ def put(view: View, number: int, *on: tuple[int, int], shape: GangShape | None =
     shape = shape or gang(gpus)
     claims: list[Claim] = []
     for node, count in on:
-        claim = make_claim(view, node, gang(count), (count,), Mode.PACK)
+        claim = make_claim(view, node, gang(count), (count,), LoadMode.PACK)
         assert claim is not None
         view.take(claim, gpus)
         claims.append(claim)
     return movable(view, number, shape, tuple(claims), PAUSE_S)
 
 
-def spread(one: Movable, model: LocalityModel = SENSITIVE, remaining_s: float = 3600.0) -> Spread:
-    return Spread(one, model, remaining_s)
+def spread(one: Movable, model: LocalityModel = SENSITIVE, remaining_s: float = 3600.0) -> GangDistance:
+    return GangDistance(one, model, remaining_s)
 
 
 def test_sensitive_gang_is_brought_together_when_a_node_is_free() -> None:
     view = cluster(3)
     one = put(view, 1, (0, 2), (1, 2))
     before = rows(view)
-    (found,) = closer(Room(view), [spread(one)])
+    (found,) = closer(CapacityIndex(view), [spread(one)])
     assert rows(view) == before
     (move,) = found.moves
-    assert (found.why, move.number) == (Why.LOCALITY, 1)
+    assert (found.why, move.number) == (MigrationReason.LOCALITY, 1)
     assert {claim.node for claim in move.claims} == {"s2"}
-    lost = 1.0 - SENSITIVE.relative_speed(4, 2, Level.CLUSTER) / SENSITIVE.relative_speed(
+    lost = 1.0 - SENSITIVE.relative_speed(4, 2, LocalityLevel.CLUSTER) / SENSITIVE.relative_speed(
         4, 1, gang_level(view, move.claims)
     )
     assert found.saves == pytest.approx(3600.0 * 4 * lost - PAUSE_S * 4)
@@ -91,42 +91,48 @@ def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[
         if count:
             put(view, 2 + node, (node, count))
     one = put(view, 1, *enumerate(own), shape=gang(sum(own)))
-    closest, room = closest_with_room(view, one), Room(view)
+    closest, room = closest_with_room(view, one), CapacityIndex(view)
     trying = WhatIf(room)
-    for level in range(Level.NVLINK, gang_level(view, one.claims)):
-        shape = gang(sum(own), widest=Level(level))
+    for level in range(LocalityLevel.NVLINK, gang_level(view, one.claims)):
+        shape = gang(sum(own), widest=LocalityLevel(level))
         trying.give(one.claims)
         found = hole_for(room, Movables(view, ()), shape, stay=(1,))
         trying.undo()
         assert found is None or level >= closest
     free = [4 - count for count in beside]
     racks = [free[0] + free[1], free[2] + free[3], free[4] + free[5]]
-    counted = Level.NVLINK if max(free) >= sum(own) else Level.RACK if max(racks) >= sum(own) else Level.FABRIC
+    counted = (
+        LocalityLevel.NVLINK
+        if max(free) >= sum(own)
+        else LocalityLevel.RACK
+        if max(racks) >= sum(own)
+        else LocalityLevel.FABRIC
+    )
     assert closest is counted
 
 
 def test_gang_to_which_it_makes_no_difference_stays_apart() -> None:
     view = cluster(3)
-    assert closer(Room(view), [spread(put(view, 1, (0, 2), (1, 2)), INDIFFERENT)]) == []
+    assert closer(CapacityIndex(view), [spread(put(view, 1, (0, 2), (1, 2)), INDIFFERENT)]) == []
 
 
 def test_gang_that_ends_soon_stays_apart() -> None:
     view = cluster(3)
-    assert closer(Room(view), [spread(put(view, 1, (0, 2), (1, 2)), remaining_s=2.0)]) == []
+    assert closer(CapacityIndex(view), [spread(put(view, 1, (0, 2), (1, 2)), remaining_s=2.0)]) == []
 
 
 def test_who_saves_the_most_gets_the_only_place() -> None:
     view = cluster(4)
     one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (0, 2), (1, 2))
     put(view, 3, (2, 4))
-    (found,) = closer(Room(view), [spread(one), spread(other, remaining_s=7200.0)])
+    (found,) = closer(CapacityIndex(view), [spread(one), spread(other, remaining_s=7200.0)])
     assert [move.number for move in found.moves] == [2]
 
 
 def test_gang_goes_into_its_own_place_and_what_is_free_beside_it() -> None:
     view = cluster(2)
     one = put(view, 1, (0, 2), (1, 2))
-    (found,) = closer(Room(view), [spread(one)])
+    (found,) = closer(CapacityIndex(view), [spread(one)])
     ordered, parked = in_order(found.moves)
     assert len({claim.node for claim in found.moves[-1].claims}) == 1
     # It needs what it holds itself: parked in host memory first.
@@ -138,7 +144,7 @@ def test_full_cluster_brings_a_gang_together_by_a_swap() -> None:
     one = put(view, 1, (0, 2), (1, 2))
     others = [put(view, 2, (0, 1)), put(view, 3, (0, 1)), put(view, 4, (1, 2))]
     assert view.free == [0, 0]
-    room = Room(view)
+    room = CapacityIndex(view)
     assert closer(room, [spread(one)]) == []
     before = rows(view)
     (found,) = closer(room, [spread(one)], others=Movables(view, [one, *others]))
@@ -161,20 +167,20 @@ def test_full_cluster_brings_a_gang_together_by_a_swap() -> None:
 def test_place_where_it_was_slow_is_not_tried_again_at_once() -> None:
     view = cluster(3)
     one = put(view, 1, (0, 2), (1, 2))
-    room = Room(view)
+    room = CapacityIndex(view)
     (found,) = closer(room, [spread(one)])
-    failed = Failed[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
+    failed = FailedTrials[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
     assert closer(room, [spread(one)], now=10.0, failed=failed) == []
     assert closer(room, [spread(one)], now=4000.0, failed=failed) == [found]
 
 
 def exchange(
     view: View, one: Movable, other: Movable, its: LocalityModel, remaining_s: float = 3600.0
-) -> tuple[Proposal, ...]:
-    room = Room(view)
+) -> tuple[MigrationProposal, ...]:
+    room = CapacityIndex(view)
     before = rows(view)
-    widest = Level.CLUSTER
-    gains, gives = Spread(one, SENSITIVE, remaining_s, widest), Spread(other, its, remaining_s, widest)
+    widest = LocalityLevel.CLUSTER
+    gains, gives = GangDistance(one, SENSITIVE, remaining_s, widest), GangDistance(other, its, remaining_s, widest)
     found = exchanged(room, [gains], [gains, gives])
     assert rows(view) == before
     for proposal in found:
@@ -192,7 +198,7 @@ def test_two_gangs_that_lie_on_the_same_two_nodes_get_one_each() -> None:
     view = cluster(2)
     one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (0, 2), (1, 2))
     (found,) = exchange(view, one, other, SENSITIVE)
-    assert (found.why, [move.number for move in found.moves]) == (Why.EXCHANGE, [2, 1])
+    assert (found.why, [move.number for move in found.moves]) == (MigrationReason.EXCHANGE, [2, 1])
     assert [len(move.claims) for move in found.moves] == [1, 1]
 
 
@@ -227,12 +233,12 @@ def test_places_are_not_exchanged_where_it_does_not_pay_for_both(
 
 def test_places_that_did_not_help_are_not_exchanged_again_at_once() -> None:
     view = cluster(2)
-    one, other = (Spread(put(view, number, (0, 2), (1, 2)), SENSITIVE, 3600.0) for number in (1, 2))
-    (found,) = exchanged(Room(view), [one], [other])
-    failed = Failed[Tried]().noted(tried(1, "", found.moves[-1].claims), 0.0)
+    one, other = (GangDistance(put(view, number, (0, 2), (1, 2)), SENSITIVE, 3600.0) for number in (1, 2))
+    (found,) = exchanged(CapacityIndex(view), [one], [other])
+    failed = FailedTrials[Tried]().noted(tried(1, "", found.moves[-1].claims), 0.0)
     assert not [
         again
-        for again in exchanged(Room(view), [one], [other], now=10.0, failed=failed)
+        for again in exchanged(CapacityIndex(view), [one], [other], now=10.0, failed=failed)
         if again.moves[-1].claims[0].node == found.moves[-1].claims[0].node
     ]
 
@@ -262,9 +268,9 @@ def test_what_did_not_help_is_remembered_of_all_jobs_alike() -> None:
 def test_moved_gang_never_lies_further_apart_than_before() -> None:
     view = cluster(4, per_rack=2)
     one = put(view, 1, (0, 2), (1, 2))
-    assert one.shape.locality.widest is Level.RACK
+    assert one.shape.locality.widest is LocalityLevel.RACK
     alone = put(view, 2, (2, 2))
-    assert alone.shape.locality.widest is Level.NODE
+    assert alone.shape.locality.widest is LocalityLevel.NODE
 
 
 def test_pack_that_loses_the_most_is_taken_apart_first() -> None:
@@ -272,16 +278,16 @@ def test_pack_that_loses_the_most_is_taken_apart_first() -> None:
     first, second, third = (put(view, number, (number // 2, 1)) for number in (0, 1, 2))
     assert view.free == [0, 2]
     packs = [Packed(1.9, 2, (first,)), Packed(1.2, 2, (second, third))]
-    (found,) = unpacked(Room(view), packs, 600.0)
-    assert (found.why, [move.number for move in found.moves]) == (Why.UNPACK, [1])
+    (found,) = unpacked(CapacityIndex(view), packs, 600.0)
+    assert (found.why, [move.number for move in found.moves]) == (MigrationReason.UNPACK, [1])
     assert found.saves == pytest.approx(0.4 * 600.0 - PAUSE_S)
-    assert unpacked(Room(view), packs, 1.0) == []
+    assert unpacked(CapacityIndex(view), packs, 1.0) == []
 
 
 def test_drained_node_is_emptied_and_nobody_is_stopped() -> None:
     view = cluster(3)
     gangs = [put(view, 1, (0, 2)), put(view, 2, (0, 1)), put(view, 3, (1, 3)), put(view, 4, (2, 2))]
-    room = Room(view)
+    room = CapacityIndex(view)
     before = rows(view)
     found, stuck = drained(room, "s0", gangs, Movables(view, gangs))
     assert rows(view) == before
@@ -292,21 +298,21 @@ def test_drained_node_is_emptied_and_nobody_is_stopped() -> None:
 
 def test_draining_moves_others_aside_and_says_who_finds_no_room() -> None:
     view = cluster(3)
-    gangs = [put(view, 1, (0, 4), shape=gang(4, widest=Level.NODE)), put(view, 2, (1, 1)), put(view, 3, (2, 2))]
-    found, _ = drained(Room(view), "s0", gangs, Movables(view, gangs))
+    gangs = [put(view, 1, (0, 4), shape=gang(4, widest=LocalityLevel.NODE)), put(view, 2, (1, 1)), put(view, 3, (2, 2))]
+    found, _ = drained(CapacityIndex(view), "s0", gangs, Movables(view, gangs))
     assert [[move.number for move in one.moves] for one in found] == [[2, 1]]
     fixed = replace(gangs[1], move_cost=math.inf)
     others = [gangs[0], fixed, replace(gangs[2], move_cost=math.inf)]
-    assert drained(Room(view), "s0", others, Movables(view, others)) == ([], [1])
+    assert drained(CapacityIndex(view), "s0", others, Movables(view, others)) == ([], [1])
     unmovable = [replace(gangs[0], move_cost=math.inf), *gangs[1:]]
-    assert drained(Room(view), "s0", unmovable, Movables(view, unmovable)) == ([], [1])
+    assert drained(CapacityIndex(view), "s0", unmovable, Movables(view, unmovable)) == ([], [1])
 
 
 def test_nodes_with_three_of_four_free_are_emptied() -> None:
     """Gandiva's threshold."""
     view = cluster(4)
     gangs = [put(view, 1, (0, 1)), put(view, 2, (1, 1)), put(view, 3, (2, 3)), put(view, 4, (3, 2))]
-    room = Room(view)
+    room = CapacityIndex(view)
     before = rows(view)
     found = defragmented(room, gangs)
     assert rows(view) == before
@@ -314,8 +320,8 @@ def test_nodes_with_three_of_four_free_are_emptied() -> None:
         (1, ["s2"]),
         (2, ["s3"]),
     ]
-    assert all(one.why is Why.DEFRAGMENT for one in found)
-    failed = Failed[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
+    assert all(one.why is MigrationReason.DEFRAGMENT for one in found)
+    failed = FailedTrials[Tried]().noted(("jobs/1", frozenset({"s2"})), 0.0)
     assert [one.moves[0].number for one in defragmented(room, gangs, failed=failed)] == [2]
 
 
@@ -325,7 +331,7 @@ def test_after_defragmenting_no_node_is_fragmented_whose_gangs_had_a_better_plac
     view = cluster(max(1, len(nodes)))
     gangs = [put(view, 10 * at + n, (at, size)) for at, some in enumerate(nodes) for n, size in enumerate(some)]
     idle = sum(mask == 0b1111 for mask in view.free)
-    found = defragmented(Room(view), gangs)
+    found = defragmented(CapacityIndex(view), gangs)
     at = {one.number: one.claims for one in gangs}
     for proposal in found:
         (move,) = proposal.moves
@@ -344,9 +350,9 @@ def test_after_defragmenting_no_node_is_fragmented_whose_gangs_had_a_better_plac
 def test_moves_at_once_are_capped_and_nobody_is_moved_twice_in_a_row() -> None:
     view = cluster(6)
     gangs = [put(view, number, (number, 1)) for number in range(3)]
-    claims = [make_claim(view, node, gang(1), (1,), Mode.PACK) for node in (3, 3, 4)]
+    claims = [make_claim(view, node, gang(1), (1,), LoadMode.PACK) for node in (3, 3, 4)]
     proposals = [
-        Proposal(Why.DEFRAGMENT, (Move(one, (claim,)),))
+        MigrationProposal(MigrationReason.DEFRAGMENT, (Displacement(one, (claim,)),))
         for one, claim in zip(gangs, claims, strict=True)
         if claim is not None
     ]
@@ -365,7 +371,7 @@ def test_moves_at_once_are_capped_and_nobody_is_moved_twice_in_a_row() -> None:
 
 def test_moved_job_stays_where_it_is_not_slower() -> None:
     steady, same, slower, faster = (2.0,) * 8, (1.96, 2.0) * 4, (1.7, 1.72) * 4, (2.4, 2.5) * 4
-    assert verdict(Why.DEFRAGMENT, Rates(steady, same)).verdict is Verdict.KEEP
-    assert verdict(Why.DEFRAGMENT, Rates(steady, slower)).verdict is Verdict.UNDO
-    assert verdict(Why.LOCALITY, Rates(steady, same)).verdict is not Verdict.KEEP
-    assert verdict(Why.LOCALITY, Rates(steady, faster)).verdict is Verdict.KEEP
+    assert verdict(MigrationReason.DEFRAGMENT, TrialRates(steady, same)).verdict is TrialVerdict.KEEP
+    assert verdict(MigrationReason.DEFRAGMENT, TrialRates(steady, slower)).verdict is TrialVerdict.UNDO
+    assert verdict(MigrationReason.LOCALITY, TrialRates(steady, same)).verdict is not TrialVerdict.KEEP
+    assert verdict(MigrationReason.LOCALITY, TrialRates(steady, faster)).verdict is TrialVerdict.KEEP

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger.placement.load import choose_mode
-from ganger.resources.view import Mode
+from ganger.resources.view import LoadMode
 from ganger_master.core import state
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import _Replay, simulate
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
@@ -38,7 +38,9 @@ class Watched(_Replay):
     """Remembers the mode after every batch, and the load."""
 
     def __init__(self, jobs: Workload) -> None:
-        super().__init__(jobs, servers_from_flags(nodes=NODES, gpus_per_node=GPUS), "fifo-backfill", Options(), None)
+        super().__init__(
+            jobs, servers_from_flags(nodes=NODES, gpus_per_node=GPUS), "fifo-backfill", ReplayOptions(), None
+        )
         self.modes = [self.state.view.mode]
         self.most = 0.0
 
@@ -56,7 +58,7 @@ def test_ramp_of_load_flips_the_mode_of_the_cluster_exactly_twice(seed: int) -> 
     replay = Watched(ramp(seed))
     replay.run()
     assert replay.most > 0.8
-    assert replay.modes == [Mode.SPREAD, Mode.PACK, Mode.SPREAD]
+    assert replay.modes == [LoadMode.SPREAD, LoadMode.PACK, LoadMode.SPREAD]
 
 
 def test_adaptive_mode_completes_jobs_sooner_than_either_mode_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +66,11 @@ def test_adaptive_mode_completes_jobs_sooner_than_either_mode_for_good(monkeypat
     jct_s = {}
     for name, choose in (
         ("adaptive", choose_mode),
-        ("spread", lambda *_: Mode.SPREAD),
-        ("pack", lambda *_: Mode.PACK),
+        ("spread", lambda *_: LoadMode.SPREAD),
+        ("pack", lambda *_: LoadMode.PACK),
     ):
         monkeypatch.setattr(state, "choose_mode", choose)
-        options = Options(rates="profiles")
+        options = ReplayOptions(rates="profiles")
         runs = [
             simulate(
                 ramp(seed, 24.0, nodes=16), servers_from_flags(nodes=16, gpus_per_node=GPUS), "fifo-backfill", options
@@ -83,10 +85,10 @@ def test_adaptive_mode_completes_jobs_sooner_than_either_mode_for_good(monkeypat
 def test_noise_of_less_than_half_the_gap_never_flips_it_back(steps: int, data: st.DataObject) -> None:
     noise = data.draw(st.lists(st.floats(-0.149, 0.149), min_size=steps, max_size=steps))
     up = np.interp(np.arange(steps), [0, steps / 2, steps], [0.2, 0.9, 0.2])
-    mode, flips = Mode.SPREAD, 0
+    mode, flips = LoadMode.SPREAD, 0
     for load, error in zip(up.tolist(), noise, strict=True):
         then = choose_mode(mode, round(1000 * (load + error)), 1000)
         flips += then is not mode
         mode = then
     assert flips == 2
-    assert mode is Mode.SPREAD
+    assert mode is LoadMode.SPREAD

@@ -11,12 +11,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
-from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.failed import FailedTrials
 from ganger_master.policies.introspect.packing import (
     ALONE_WINDOWS,
     Berth,
+    ColocationProposal,
     Pair,
-    Proposal,
     Resident,
     lesson,
     pair_of,
@@ -25,7 +25,7 @@ from ganger_master.policies.introspect.packing import (
     verdict,
 )
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import MOST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.trial import MOST_WINDOWS, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.published import GANDIVA, TRACES, needs
@@ -42,11 +42,13 @@ def windows(random: np.random.Generator, rate: float, count: int, scatter: float
     return tuple((rate * (1.0 + scatter * random.standard_normal(count)).clip(0.1)).tolist())
 
 
-def measured(random: np.random.Generator, speeds: dict[int, float], count: int = MOST_WINDOWS) -> dict[int, Rates]:
-    return {number: Rates(windows(random, 10.0, 16), windows(random, 10.0 * s, count)) for number, s in speeds.items()}
+def measured(random: np.random.Generator, speeds: dict[int, float], count: int = MOST_WINDOWS) -> dict[int, TrialRates]:
+    return {
+        number: TrialRates(windows(random, 10.0, 16), windows(random, 10.0 * s, count)) for number, s in speeds.items()
+    }
 
 
-def copies_of(name: str, utilisation: float, gain: float) -> Proposal:
+def copies_of(name: str, utilisation: float, gain: float) -> ColocationProposal:
     """One copy joins the others; how many there were is not published: the fewest that could give the gain."""
     count = max(2, math.ceil(gain))
     one = Resident(0, name, Pressure(utilisation, GB), least_speed=0.0)
@@ -56,7 +58,7 @@ def copies_of(name: str, utilisation: float, gain: float) -> Proposal:
         for index, (seat, some) in enumerate(seats)
     )
     everything = forecast([*host.pressures, *guest.pressures], 24 * GB)
-    return Proposal(guest, host, everything)
+    return ColocationProposal(guest, host, everything)
 
 
 def test_table_1_keeps_the_first_five_and_undoes_the_last_three() -> None:
@@ -68,7 +70,7 @@ def test_table_1_keeps_the_first_five_and_undoes_the_last_three() -> None:
         speed = packed / alone / len(proposal.residents)
         rates = measured(random, {one.number: speed for one in proposal.residents})
         decided.append(verdict(proposal, rates).verdict)
-    assert decided == [Verdict.KEEP] * 5 + [Verdict.UNDO] * 3
+    assert decided == [TrialVerdict.KEEP] * 5 + [TrialVerdict.UNDO] * 3
 
 
 def test_sign_of_table_1_is_foretold_for_seven_of_eight_while_trials_teach() -> None:
@@ -109,11 +111,11 @@ def test_pairs_on_a_v100_are_kept_as_they_were_measured_though_many_lose() -> No
             replace(berth(n, 0.5, signature=name), residents=(Resident(n, name, Pressure(0.5), least_speed=0.0),))
             for n, name in ((1, left), (2, right))
         )
-        (proposal,) = proposals([first, second], Failed(), 0.0)
+        (proposal,) = proposals([first, second], FailedTrials(), 0.0)
         found = verdict(proposal, measured(random, {1: one, 2: other})).verdict
-        assert found is not Verdict.MEASURE
+        assert found is not TrialVerdict.MEASURE
         # Two per cent either side of the threshold may go either way.
-        wrong += (found is Verdict.KEEP) != (gain > 1.05) and abs(gain - 1.05) > 0.02
+        wrong += (found is TrialVerdict.KEEP) != (gain > 1.05) and abs(gain - 1.05) > 0.02
     assert wrong <= 0.02 * len(pairs)
 
 
@@ -121,24 +123,24 @@ def test_losing_pairs_teach_what_not_to_try_on_this_type_of_gpu() -> None:
     random = np.random.default_rng(3)
     learned = UNKNOWN_DEVICE
     one, other = berth(1, 0.6), berth(2, 0.6)
-    assert len(proposals([one, other], Failed(), 0.0, {"P40": learned})) == 1
+    assert len(proposals([one, other], FailedTrials(), 0.0, {"P40": learned})) == 1
     for _ in range(6):
-        (proposal,) = proposals([one, other], Failed(), 0.0) or (None,)
+        (proposal,) = proposals([one, other], FailedTrials(), 0.0) or (None,)
         assert proposal is not None
         rates = measured(random, {1: 0.4, 2: 0.45})
-        assert verdict(proposal, rates).verdict is Verdict.UNDO
+        assert verdict(proposal, rates).verdict is TrialVerdict.UNDO
         learned = learn(learned, [lesson(proposal, rates)])
-    assert proposals([one, other], Failed(), 0.0, {"P40": learned}) == []
+    assert proposals([one, other], FailedTrials(), 0.0, {"P40": learned}) == []
     # Elsewhere nothing was learned.
-    assert len(proposals([one, other], Failed(), 0.0, {"V100": learned})) == 1
+    assert len(proposals([one, other], FailedTrials(), 0.0, {"V100": learned})) == 1
 
 
 def test_largest_gain_is_tried_first_and_nobody_in_two_trials() -> None:
     berths = [berth(1, 0.5), berth(2, 0.1), berth(3, 0.9), berth(4, 0.2), berth(5, 0.6)]
-    found = proposals(berths, Failed(), 0.0, most=5)
+    found = proposals(berths, FailedTrials(), 0.0, most=5)
     assert [sorted(one.number for one in proposal.residents) for proposal in found] == [[2, 4], [1, 5]]
     assert found[0].forecast.gain >= found[1].forecast.gain
-    assert proposals(berths, Failed(), 0.0, most=0) == []
+    assert proposals(berths, FailedTrials(), 0.0, most=0) == []
 
 
 @settings(max_examples=60)
@@ -148,7 +150,7 @@ def test_largest_gain_is_tried_first_and_nobody_in_two_trials() -> None:
 )
 def test_proposals_are_what_a_look_at_all_pairs_finds(some: list[tuple[float, float, int]], most: int) -> None:
     berths = [berth(n, utilisation, gigabytes, gpus=gpus) for n, (utilisation, gigabytes, gpus) in enumerate(some)]
-    found = proposals(berths, Failed(), 0.0, most=most)
+    found = proposals(berths, FailedTrials(), 0.0, most=most)
     rest = list(berths)
     expected: list[set[int]] = []
     while len(expected) < most:
@@ -174,12 +176,12 @@ def test_proposals_are_what_a_look_at_all_pairs_finds(some: list[tuple[float, fl
 
 def naive_proposals(
     berths: list[Berth],
-    failed: Failed[Pair],
+    failed: FailedTrials[Pair],
     now: float,
     most: int,
     may: Callable[[Berth, Berth], bool],
     wanted: Callable[[Berth], float],
-) -> list[Proposal]:
+) -> list[ColocationProposal]:
     """All pairs, asked about one by one, and all feasible ones in one line."""
     found = []
     for host, guest in combinations(sorted(berths, key=lambda berth: (berth.utilisation, berth.seat)), 2):
@@ -191,7 +193,7 @@ def naive_proposals(
             comes, stays = sorted((host, guest), key=lambda one: (one.pressures[0].memory_bytes, one.seat))
             ways = [way for way in ((stays, comes), (comes, stays)) if may(*way)]
             found.extend([(rank, way[0].seat, way[1].seat, way) for way in ways[:1]])
-    chosen: list[Proposal] = []
+    chosen: list[ColocationProposal] = []
     used: set[Seat] = set()
     for *_, (host, guest) in sorted(found, key=lambda one: one[:3]):
         taken = sum(one.guest.gpus for one in chosen)
@@ -199,7 +201,7 @@ def naive_proposals(
         if len(chosen) == most or used & {host.seat, guest.seat} or taken + guest.gpus > wanted(guest):
             continue
         if expected.fits:
-            chosen.append(Proposal(guest, host, expected))
+            chosen.append(ColocationProposal(guest, host, expected))
             used |= {host.seat, guest.seat}
     return chosen
 
@@ -229,7 +231,7 @@ def test_gangs_alike_are_paired_as_if_each_pair_were_asked_about(
         )
         for n, (model, gpus) in enumerate(some)
     ]
-    failed = Failed[Pair]()
+    failed = FailedTrials[Pair]()
     for number in known:
         failed = failed.noted(("P40", (f"m{number}", f"m{number}")), 0.0)
 
@@ -245,63 +247,63 @@ def test_gangs_alike_are_paired_as_if_each_pair_were_asked_about(
 
 def test_order_of_berths_does_not_matter() -> None:
     berths = [berth(n, 0.3) for n in range(8)]
-    assert proposals(berths, Failed(), 0.0, most=3) == proposals(berths[::-1], Failed(), 0.0, most=3)
+    assert proposals(berths, FailedTrials(), 0.0, most=3) == proposals(berths[::-1], FailedTrials(), 0.0, most=3)
 
 
 def test_gangs_are_packed_with_gangs_of_their_size_and_type_only() -> None:
-    assert proposals([berth(1, 0.1), berth(2, 0.1, gpus=2)], Failed(), 0.0) == []
-    assert proposals([berth(1, 0.1), replace(berth(2, 0.1), device_type="V100")], Failed(), 0.0) == []
+    assert proposals([berth(1, 0.1), berth(2, 0.1, gpus=2)], FailedTrials(), 0.0) == []
+    assert proposals([berth(1, 0.1), replace(berth(2, 0.1), device_type="V100")], FailedTrials(), 0.0) == []
 
 
 def test_memory_that_does_not_fit_with_a_margin_is_not_tried() -> None:
-    assert proposals([berth(1, 0.1, 12.0), berth(2, 0.1, 11.0)], Failed(), 0.0) == []
-    assert len(proposals([berth(1, 0.1, 12.0), berth(2, 0.1, 10.0)], Failed(), 0.0)) == 1
+    assert proposals([berth(1, 0.1, 12.0), berth(2, 0.1, 11.0)], FailedTrials(), 0.0) == []
+    assert len(proposals([berth(1, 0.1, 12.0), berth(2, 0.1, 10.0)], FailedTrials(), 0.0)) == 1
 
 
 def test_who_may_not_be_packed_is_left_alone() -> None:
     one, other = berth(1, 0.1), berth(2, 0.1)
     alone = replace(other, residents=(replace(other.residents[0], least_speed=1.0),))
-    assert proposals([one, alone], Failed(), 0.0) == []
+    assert proposals([one, alone], FailedTrials(), 0.0) == []
 
 
 def test_pack_that_slows_somebody_too_much_is_undone_though_the_sum_is_good() -> None:
     random = np.random.default_rng(4)
-    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], Failed(), 0.0)
-    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is Verdict.KEEP
-    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.4})).verdict is Verdict.UNDO
+    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
+    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is TrialVerdict.KEEP
+    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.4})).verdict is TrialVerdict.UNDO
 
 
 def test_pack_that_pays_by_half_is_known_for_it_by_as_many_windows_alone_as_a_trial_asks_for() -> None:
     """Windows scatter by a tenth. With two of them alone, one in six would be kept."""
     random = np.random.default_rng(2)
     host, guest = berth(1, 0.6), berth(2, 0.6)
-    proposal = Proposal(guest, host, forecast([*host.pressures, *guest.pressures], 24 * GB))
+    proposal = ColocationProposal(guest, host, forecast([*host.pressures, *guest.pressures], 24 * GB))
 
-    def trial() -> Verdict:
+    def trial() -> TrialVerdict:
         rates = {
-            number: Rates(windows(random, 10.0, ALONE_WINDOWS, 0.1), windows(random, 7.5, MOST_WINDOWS, 0.1))
+            number: TrialRates(windows(random, 10.0, ALONE_WINDOWS, 0.1), windows(random, 7.5, MOST_WINDOWS, 0.1))
             for number in (1, 2)
         }
         return verdict(proposal, rates).verdict
 
-    assert sum(trial() is Verdict.KEEP for _ in range(50)) >= 45
+    assert sum(trial() is TrialVerdict.KEEP for _ in range(50)) >= 45
 
 
 def test_third_resident_must_make_more_of_the_gpu_than_the_two_did() -> None:
     random = np.random.default_rng(5)
     pair = replace(berth(1, 0.2), gain=1.9)
     pair = replace(pair, residents=(*pair.residents, *berth(2, 0.2).residents))
-    (proposal,) = proposals([pair, berth(3, 0.2)], Failed(), 0.0)
+    (proposal,) = proposals([pair, berth(3, 0.2)], FailedTrials(), 0.0)
     assert [one.number for one in proposal.guest.residents] == [3]
     speeds = {1: 0.64, 2: 0.64, 3: 0.64}
-    assert verdict(proposal, measured(random, speeds)).verdict is Verdict.UNDO
-    assert verdict(proposal, measured(random, dict.fromkeys(speeds, 0.8))).verdict is Verdict.KEEP
+    assert verdict(proposal, measured(random, speeds)).verdict is TrialVerdict.UNDO
+    assert verdict(proposal, measured(random, dict.fromkeys(speeds, 0.8))).verdict is TrialVerdict.KEEP
 
 
 def test_pair_that_failed_is_left_alone_for_longer_each_time() -> None:
     berths = [berth(1, 0.3, signature="a"), berth(2, 0.3, signature="b")]
-    (proposal,) = proposals(berths, Failed(), 0.0)
-    failed = Failed[Pair]().noted(proposal.pair, 0.0)
+    (proposal,) = proposals(berths, FailedTrials(), 0.0)
+    failed = FailedTrials[Pair]().noted(proposal.pair, 0.0)
     # Other jobs of the same kinds are the same pair.
     again = [berth(3, 0.3, signature="b"), berth(4, 0.3, signature="a")]
     assert proposals(again, failed, 3599.0) == []
@@ -312,7 +314,7 @@ def test_pair_that_failed_is_left_alone_for_longer_each_time() -> None:
 
 
 def test_remembered_pairs_are_bounded() -> None:
-    failed: Failed[Pair] = Failed({("P40", (str(n),)): (1, float(n)) for n in range(4096)})
+    failed: FailedTrials[Pair] = FailedTrials({("P40", (str(n),)): (1, float(n)) for n in range(4096)})
     failed = failed.noted(("P40", ("new",)), 1e6)
     assert len(failed.notes) == 4096
     assert ("P40", ("0",)) not in failed.notes
@@ -320,7 +322,7 @@ def test_remembered_pairs_are_bounded() -> None:
 
 def test_kept_pack_is_undone_when_interference_appears() -> None:
     random = np.random.default_rng(6)
-    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], Failed(), 0.0)
+    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
     assert still_pays(proposal.residents, measured(random, {1: 0.9, 2: 0.8}, 8))
     assert not still_pays(proposal.residents, measured(random, {1: 0.45, 2: 0.5}, 8))
     assert not still_pays(proposal.residents, measured(random, {1: 1.0, 2: 0.45}, 8))
@@ -331,12 +333,12 @@ def test_doubtful_forecasts_are_held_against_what_was_learned() -> None:
     """A type of GPU on which sharing is dear promises less."""
     dear = Contention(replace(UNKNOWN_DEVICE.belief, mean=np.array([0.5, math.log(0.05)])))
     berths = [berth(1, 0.4), berth(2, 0.4)]
-    (cheap,) = proposals(berths, Failed(), 0.0)
-    (other,) = proposals(berths, Failed(), 0.0, {"P40": dear})
+    (cheap,) = proposals(berths, FailedTrials(), 0.0)
+    (other,) = proposals(berths, FailedTrials(), 0.0, {"P40": dear})
     assert other.forecast.gain < cheap.forecast.gain
 
 
 def test_pack_needs_a_measurement_of_everybody() -> None:
-    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], Failed(), 0.0)
+    (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
     with pytest.raises(KeyError):
         verdict(proposal, measured(np.random.default_rng(0), {1: 1.0}))

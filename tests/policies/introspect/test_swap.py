@@ -6,14 +6,14 @@ import heapq
 import math
 from itertools import combinations
 
-from ganger.resources.values import GangShape, Level
+from ganger.resources.values import GangShape, LocalityLevel
 from ganger.resources.view import View
 from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
 from ganger_master.policies.introspect.swap import swap_for
 from ganger_master.policies.introspect.whatif import WhatIf
 from ganger_master.policies.place import Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
@@ -32,7 +32,7 @@ def search(nodes: list[list[bool]], needed: int) -> Hole | None:
         for one, stops in zip(gangs, may_stop, strict=True)
     ]
     before = rows(view)
-    found = swap_for(Room(view), gangs, gang(needed, widest=Level.NODE))
+    found = swap_for(CapacityIndex(view), gangs, gang(needed, widest=LocalityLevel.NODE))
     assert rows(view) == before
     return found
 
@@ -88,20 +88,20 @@ def test_nobody_rests_where_that_helps_nobody() -> None:
 def full_clusters(draw: st.DrawFn) -> tuple[View, list[Movable], GangShape]:
     """Two or three nodes with up to six gangs that may be stopped, some over several nodes; and a gang without room."""
     view = cluster(draw(st.integers(2, 3)), server(draw(st.sampled_from(["2", "4"]))))
-    room, gangs = Room(view), []
+    room, gangs = CapacityIndex(view), []
     for number in range(6):
-        shape = gang(draw(st.integers(1, 3)), widest=draw(st.sampled_from([Level.NODE, Level.CLUSTER])))
+        shape = gang(draw(st.integers(1, 3)), widest=draw(st.sampled_from([LocalityLevel.NODE, LocalityLevel.CLUSTER])))
         avoid = draw(st.frozensets(st.sampled_from(view.nodes), max_size=1))
         claims = BEST_FIT.place(room, shape, Want(avoid=avoid))
         if claims is not None:
             room.take(claims)
             cost = (STOP + draw(st.integers(0, 1))) * shape.gpus
             gangs.append(Movable(number, shape, claims, math.inf, cost))
-    wanted = gang(draw(st.integers(1, 5)), widest=draw(st.sampled_from([Level.NODE, Level.CLUSTER])))
+    wanted = gang(draw(st.integers(1, 5)), widest=draw(st.sampled_from([LocalityLevel.NODE, LocalityLevel.CLUSTER])))
     return view, gangs, wanted
 
 
-def best_of_all_sets(room: Room, gangs: list[Movable], wanted: GangShape) -> tuple[float, int, int] | None:
+def best_of_all_sets(room: CapacityIndex, gangs: list[Movable], wanted: GangShape) -> tuple[float, int, int] | None:
     """Cost, victims and nodes of the gang, by stopping every set of gangs."""
     found, trying = [], WhatIf(room)
     for count in range(len(gangs) + 1):
@@ -121,9 +121,9 @@ def test_the_victims_cost_least_then_are_fewest_and_the_gang_is_spread_least(
     case: tuple[View, list[Movable], GangShape],
 ) -> None:
     view, gangs, wanted = case
-    best = best_of_all_sets(Room(view.copy()), gangs, wanted)
+    best = best_of_all_sets(CapacityIndex(view.copy()), gangs, wanted)
     before = rows(view)
-    found = swap_for(Room(view), gangs, wanted)
+    found = swap_for(CapacityIndex(view), gangs, wanted)
     assert rows(view) == before
     if best is None or best[1] == 0:
         return
@@ -135,7 +135,7 @@ def test_the_victims_cost_least_then_are_fewest_and_the_gang_is_spread_least(
 @given(full_clusters())
 def test_a_hole_stops_no_gang_without_which_it_would_be_there(case: tuple[View, list[Movable], GangShape]) -> None:
     view, gangs, wanted = case
-    room = Room(view)
+    room = CapacityIndex(view)
     found = hole_for(room, Movables(view, gangs), wanted, most_moves=len(gangs))
     assert (found is None) == (best_of_all_sets(room, gangs, wanted) is None)
     if found is None:

@@ -11,7 +11,7 @@ import grpc
 from ganger.placement.candidates import candidates
 from ganger.resources.values import Claim
 from ganger.resources.view import View
-from ganger.scheduling import JobScheduler, Proposal, Turn
+from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.v1 import scheduling_pb2
 from ganger.v1.scheduling_pb2_grpc import SchedulingServiceStub
 from ganger.wire import convert
@@ -22,7 +22,7 @@ from ganger.wire.endpoints import find_endpoint
 class Last(JobScheduler):
     """Wants the last node by name."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         print(f"asked for {turn.job}", flush=True)
         placement = candidates(view, turn.shape, only=[max(view.names())])
         return Proposal(placement.candidates, placement.refusals)
@@ -31,20 +31,20 @@ class Last(JobScheduler):
 class Killed(JobScheduler):
     """Dies when it is first asked."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("not reached")
 
 
 class Raising(JobScheduler):
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         raise RuntimeError("broken on purpose")
 
 
 class Hung(JobScheduler):
     """Never comes back."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         threading.Event().wait()
         raise AssertionError("not reached")
 
@@ -56,14 +56,14 @@ def _absurd() -> tuple[Claim, ...]:
 class Absurd(JobScheduler):
     """Keeps asking for what cannot be."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         return Proposal((_absurd(),) * 16)
 
 
 class Spamming(JobScheduler):
     """Asks for what cannot be from many threads, as fast as it can, and never uses its turn."""
 
-    def propose(self, turn: Turn, view: View) -> Proposal:
+    def propose(self, turn: PlacementLease, view: View) -> Proposal:
         for _ in range(4):
             threading.Thread(target=_spam, args=(turn,), daemon=True).start()
         # The lease runs out meanwhile.
@@ -71,7 +71,7 @@ class Spamming(JobScheduler):
         return Proposal((_absurd(),))
 
 
-def _spam(turn: Turn) -> None:
+def _spam(turn: PlacementLease) -> None:
     request = scheduling_pb2.GangRequest(
         job=turn.job,
         revision=turn.revision,

@@ -25,11 +25,11 @@ STOP_SECONDS = 10.0
 GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 
-class ClusterError(Exception):
+class DemoClusterError(Exception):
     """The cluster did not start, or lost a program; the text has the end of its log."""
 
 
-class Cluster:
+class DemoCluster:
     """`nodes` daemons of `gpus` virtual devices each. `keep`: its directory, with all logs, stays."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Cluster:
         ]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> DemoCluster:
         try:
             self._start()
         except BaseException:
@@ -146,10 +146,10 @@ class Cluster:
         deadline = time.monotonic() + START_SECONDS
         while not holds():
             if trouble := self.trouble():
-                raise ClusterError(trouble)
+                raise DemoClusterError(trouble)
             if time.monotonic() > deadline:
                 logs = "\n".join(f"-- {name}\n{self.log(name, 1000)}" for name in self._processes)
-                raise ClusterError(f"not within {START_SECONDS:g} s: {what}\n{logs}")
+                raise DemoClusterError(f"not within {START_SECONDS:g} s: {what}\n{logs}")
             time.sleep(0.05)
 
     def _groups(self) -> list[str]:

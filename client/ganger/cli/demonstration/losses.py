@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class LossCurve:
     """What a run left: the loss of every step as a hexadecimal float, and the SHA-256 of the final weights. `lines`
     counts repetitions too."""
 
@@ -32,7 +32,7 @@ class Comparison:
         return self.differing == 0 and self.same_weights and self.steps > 0
 
 
-def read_training(losses: Path, weights: Path) -> Training:
+def read_training(losses: Path, weights: Path) -> LossCurve:
     """Raises OSError for a file that is not there, ValueError for one that is not what the examples write."""
     lines = losses.read_text().splitlines()
     last: dict[int, str] = {}
@@ -43,10 +43,10 @@ def read_training(losses: Path, weights: Path) -> Training:
         float.fromhex(loss)
         # a step repeated after a crash counts as it was the last time
         last[int(step)] = loss
-    return Training(tuple(sorted(last.items())), weights.read_text().strip(), len(lines))
+    return LossCurve(tuple(sorted(last.items())), weights.read_text().strip(), len(lines))
 
 
-def compare(expected: Training, found: Training) -> Comparison:
+def compare(expected: LossCurve, found: LossCurve) -> Comparison:
     """Every step of either run; one that only one of them has differs."""
     one, other = dict(expected.losses), dict(found.losses)
     steps = sorted(one.keys() | other.keys())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ganger.cli.demonstration.trial import Action, Outcome
+from ganger.cli.demonstration.trial import Action, DisturbedRun
 
 WIDTH = 120
 
@@ -24,7 +24,7 @@ class Check:
     unit: str
 
 
-def checks_of(outcomes: Sequence[Outcome], approved: int, rejected: int, seconds: float) -> tuple[Check, ...]:
+def checks_of(outcomes: Sequence[DisturbedRun], approved: int, rejected: int, seconds: float) -> tuple[Check, ...]:
     """What must hold, and the figures to show, in the order of the table."""
     checks: list[Check] = []
     for outcome in outcomes:
@@ -55,7 +55,7 @@ def is_ok(checks: Sequence[Check]) -> bool:
     return bool(checks) and all(check.ok for check in checks)
 
 
-def write_report(path: Path, checks: Sequence[Check], outcomes: Sequence[Outcome], seed: int) -> None:
+def write_report(path: Path, checks: Sequence[Check], outcomes: Sequence[DisturbedRun], seed: int) -> None:
     content: dict[str, Any] = {
         "ok": is_ok(checks),
         "seed": seed,
@@ -76,7 +76,7 @@ def write_report(path: Path, checks: Sequence[Check], outcomes: Sequence[Outcome
     temporary.replace(path)
 
 
-def print_tables(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> None:
+def print_tables(checks: Sequence[Check], outcomes: Sequence[DisturbedRun]) -> None:
     # Loaded here: the command line must start fast, and only the end of a demo needs tables.
     from rich import box
     from rich.console import Console
@@ -116,7 +116,7 @@ def _change(action: Action) -> str:
     return f"{action.before} -> {action.after}"
 
 
-def _of_example(outcome: Outcome) -> Iterable[Check]:
+def _of_example(outcome: DisturbedRun) -> Iterable[Check]:
     name, found, planned = outcome.example.title, outcome.comparison, outcome.example.actions
     yield Check(
         f"{name}: every loss bit-identical",
@@ -146,7 +146,7 @@ def _changed(action: Action) -> bool:
     return node != new_node and pids != new_pids
 
 
-def _repeated(outcome: Outcome) -> int:
+def _repeated(outcome: DisturbedRun) -> int:
     return outcome.comparison.repeated if outcome.comparison else 0
 
 

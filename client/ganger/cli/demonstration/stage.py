@@ -13,9 +13,9 @@ from pathlib import Path
 import ganger
 from ganger.cli.demonstration.alone import Alone, AloneError
 from ganger.cli.demonstration.trial import (
+    DisturbedRun,
     Example,
     InterruptedDemoError,
-    Outcome,
     train_alone,
     train_disturbed,
 )
@@ -90,7 +90,7 @@ def play(
     alone: Alone,
     *,
     everything: bool = False,
-) -> list[Outcome]:
+) -> list[DisturbedRun]:
     """Plays them two at a time: one core each. An example that fails is told in its outcome."""
     began = time.monotonic()
     took: dict[str, float] = {}
@@ -101,14 +101,14 @@ def play(
         if interrupted.is_set():
             raise InterruptedDemoError
 
-    def one(example: Example, place: Path) -> Outcome:
+    def one(example: Example, place: Path) -> DisturbedRun:
         started = time.monotonic()
         say(f"{example.title}: trains alone first, {example.steps} steps")
         try:
             expected = train_alone(example, place, seed, alone, look)
         except (RuntimeError, AloneError, OSError, ValueError) as problem:
             say(f"{example.title}: {problem}")
-            return Outcome(example, trouble=str(problem))
+            return DisturbedRun(example, trouble=str(problem))
         say(f"{example.title}: trained alone in {time.monotonic() - started:.1f} s")
         for job in warm:
             while job.refresh().state not in FINISHED:
@@ -123,7 +123,7 @@ def play(
         guess = took.get(example.name, max(took.values(), default=ENOUGH_SECONDS))
         return time.monotonic() - began + SAFETY * guess < ENOUGH_SECONDS
 
-    def one_or_longer(number: int, example: Example) -> Outcome | None:
+    def one_or_longer(number: int, example: Example) -> DisturbedRun | None:
         if number >= ALWAYS and not everything and not fits(example):
             return None
         place = directory / f"{example.name}-{example.form}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ganger.cli.demonstration.alone import Alone
-from ganger.cli.demonstration.losses import Comparison, Training, compare, largest_gap, read_training
+from ganger.cli.demonstration.losses import Comparison, LossCurve, compare, largest_gap, read_training
 from ganger.cli.demonstration.watch import StepWatch
 from ganger.client import Client
 from ganger.job import FINISHED, Job, JobState
@@ -58,7 +58,7 @@ class Action:
 
 
 @dataclass
-class Outcome:
+class DisturbedRun:
     example: Example
     actions: list[Action] = field(default_factory=list)
     comparison: Comparison | None = None
@@ -78,7 +78,7 @@ class InterruptedDemoError(Exception):
     """The demo is being ended."""
 
 
-def train_alone(example: Example, directory: Path, seed: int, alone: Alone, look: Callable[[], None]) -> Training:
+def train_alone(example: Example, directory: Path, seed: int, alone: Alone, look: Callable[[], None]) -> LossCurve:
     """The run nothing happens to, without Ganger. `look` is called while it runs and may raise. Raises RuntimeError
     with the end of its output, AloneError when it cannot be run."""
     losses, weights, log = (directory / f"alone.{what}" for what in ("losses", "weights", "log"))
@@ -97,13 +97,13 @@ def train_disturbed(
     directory: Path,
     seed: int,
     client: Client,
-    expected: Training,
+    expected: LossCurve,
     say: Callable[[str], None],
     look: Callable[[], None],
-) -> Outcome:
+) -> DisturbedRun:
     """The run everything happens to. Trouble is told in the outcome, not raised; only what `look` raises, which is
     called while it waits, goes through."""
-    outcome = Outcome(example)
+    outcome = DisturbedRun(example)
     losses, weights = directory / "ganger.losses", directory / "ganger.weights"
     job: Job | None = None
     try:
@@ -160,7 +160,7 @@ class _Disturbed:
         example: Example,
         watch: StepWatch,
         dice: random.Random,
-        outcome: Outcome,
+        outcome: DisturbedRun,
         say: Callable[[str], None],
         look: Callable[[], None],
     ) -> None:

@@ -40,11 +40,11 @@ def main() -> None:
     listener.listen(64)
 
     from ganger.injob.launcher import zygote
-    from ganger.injob.launcher.server import ChildTask, Server
+    from ganger.injob.launcher.server import ChildTask, LauncherServer
 
     preloaded = [] if arguments.no_preload else zygote.preload()
     may_fork = not arguments.no_preload and zygote.is_fork_safe()
-    server = Server(path, listener, lock, preloaded, may_fork, arguments.idle_seconds, helper)
+    server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_seconds, helper)
     try:
         server.serve()
     except ChildTask as task:

@@ -9,7 +9,7 @@ from ganger.injob.launcher.keeper import LeaseKeeper
 from ganger.injob.processes import start_ticks
 
 
-class Child:
+class LauncherChild:
     """One process: a rank, a rendezvous store or a helper. ``adopted``: another launcher was its parent."""
 
     def __init__(

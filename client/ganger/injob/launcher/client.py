@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ganger.injob.launcher.exits import Exit
+from ganger.injob.launcher.exits import ExitRecord
 from ganger.injob.launcher.launch import LAUNCHER_BLAS_THREADS
 from ganger.injob.peer import peer_of
 
@@ -30,7 +30,7 @@ class Forked(NamedTuple):
     start_ticks: int
 
 
-class Store(NamedTuple):
+class RendezvousStore(NamedTuple):
     """A rendezvous store: its process, and the port that takes connections already."""
 
     pid: int
@@ -158,10 +158,10 @@ class Launcher:
         found = [_checked(answers[number]) for number in numbers]
         return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
 
-    def store(self, directory: str, host: str) -> Store:
+    def store(self, directory: str, host: str) -> RendezvousStore:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
         answer = self._call("store", directory=directory, host=host)
-        return Store(answer["pid"], answer["start_ticks"], answer["port"])
+        return RendezvousStore(answer["pid"], answer["start_ticks"], answer["port"])
 
     def arena(self, name: str, size: int = 0) -> int:
         """Return a descriptor of an arena, the caller's to close; made if there is none and ``size`` is given."""
@@ -216,7 +216,7 @@ class Launcher:
         """End the launcher; LauncherError(BUSY) while it has ranks."""
         self._call("stop")
 
-    def exits(self) -> Iterator[Exit | None]:
+    def exits(self) -> Iterator[ExitRecord | None]:
         """Yield ends recorded from now on, None whenever the timeout passes quietly. Takes over this connection.
 
         Raises LauncherError(UNREACHABLE) when the launcher is gone.
@@ -224,7 +224,7 @@ class Launcher:
         self._call("watch")
         return self._read_exits()
 
-    def _read_exits(self) -> Iterator[Exit | None]:
+    def _read_exits(self) -> Iterator[ExitRecord | None]:
         while True:
             try:
                 message = self._read()
@@ -233,7 +233,7 @@ class Launcher:
                     raise
                 yield None
                 continue
-            yield Exit(**message["exit"])
+            yield ExitRecord(**message["exit"])
 
     def _call(self, operation: str, **fields: Any) -> dict[str, Any]:
         with self._lock:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ganger.injob.page import Page, PageError
 
 
-class Exit(NamedTuple):
+class ExitRecord(NamedTuple):
     """One end. ``code`` is None when nobody knows it, and 128 + ``signal`` after a deadly signal.
 
     ``source`` says who knew: wait, page, launch (it never ran), unknown.
@@ -26,14 +26,14 @@ class Exit(NamedTuple):
     message: str = ""
 
 
-def from_wait(name: str, pid: int, ticks: int, result: Any) -> Exit:
+def from_wait(name: str, pid: int, ticks: int, result: Any) -> ExitRecord:
     """Turn a waitid() result into an Exit."""
     if result.si_code == os.CLD_EXITED:
-        return Exit(name, pid, ticks, result.si_status, None, time.time(), "wait")
-    return Exit(name, pid, ticks, 128 + result.si_status, result.si_status, time.time(), "wait")
+        return ExitRecord(name, pid, ticks, result.si_status, None, time.time(), "wait")
+    return ExitRecord(name, pid, ticks, 128 + result.si_status, result.si_status, time.time(), "wait")
 
 
-def from_page(name: str, pid: int, ticks: int, page_path: str) -> Exit:
+def from_page(name: str, pid: int, ticks: int, page_path: str) -> ExitRecord:
     """Ask the page of a rank that was not our child: it knows unless the rank was killed."""
     code = None
     if page_path:
@@ -47,10 +47,10 @@ def from_page(name: str, pid: int, ticks: int, page_path: str) -> Exit:
                 page.close()
         except (OSError, PageError):
             pass
-    return Exit(name, pid, ticks, code, None, time.time(), "unknown" if code is None else "page")
+    return ExitRecord(name, pid, ticks, code, None, time.time(), "unknown" if code is None else "page")
 
 
-def record(path: str, end: Exit) -> None:
+def record(path: str, end: ExitRecord) -> None:
     """Write the exit record: it is there whole or not at all, and survives a power cut. Raises OSError."""
     content = {key: value for key, value in end._asdict().items() if key != "name" and value != ""}
     write_durably(path, json.dumps(content).encode() + b"\n")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ganger.injob.lease import NEVER, expired, must_be_frozen
-from ganger.injob.page import Capability, Order, Page, PageError, Word, now_ns
+from ganger.injob.page import Capability, Page, PageError, PageOrderKind, Word, now_ns
 from ganger.injob.processes import family, stands_still
 
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
@@ -60,7 +60,7 @@ class LeaseKeeper:
             self._freeze()
             # If the daemon extended the lease meanwhile, it may not have seen that the group is frozen. An order to
             # stop, which it writes before, it carries out itself.
-            if not self._is_over(now_ns()) and self._order() != Order.STOP:
+            if not self._is_over(now_ns()) and self._order() != PageOrderKind.STOP:
                 self._thaw()
                 return 0.0
             if not self._is_frozen():
@@ -77,7 +77,7 @@ class LeaseKeeper:
         return must_be_frozen(self._word(Word.HELLO_TIME, 0) != 0, bool(is_opaque))
 
     def _order(self) -> int:
-        return self._word(Word.ORDER, Order.RUN)
+        return self._word(Word.ORDER, PageOrderKind.RUN)
 
     def _word(self, word: int, otherwise: int) -> int:
         """Return a word of the page, or ``otherwise`` if its job has truncated the page."""

@@ -19,8 +19,8 @@ from typing import Any, Callable, NoReturn
 
 from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
-from ganger.injob.launcher.children import Child
-from ganger.injob.launcher.exits import Exit, from_page, from_wait, record
+from ganger.injob.launcher.children import LauncherChild
+from ganger.injob.launcher.exits import ExitRecord, from_page, from_wait, record
 from ganger.injob.launcher.keeper import LeaseKeeper
 from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command, shortened
 from ganger.injob.launcher.publish import publish
@@ -49,7 +49,7 @@ class _Caller:
         self.watching = False
 
 
-class Server:
+class LauncherServer:
     """See the module. ``may_fork``: scripts of this interpreter run in forked children; otherwise all are executed."""
 
     def __init__(
@@ -71,9 +71,9 @@ class Server:
         self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers: dict[int, _Caller] = {}
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, LauncherChild] = {}
         self._arenas: dict[str, int] = {}
-        self._unrecorded: list[tuple[str, Exit]] = []
+        self._unrecorded: list[tuple[str, ExitRecord]] = []
         self._stopping = False
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -199,7 +199,7 @@ class Server:
             raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
         keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
-        new = self._add(Child(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
+        new = self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
         if word is not None:
             begin(word)
         # The child closes its end when it is settled (exec closes it too), or says what went wrong.
@@ -221,7 +221,7 @@ class Server:
             self._starter = None
             return None
 
-    def _settled(self, caller: _Caller, number: Any, new: Child, read_end: int) -> None:
+    def _settled(self, caller: _Caller, number: Any, new: LauncherChild, read_end: int) -> None:
         if new.settle is None:
             return  # heard already: its end was noticed in the same moment
         new.settle = None
@@ -271,7 +271,7 @@ class Server:
                 self._become_child(keep=[])
                 held = listener.dup()
                 raise ChildTask(lambda: _run_store(directory, host, held))
-            new = self._add(Child(directory, "store", pid))
+            new = self._add(LauncherChild(directory, "store", pid))
             new.port = listener.getsockname()[1]
         self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
 
@@ -320,7 +320,9 @@ class Server:
             if found is not None:
                 self._arenas[arena["name"]] = found
         keeper = LeaseKeeper(name, pid, page, str(request.get("freezer", "")), list(request.get("cgroup_procs", ())))
-        self._add(Child(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper))
+        self._add(
+            LauncherChild(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper)
+        )
         self._reply(caller, number, alive=True)
 
     def _watch(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
@@ -336,7 +338,7 @@ class Server:
 
     # Children.
 
-    def _add(self, new: Child) -> Child:
+    def _add(self, new: LauncherChild) -> LauncherChild:
         self._children[new.pidfd] = new
         self._selector.register(new.pidfd, selectors.EVENT_READ, lambda: self._gone(new))
         return new
@@ -349,7 +351,7 @@ class Server:
             self._become_child(keep=[write_end, *self._arenas.values()])
             raise ChildTask(lambda: _run_helper(work, write_end))
         os.close(write_end)
-        self._add(Child(name, "helper", pid))
+        self._add(LauncherChild(name, "helper", pid))
 
         def said() -> None:
             died = f"{name} was killed"
@@ -365,7 +367,7 @@ class Server:
 
         self._selector.register(read_end, selectors.EVENT_READ, said)
 
-    def _gone(self, one: Child) -> None:
+    def _gone(self, one: LauncherChild) -> None:
         result = None
         if not one.adopted:
             result = os.waitid(os.P_PIDFD, one.pidfd, os.WEXITED | os.WNOHANG)
@@ -391,7 +393,7 @@ class Server:
             end = end._replace(source="launch", message=one.launch_error["message"])
         self._ended(one.exit_path, end)
 
-    def _ended(self, exit_path: str, end: Exit) -> None:
+    def _ended(self, exit_path: str, end: ExitRecord) -> None:
         try:
             record(exit_path, end)
         except OSError as error:
@@ -432,18 +434,18 @@ class Server:
             self._starter.hang_up()
 
 
-_OPERATIONS: dict[Any, Callable[[Server, _Caller, Any, Mapping[str, Any]], None]] = {
-    "info": Server._info,
-    "fork": Server._fork,
-    "arena": Server._arena,
-    "drop_arena": Server._drop_arena,
-    "store": Server._store,
-    "publish": Server._publish,
-    "list": Server._list,
-    "kill": Server._kill,
-    "adopt": Server._adopt,
-    "watch": Server._watch,
-    "stop": Server._stop,
+_OPERATIONS: dict[Any, Callable[[LauncherServer, _Caller, Any, Mapping[str, Any]], None]] = {
+    "info": LauncherServer._info,
+    "fork": LauncherServer._fork,
+    "arena": LauncherServer._arena,
+    "drop_arena": LauncherServer._drop_arena,
+    "store": LauncherServer._store,
+    "publish": LauncherServer._publish,
+    "list": LauncherServer._list,
+    "kill": LauncherServer._kill,
+    "adopt": LauncherServer._adopt,
+    "watch": LauncherServer._watch,
+    "stop": LauncherServer._stop,
 }
 
 

@@ -23,7 +23,7 @@ _QUANTA_BETWEEN: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServiceBalance:
     """One gang that runs, alone or in turns. `kind`: whose devices are as good for whom; `behind_s`: how far it is
     behind what it is entitled to, in seconds; `settled_s`: since it moved, or came; `pause_s`: what its move costs;
     `may_share`: it may take turns; `may_move`: and go elsewhere for them."""
@@ -48,7 +48,7 @@ class Going:
     gap_s: float
 
 
-def balanced(standings: Sequence[Standing], quantum_s: float) -> list[Going]:
+def balanced(standings: Sequence[ServiceBalance], quantum_s: float) -> list[Going]:
     """Who goes now: only where the gap is more than the next quantum mends, each device once."""
     crowds = Counter([one.seat for one in standings])
     found: list[Going] = []
@@ -71,11 +71,11 @@ def balanced(standings: Sequence[Standing], quantum_s: float) -> list[Going]:
     return found
 
 
-def _is_worth_it(one: Standing, quantum_s: float) -> bool:
+def _is_worth_it(one: ServiceBalance, quantum_s: float) -> bool:
     return one.settled_s >= max(_QUANTA_BETWEEN * quantum_s, _PAUSES_BETWEEN * one.pause_s)
 
 
-def _is_apart(one: Standing, host: Standing) -> bool:
+def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
     """Whether they have no device in common."""
     own = dict(one.seat)
     return not any(own.get(name, 0) & mask for name, mask in host.seat)

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.hole import Movable, Move
-from ganger_master.policies.introspect.migration import LEAST_GAIN, Proposal, Tried, Why, tried
-from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Rates, normalised
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.hole import Displacement, Movable
+from ganger_master.policies.introspect.migration import LEAST_GAIN, MigrationProposal, MigrationReason, Tried, tried
+from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
-_NOTHING: Final[Failed[Tried]] = Failed()
+_NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Crowded:
 
 
 def relieved(
-    room: Room,
+    room: CapacityIndex,
     gangs: Iterable[Crowded],
     *,
     now: float = 0.0,
-    failed: Failed[Tried] = _NOTHING,
-    placement: Placement = BEST_FIT,
-) -> list[Proposal]:
+    failed: FailedTrials[Tried] = _NOTHING,
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
     """Who saves the most by leaving first; places that are free, and no more than one to a node at once."""
     gangs = sorted(gangs, key=lambda one: one.gang.number)
     view = room.view
@@ -55,7 +55,7 @@ def relieved(
     there: dict[str, list[Crowded]] = {}
     for one in gangs:
         there.setdefault(one.node, []).append(one)
-    found: list[Proposal] = []
+    found: list[MigrationProposal] = []
     trying = WhatIf(room)
     ranked = [(at_most(one), one) for one in gangs if one.gang.move_cost < math.inf]
     for (load, gain), one in sorted(ranked, key=lambda pair: (-pair[0][1], pair[1].gang.number)):
@@ -71,7 +71,7 @@ def relieved(
         if saves > harm:
             trying.take(claims)
             used[claims[0].node] = used[one.node] = math.inf
-            found.append(Proposal(Why.BALANCE, (Move(one.gang, claims),), saves - harm))
+            found.append(MigrationProposal(MigrationReason.BALANCE, (Displacement(one.gang, claims),), saves - harm))
     trying.undo()
     return found
 
@@ -85,7 +85,7 @@ def at_most(one: Crowded) -> tuple[int, float]:
         return best
     for load, rates in sorted(one.rates.items(), reverse=True):
         if load < one.load and len(rates) >= FIRST_WINDOWS:
-            gain, _ = normalised([Rates(here, rates)]).bounds(DOUBT)
+            gain, _ = normalised([TrialRates(here, rates)]).bounds(DOUBT)
             if gain > best[1]:
                 best = load, gain
     return best
@@ -98,5 +98,5 @@ def _lost(one: Crowded, more: int) -> float:
     later = [rates for load, rates in sorted(one.rates.items()) if load >= one.load + more]
     if len(here) < FIRST_WINDOWS or not later or len(later[0]) < FIRST_WINDOWS or not sum(here) > 0.0:
         return 0.0
-    speed = min(1.0, normalised([Rates(here, later[0])]).value)
+    speed = min(1.0, normalised([TrialRates(here, later[0])]).value)
     return (1.0 - speed) * one.remaining_s * one.gang.shape.gpus

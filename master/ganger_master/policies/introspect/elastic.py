@@ -18,11 +18,11 @@ from ganger.resources.values import Claim, GangShape
 from ganger.resources.view import View
 
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import Judged, Rates, judge
+from ganger_master.policies.introspect.trial import Judged, TrialRates, judge
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
-from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 # GPUs must have been idle for so long before somebody grows onto them: no paper gives a number.
 IDLE_S: Final = 60.0
@@ -71,7 +71,7 @@ class Elastic:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowthProposal:
     """`seat`: all its devices then, the present ones among them."""
 
     number: int
@@ -85,7 +85,7 @@ def grow(
     idle_s: float,
     wanted_gpus: int = 0,
     one_node_only: bool = True,
-) -> Growth | None:
+) -> GrowthProposal | None:
     """The one job to grow next, if any. `idle_s`: for how long all free GPUs have been free; `wanted_gpus`: of gangs
     that wait, whoever they are. Ask again once the growth was judged."""
     if wanted_gpus or idle_s < IDLE_S:
@@ -103,20 +103,20 @@ def grow(
     if not options:
         return None
     *_, number, size, seat = min(options)
-    return Growth(number, size, seat)
+    return GrowthProposal(number, size, seat)
 
 
-def verdict(fewer: int, more: int, rates: Rates) -> Judged:
+def verdict(fewer: int, more: int, rates: TrialRates) -> Judged:
     """Whether a job that grew stays grown: `rates` in samples, before and after."""
     return judge([rates], LEAST_SHARE * more / fewer)
 
 
 def shrink(
     jobs: Iterable[Elastic],
-    room: Room,
+    room: CapacityIndex,
     shape: GangShape,
     claims_of: Mapping[int, Claims],
-    placement: Placement = BEST_FIT,
+    placement: PlacementPreference = BEST_FIT,
 ) -> dict[int, int]:
     """Who is cut to how many GPUs, by number, so that a gang fits that does not; empty where cutting is not enough, or
     not needed. At the least loss of rates on one node, and node by node for gangs over several. `claims_of`: what the

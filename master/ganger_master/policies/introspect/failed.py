@@ -15,27 +15,27 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Failed(Generic[K]):
+class FailedTrials(Generic[K]):
     """By what was tried: how often, and until when it is left alone."""
 
     notes: Mapping[K, tuple[int, float]] = field(default_factory=dict)
 
-    def noted(self, tried: K, now: float) -> Failed[K]:
+    def noted(self, tried: K, now: float) -> FailedTrials[K]:
         times = self.notes.get(tried, (0, 0.0))[0] + 1
         until = now + _RETRY_S * 2.0 ** min(times - 1, _MOST_DOUBLINGS)
         notes: dict[Any, tuple[int, float]] = {**self.notes, tried: (times, until)}
         if len(notes) > _MOST:
             # Of equal ones the oldest.
             del notes[min(notes, key=lambda known: notes[known][1])]
-        return Failed(notes)
+        return FailedTrials(notes)
 
-    def forgotten(self, tried: K) -> Failed[K]:
+    def forgotten(self, tried: K) -> FailedTrials[K]:
         """It helped after all."""
         if tried not in self.notes:
             return self
         notes = {**self.notes}
         del notes[tried]
-        return Failed(notes)
+        return FailedTrials(notes)
 
     def holds(self, tried: K, now: float) -> bool:
         return now < self.notes.get(tried, (0, float("-inf")))[1]

@@ -21,15 +21,15 @@ import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.placement.filling import evenly, greedily
 from ganger.resources.fit import gang_level
-from ganger.resources.values import GangShape, Level
-from ganger.resources.view import Mode, View
+from ganger.resources.values import GangShape, LocalityLevel
+from ganger.resources.view import LoadMode, View
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
-from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 MOST_MOVES: Final = 8
 # Sets of gangs that are looked at in one search, and how many times one who has to go may have a hole made for it.
@@ -69,7 +69,7 @@ class Movable(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Displacement:
     """Where a gang goes from where; nowhere: it is stopped."""
 
     gang: Movable
@@ -89,7 +89,7 @@ class Hole:
     """Where the gang fits once these have gone, in this order: keep it for the gang. Cost in GPU-seconds."""
 
     claims: Claims
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Displacement, ...] = ()
 
     @property
     def cost(self) -> float:
@@ -135,11 +135,11 @@ class Movables:
 
 
 def hole_for(
-    room: Room,
+    room: CapacityIndex,
     movables: Movables,
     shape: GangShape,
     *,
-    placement: Placement = BEST_FIT,
+    placement: PlacementPreference = BEST_FIT,
     most_moves: int = MOST_MOVES,
     most_cost: float = math.inf,
     avoid: Collection[str] = (),
@@ -159,19 +159,19 @@ def hole_for(
     found = None
     if shape.nodes <= 1:
         found = search.on_one_node(shape, closed, closed, most_cost, most_moves, _MOST_DEPTH)
-    if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > Level.NODE:
+    if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > LocalityLevel.NODE:
         found = found or search.over_nodes(shape, closed, most_cost, most_moves)
         # The gang need not fill the nodes that were emptied for it: fragments may suffice.
         found = None if found is None else search.without_needless(found, shape, closed)
     return found
 
 
-def in_order(moves: Sequence[Move]) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+def in_order(moves: Sequence[Displacement]) -> tuple[tuple[Displacement, ...], tuple[Displacement, ...]]:
     """The moves so that what one takes another has left before; and those that must be parked in host memory first: who
     wants a part of its own place, and of those who want each other's places the cheapest."""
     parked = sorted((move for move in moves if _wants(move, move)), key=lambda move: move.number)
     left = sorted((move for move in moves if move not in parked), key=lambda move: (bool(move.claims), move.number))
-    ordered: list[Move] = []
+    ordered: list[Displacement] = []
     while left:
         free = [move for move in left if not any(_wants(move, other) for other in left)]
         if free:
@@ -184,13 +184,15 @@ def in_order(moves: Sequence[Move]) -> tuple[tuple[Move, ...], tuple[Move, ...]]
     return (*ordered, *parked), tuple(parked)
 
 
-def _wants(move: Move, other: Move) -> bool:
+def _wants(move: Displacement, other: Displacement) -> bool:
     held = {claim.node: claim.device_mask for claim in other.gang.claims}
     return any(claim.device_mask & held.get(claim.node, 0) for claim in move.claims)
 
 
 class _Search:
-    def __init__(self, room: Room, movables: Movables, placement: Placement, stay: Collection[int]) -> None:
+    def __init__(
+        self, room: CapacityIndex, movables: Movables, placement: PlacementPreference, stay: Collection[int]
+    ) -> None:
         self._room = room
         self._movables = movables
         self._placement = placement
@@ -211,7 +213,7 @@ class _Search:
         """Not on nodes to avoid; nobody goes to closed ones. Costs less than `most_cost`."""
         view = self._room.view
         everything = tuple([role.tasks for role in shape.roles])
-        widest = min(shape.locality.widest, Level.NODE)
+        widest = min(shape.locality.widest, LocalityLevel.NODE)
         least = self._least(shape, shape.gpus, avoid)
         best: Hole | None = None
         for slot in _least_first(least, most_cost, self._looks):
@@ -224,7 +226,7 @@ class _Search:
                 mark = self._trying.mark
                 for gang in gangs:
                     self._trying.give(gang.held)
-                claim = make_claim(view, slot, shape, everything, Mode.PACK, widest)
+                claim = make_claim(view, slot, shape, everything, LoadMode.PACK, widest)
                 moves = None
                 if claim is not None:
                     self._trying.take((claim,))
@@ -245,7 +247,7 @@ class _Search:
         by_cost = able[np.argsort(least[able], kind="stable")]
         spans = [
             (float(least[slots[:count]].sum()), level, slots[: count + _MOST_OTHERS].tolist())
-            for level in (Level.RACK, Level.FABRIC, Level.CLUSTER)
+            for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
             if level <= shape.locality.widest
             for slots in self._spans(level, by_cost)
             if len(slots) >= count
@@ -290,7 +292,7 @@ class _Search:
         view = self._room.view
         start, busy = self._trying.mark, self._busy
         chosen: list[int] = []
-        moves: list[Move] = []
+        moves: list[Displacement] = []
         cost = 0.0
         for at, slot in enumerate(slots):
             # Nobody goes where the gang is, or will be next.
@@ -304,7 +306,7 @@ class _Search:
             chosen.append(slot)
             if len(chosen) == count:
                 break
-        claims = (evenly if shape.nodes else greedily)(view, shape, chosen, Mode.PACK)
+        claims = (evenly if shape.nodes else greedily)(view, shape, chosen, LoadMode.PACK)
         hole = None
         if claims is not None and gang_level(view, claims) <= shape.locality.widest:
             hole = Hole(claims, tuple(moves))
@@ -314,9 +316,9 @@ class _Search:
 
     def _emptied_node(
         self, slot: int, share: int, avoid: frozenset[str], most_cost: float, most_moves: int
-    ) -> tuple[Move, ...] | None:
+    ) -> tuple[Displacement, ...] | None:
         """Who leaves a node, for where; in the room they are gone. None leaves it as it was."""
-        for gangs in islice(self._sets(slot, share, most_moves, Level.NODE), _MOST_SETS_OF_MANY):
+        for gangs in islice(self._sets(slot, share, most_moves, LocalityLevel.NODE), _MOST_SETS_OF_MANY):
             mark = self._trying.mark
             for gang in gangs:
                 self._trying.give(gang.held)
@@ -334,12 +336,12 @@ class _Search:
         most_cost: float,
         most_moves: int,
         depth: int,
-    ) -> tuple[Move, ...] | None:
+    ) -> tuple[Displacement, ...] | None:
         """Where these go, who have been given back, away from the nodes that they left; in the room they are there, for
         the caller to undo. None where somebody finds no room, or it would cost `most_cost`."""
         before = self._busy
         self._busy = before | {gang.number for gang in gangs}
-        moves: list[Move] = []
+        moves: list[Displacement] = []
         rest = sorted(gangs, key=lambda gang: (-gang.shape.gpus, gang.number))
         while rest:
             gang = rest.pop(0)
@@ -360,7 +362,7 @@ class _Search:
         most_cost: float,
         most_moves: int,
         depth: int,
-    ) -> tuple[Move, ...]:
+    ) -> tuple[Displacement, ...]:
         if most_moves < 1:
             return ()
         if gang.move_cost < min(most_cost, gang.stop_cost):
@@ -368,7 +370,7 @@ class _Search:
             claims = self._placement.place(self._room, gang.shape, Want(math.inf, avoid=avoid))
             if claims is not None:
                 self._trying.take(claims)
-                return (Move(gang, claims),)
+                return (Displacement(gang, claims),)
             most = min(most_cost, gang.stop_cost) - gang.move_cost
             hole = self.on_one_node(gang.shape, avoid, closed, most, most_moves - 1, depth - 1) if depth else None
             if hole is not None:
@@ -377,8 +379,8 @@ class _Search:
                 for claims in (*(move.claims for move in hole.moves), hole.claims):
                     self._trying.take(claims)
                 self._busy |= {move.number for move in hole.moves}
-                return (*hole.moves, Move(gang, hole.claims))
-        return (Move(gang, ()),) if gang.stop_cost < most_cost else ()
+                return (*hole.moves, Displacement(gang, hole.claims))
+        return (Displacement(gang, ()),) if gang.stop_cost < most_cost else ()
 
     def _least(self, shape: GangShape, gpus: int, avoid: frozenset[str]) -> NDArray[np.float64]:
         """By slot: what so many devices there cost at least; infinite where the gang cannot be."""
@@ -396,17 +398,17 @@ class _Search:
         least[[view.slots[name] for name in avoid if name in view.slots]] = np.inf
         return least
 
-    def _spans(self, level: Level, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _spans(self, level: LocalityLevel, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Of these nodes those of each rack, of each fabric, or all; in their order."""
-        if level is Level.CLUSTER:
+        if level is LocalityLevel.CLUSTER:
             return [slots]
         columns = self._room.view.columns()
-        codes = (columns.racks if level is Level.RACK else columns.fabrics)[slots]
+        codes = (columns.racks if level is LocalityLevel.RACK else columns.fabrics)[slots]
         slots, codes = slots[codes > 0], codes[codes > 0]
         by_code = np.argsort(codes, kind="stable")
         return np.split(slots[by_code], np.flatnonzero(np.diff(codes[by_code])) + 1)
 
-    def _sets(self, slot: int, gpus: int, most: int, widest: Level) -> Iterator[tuple[Movable, ...]]:
+    def _sets(self, slot: int, gpus: int, most: int, widest: LocalityLevel) -> Iterator[tuple[Movable, ...]]:
         """Of the gangs on a node those whose devices there, with the free ones, would do; the cheapest first, then the
         fewest. Of sets that differ in nothing that matters one."""
         view = self._room.view
@@ -423,7 +425,7 @@ class _Search:
         kinds: dict[tuple[object, ...], int] = {}
         kind_of: dict[int, int] = {}
         for gang, claim in there:
-            mask = claim.device_mask if widest < Level.NODE else claim.device_mask.bit_count()
+            mask = claim.device_mask if widest < LocalityLevel.NODE else claim.device_mask.bit_count()
             kind = (gang.shape, gang.price, len(gang.claims), claim.millicores, claim.memory_bytes, mask, gang.beside)
             kind_of[gang.number] = kinds.setdefault(kind, len(kinds))
         there.sort(key=lambda pair: (pair[0].price, kind_of[pair[0].number], pair[0].number))

@@ -15,18 +15,18 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.resources.fit import gang_level
-from ganger.resources.values import GangShape, Level
+from ganger.resources.values import GangShape, LocalityLevel
 from ganger.resources.view import View
 from msgspec.structs import replace
 
 from ganger_master.models.locality import LocalityModel
-from ganger_master.policies.introspect.failed import Failed
-from ganger_master.policies.introspect.hole import Hole, Movable, Movables, Move, hole_for
-from ganger_master.policies.introspect.trial import Judged, Rates, judge
+from ganger_master.policies.introspect.failed import FailedTrials
+from ganger_master.policies.introspect.hole import Displacement, Hole, Movable, Movables, hole_for
+from ganger_master.policies.introspect.trial import Judged, TrialRates, judge
 from ganger_master.policies.introspect.whatif import Claims, WhatIf
-from ganger_master.policies.place import Placement, Want
+from ganger_master.policies.place import PlacementPreference, Want
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
 FRAGMENTED: Final = 0.75
@@ -40,7 +40,7 @@ _MOST_LOOKS: Final = 128
 _REST_S: Final = 600.0
 
 
-class Why(Enum):
+class MigrationReason(Enum):
     LOCALITY = "closer together"
     HOLE = "room for a gang that waits"
     UNPACK = "a GPU of its own"
@@ -52,11 +52,11 @@ class Why(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class MigrationProposal:
     """Moves that belong together, the gang's own last. `saves`: GPU-seconds, beyond what the moves cost."""
 
-    why: Why
-    moves: tuple[Move, ...]
+    why: MigrationReason
+    moves: tuple[Displacement, ...]
     saves: float = 0.0
 
     @property
@@ -66,7 +66,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class GangDistance:
     """A running gang with what its locality costs it. `remaining_s`: how long it is expected to run yet; as long as it
     has run, if nobody knows."""
 
@@ -74,7 +74,7 @@ class Spread:
     locality: LocalityModel
     remaining_s: float
     # How far apart the job may lie; None: no further than now.
-    widest: Level | None = None
+    widest: LocalityLevel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Packed:
 
 # What behaves like a job, or the job, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
-_NOTHING: Final[Failed[Tried]] = Failed()
+_NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 _AT_ONCE: Final = Want(math.inf)
 _NOBODY_ELSE: Final = Movables(View(), ())
 
@@ -125,21 +125,21 @@ def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: 
     return Movable(number, narrowed, claims, pause_s * shape.gpus, kind=kind)
 
 
-def verdict(why: Why, rates: Rates) -> Judged:
+def verdict(why: MigrationReason, rates: TrialRates) -> Judged:
     """Whether a moved job stays: where it was moved for its own sake, if it is faster; else if it is not slower."""
-    own_sake = why in (Why.LOCALITY, Why.UNPACK, Why.BALANCE)
+    own_sake = why in (MigrationReason.LOCALITY, MigrationReason.UNPACK, MigrationReason.BALANCE)
     return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
 
 
 def closer(
-    room: Room,
-    gangs: Iterable[Spread],
+    room: CapacityIndex,
+    gangs: Iterable[GangDistance],
     *,
     now: float = 0.0,
-    failed: Failed[Tried] = _NOTHING,
+    failed: FailedTrials[Tried] = _NOTHING,
     others: Movables | None = None,
-    placement: Placement = BEST_FIT,
-) -> list[Proposal]:
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
     """Gangs that lie further apart than they should, who would save the most first: into what is free, or, with
     `others`, by a hole that these make, if need be by a swap through host memory on a full cluster."""
     found = []
@@ -149,7 +149,9 @@ def closer(
             continue
         saves, hole = _better_place(trying, one, others, placement)
         if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
-            found.append(Proposal(Why.LOCALITY, (*hole.moves, Move(one.gang, hole.claims)), saves))
+            found.append(
+                MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
+            )
             # Places are still held by those who leave them; who goes into what they leave waits for another plan.
             if not hole.moves and not _overlap(hole.claims, one.gang.claims):
                 trying.take(hole.claims)
@@ -158,27 +160,27 @@ def closer(
 
 
 def exchanged(
-    room: Room,
-    gangs: Iterable[Spread],
-    others: Iterable[Spread],
+    room: CapacityIndex,
+    gangs: Iterable[GangDistance],
+    others: Iterable[GangDistance],
     *,
     now: float = 0.0,
-    failed: Failed[Tried] = _NOTHING,
-    placement: Placement = BEST_FIT,
-) -> list[Proposal]:
+    failed: FailedTrials[Tried] = _NOTHING,
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
     """Gangs that change places with one of the others, or share theirs out anew, with what is free there: whoever gains
     saves more than both moves take and the other loses, and the other is not slower by more than a move may cost. Who
     would save the most first; the gang that gains goes last."""
     gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
     others = sorted(others, key=lambda one: one.gang.number)
-    found: list[Proposal] = []
+    found: list[MigrationProposal] = []
     trying = WhatIf(room)
     done: set[int] = set()
     looks = _MOST_LOOKS
     for one in gangs:
         if one.gang.number in done or _could_save(room.view, one) <= one.gang.move_cost:
             continue
-        best: tuple[float, Proposal] | None = None
+        best: tuple[float, MigrationProposal] | None = None
         for other in others:
             if other.gang.number in done | {one.gang.number} or looks <= 0:
                 continue
@@ -194,7 +196,9 @@ def exchanged(
     return found
 
 
-def _exchange(trying: WhatIf, one: Spread, other: Spread, placement: Placement) -> tuple[float, Proposal] | None:
+def _exchange(
+    trying: WhatIf, one: GangDistance, other: GangDistance, placement: PlacementPreference
+) -> tuple[float, MigrationProposal] | None:
     """The first one as close as it can be where the two are and what is free there, the other in what is left."""
     if math.inf in (one.gang.move_cost, other.gang.move_cost):
         return None
@@ -203,11 +207,13 @@ def _exchange(trying: WhatIf, one: Spread, other: Spread, placement: Placement) 
     elsewhere = frozenset(room.view.slots) - there
     trying.give(one.gang.claims)
     trying.give(other.gang.claims)
-    best: tuple[float, Proposal] | None = None
+    best: tuple[float, MigrationProposal] | None = None
     # Once for all levels: to hide a node takes as long as to look for a place on it.
     with room.without(elsewhere):
-        for level in range(Level.NVLINK, gang_level(room.view, one.gang.claims)):
-            shape = replace(one.gang.shape, locality=replace(one.gang.shape.locality, widest=Level(level), wish=None))
+        for level in range(LocalityLevel.NVLINK, gang_level(room.view, one.gang.claims)):
+            shape = replace(
+                one.gang.shape, locality=replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
+            )
             claims = placement.place(room, shape, _AT_ONCE)
             if claims is None:
                 continue
@@ -223,26 +229,33 @@ def _exchange(trying: WhatIf, one: Spread, other: Spread, placement: Placement) 
             loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
             saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
             if saves > 0.0 and (best is None or saves > best[0]):
-                best = saves, Proposal(Why.EXCHANGE, (Move(other.gang, others), Move(one.gang, claims)), saves)
+                best = (
+                    saves,
+                    MigrationProposal(
+                        MigrationReason.EXCHANGE,
+                        (Displacement(other.gang, others), Displacement(one.gang, claims)),
+                        saves,
+                    ),
+                )
     trying.undo(mark)
     return best
 
 
-def _wide(one: Spread) -> GangShape:
+def _wide(one: GangDistance) -> GangShape:
     """As far apart as the job accepts, be it further than now."""
     shape = one.gang.shape
     return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
 
 
 def unpacked(
-    room: Room,
+    room: CapacityIndex,
     packs: Iterable[Packed],
     horizon_s: float,
-    placement: Placement = BEST_FIT,
+    placement: PlacementPreference = BEST_FIT,
     *,
     now: float = 0.0,
-    failed: Failed[Tried] = _NOTHING,
-) -> list[Proposal]:
+    failed: FailedTrials[Tried] = _NOTHING,
+) -> list[MigrationProposal]:
     """Out of packs into GPUs that nobody wants: from that which loses the most by being one first, of its residents the
     cheapest to move. `horizon_s`: how long the room is expected to last."""
     found = []
@@ -257,15 +270,19 @@ def unpacked(
                 continue
             if claims is not None:
                 trying.take(claims)
-                found.append(Proposal(Why.UNPACK, (Move(one, claims),), saves))
+                found.append(MigrationProposal(MigrationReason.UNPACK, (Displacement(one, claims),), saves))
                 break
     trying.undo()
     return found
 
 
 def drained(
-    room: Room, node: str, gangs: Iterable[Movable], others: Movables, placement: Placement = BEST_FIT
-) -> tuple[list[Proposal], list[int]]:
+    room: CapacityIndex,
+    node: str,
+    gangs: Iterable[Movable],
+    others: Movables,
+    placement: PlacementPreference = BEST_FIT,
+) -> tuple[list[MigrationProposal], list[int]]:
     """Everybody off a node, the largest first, who is in the way elsewhere moved too; and the numbers of those who find
     no room, or may not be moved."""
     found, stuck = [], []
@@ -284,20 +301,20 @@ def drained(
             trying.give(move.gang.claims)
         for claims in (*(move.claims for move in hole.moves), hole.claims):
             trying.take(claims)
-        found.append(Proposal(Why.DRAIN, (*hole.moves, Move(gang, hole.claims))))
+        found.append(MigrationProposal(MigrationReason.DRAIN, (*hole.moves, Displacement(gang, hole.claims))))
     trying.undo()
     return found, stuck
 
 
 def defragmented(
-    room: Room,
+    room: CapacityIndex,
     gangs: Iterable[Movable],
     *,
     fragmented: float = FRAGMENTED,
     most_moves: int = 16,
     now: float = 0.0,
-    failed: Failed[Tried] = _NOTHING,
-) -> list[Proposal]:
+    failed: FailedTrials[Tried] = _NOTHING,
+) -> list[MigrationProposal]:
     """Gandiva's: of the nodes that are not idle and have the most free, gangs go to nodes that have no more free, until
     none is fragmented or nobody finds such a place. The smallest first; a node that cannot be emptied is left alone."""
     view = room.view
@@ -307,7 +324,7 @@ def defragmented(
             on.setdefault(gang.claims[0].node, []).append(gang)
     for some in on.values():
         some.sort(key=lambda gang: (gang.shape.gpus, gang.number))
-    found: list[Proposal] = []
+    found: list[MigrationProposal] = []
     trying = WhatIf(room)
     done: set[str] = set()
     while len(found) < most_moves:
@@ -328,21 +345,21 @@ def defragmented(
         # It has left: nothing counts on its old place before it has.
         trying.take(claims)
         trying.give(gang.claims)
-        found.append(Proposal(Why.DEFRAGMENT, (Move(gang, claims),)))
+        found.append(MigrationProposal(MigrationReason.DEFRAGMENT, (Displacement(gang, claims),)))
     trying.undo()
     return found
 
 
 def capped(
-    proposals: Iterable[Proposal],
+    proposals: Iterable[MigrationProposal],
     now: float,
     moved_at: Mapping[int, float],
     busy_nodes: Collection[str],
     most: int,
-) -> list[Proposal]:
+) -> list[MigrationProposal]:
     """Of these, in their order, what may begin now: at most so many moves, one on each node at a time, nobody who was
     moved a moment ago."""
-    chosen: list[Proposal] = []
+    chosen: list[MigrationProposal] = []
     busy = set(busy_nodes)
     left = most
     for proposal in proposals:
@@ -353,20 +370,22 @@ def capped(
     return chosen
 
 
-def rested_s(proposal: Proposal, moved_at: Mapping[int, float]) -> float:
+def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> float:
     """When all who would move have been left alone for long enough since they were moved last."""
     return max([moved_at.get(move.number, -math.inf) for move in proposal.moves], default=-math.inf) + _REST_S
 
 
-def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placement: Placement) -> tuple[float, Hole]:
+def _better_place(
+    trying: WhatIf, one: GangDistance, others: Movables | None, placement: PlacementPreference
+) -> tuple[float, Hole]:
     """What saves the most, and what it saves beyond its cost: beside what it holds, so that it can move while it runs,
     else with its own pieces, else where others go."""
     room = trying.room
     best = (0.0, Hole(()))
     most = _could_save(room.view, one) - one.gang.move_cost
-    closest = Level.NVLINK if others is not None else closest_with_room(room.view, one.gang)
+    closest = LocalityLevel.NVLINK if others is not None else closest_with_room(room.view, one.gang)
     for level in range(closest, gang_level(room.view, one.gang.claims)):
-        locality = replace(one.gang.shape.locality, widest=Level(level), wish=None)
+        locality = replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
         shape = replace(one.gang.shape, locality=locality)
         claims = placement.place(room, shape, Want(math.inf))
         hole = None if claims is None else Hole(claims)
@@ -383,7 +402,7 @@ def _better_place(trying: WhatIf, one: Spread, others: Movables | None, placemen
     return best
 
 
-def closest_with_room(view: View, gang: Movable) -> Level:
+def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
     """No closer than this is there a place for it, if nobody else goes: as many devices as it has are not free in one
     node, rack or fabric, with its own given back. Within a node all levels are as one."""
     columns, size = view.columns(), len(view.nodes)
@@ -391,32 +410,32 @@ def closest_with_room(view: View, gang: Movable) -> Level:
     for claim in gang.claims:
         free[view.slots[claim.node]] += claim.device_mask.bit_count()
     if free.max(initial=0) >= gang.shape.gpus:
-        return Level.NVLINK
-    for level, codes in ((Level.RACK, columns.racks), (Level.FABRIC, columns.fabrics)):
+        return LocalityLevel.NVLINK
+    for level, codes in ((LocalityLevel.RACK, columns.racks), (LocalityLevel.FABRIC, columns.fabrics)):
         # Those of no rack are under the first code.
         if np.bincount(codes[:size], free)[1:].max(initial=0) >= gang.shape.gpus:
             return level
-    return Level.CLUSTER
+    return LocalityLevel.CLUSTER
 
 
-def _could_save(view: View, one: Spread) -> float:
+def _could_save(view: View, one: GangDistance) -> float:
     """GPU-seconds, were its GPUs as close as on any node."""
     gpus = one.gang.shape.gpus
     most = max((topology.devices for topology in view.topologies), default=1)
     nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
-    best = one.locality.relative_speed(gpus, nodes, Level.NVLINK if nodes == 1 else Level.RACK)
+    best = one.locality.relative_speed(gpus, nodes, LocalityLevel.NVLINK if nodes == 1 else LocalityLevel.RACK)
     return _saved(one, _speed(view, one, one.gang.claims), best)
 
 
-def _saves(view: View, one: Spread, claims: Claims) -> float:
+def _saves(view: View, one: GangDistance, claims: Claims) -> float:
     return _saved(one, _speed(view, one, one.gang.claims), _speed(view, one, claims))
 
 
-def _saved(one: Spread, now: float, then: float) -> float:
+def _saved(one: GangDistance, now: float, then: float) -> float:
     return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + LEAST_GAIN) * now else 0.0
 
 
-def _speed(view: View, one: Spread, claims: Claims) -> float:
+def _speed(view: View, one: GangDistance, claims: Claims) -> float:
     """By its speed on one node at its best."""
     with_devices = [claim for claim in claims if claim.device_mask]
     return one.locality.relative_speed(one.gang.shape.gpus, len(with_devices), gang_level(view, claims))
@@ -427,9 +446,9 @@ def _overlap(some: Claims, others: Claims) -> bool:
     return any(claim.device_mask & held.get(claim.node, 0) for claim in some)
 
 
-def _of_one_node(shape: GangShape) -> Level:
+def _of_one_node(shape: GangShape) -> LocalityLevel:
     """Within a node gangs may lie anywhere that they accept."""
-    return min(shape.locality.widest, Level.NODE)
+    return min(shape.locality.widest, LocalityLevel.NODE)
 
 
 def _free(view: View, name: str) -> int:

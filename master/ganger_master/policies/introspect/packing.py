@@ -19,17 +19,25 @@ from typing import Final, TypeAlias
 
 from ganger_master.models.interference import (
     UNKNOWN_DEVICE,
+    ColocationTrial,
     Contention,
     Forecast,
     Pressure,
-    Trial,
     fit_together,
     forecast,
     shared_speeds,
 )
-from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.failed import FailedTrials
 from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import DOUBT, FIRST_WINDOWS, Judged, Rates, Verdict, judge, normalised
+from ganger_master.policies.introspect.trial import (
+    DOUBT,
+    FIRST_WINDOWS,
+    Judged,
+    TrialRates,
+    TrialVerdict,
+    judge,
+    normalised,
+)
 
 # A pack must be better by this much: what a trial costs, and what two sets of caches and data loaders do besides.
 MARGIN: Final = 0.05
@@ -83,7 +91,7 @@ class Berth:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class ColocationProposal:
     """The guest's residents move to the host's devices, whose own residents stay."""
 
     guest: Berth
@@ -110,13 +118,13 @@ def pair_of(*berths: Berth) -> Pair:
 
 def proposals(
     berths: Collection[Berth],
-    failed: Failed[Pair],
+    failed: FailedTrials[Pair],
     now: float,
     contention: Mapping[str, Contention] = {},
     most: int = 1,
     may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
-) -> list[Proposal]:
+) -> list[ColocationProposal]:
     """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
     wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest.
     `wanted`: how many GPUs others would take of those that this guest leaves, and others like it."""
@@ -144,7 +152,7 @@ def proposals(
             rank = _rank(ones[0][-1], others[-1][-1], failed, now, belief)
             if rank is not None:
                 found.setdefault(rank, []).append((ones, others))
-    chosen: list[Proposal] = []
+    chosen: list[ColocationProposal] = []
     used: set[Seat] = set()
     left = 0
 
@@ -162,44 +170,44 @@ def proposals(
             continue
         belief = contention.get(host.device_type, UNKNOWN_DEVICE)
         expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
-        chosen.append(Proposal(guest, host, expected))
+        chosen.append(ColocationProposal(guest, host, expected))
         left += guest.gpus
         used.update((host.seat, guest.seat))
     return chosen
 
 
-def verdict(proposal: Proposal, rates: Mapping[int, Rates]) -> Judged:
+def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
     """What measuring says so far: `rates` of all residents by number, `before` alone and `after` in the pack, those of
     its first mini-batches left out. Undone as well when somebody has become too slow."""
     everybody = proposal.residents
     found = judge([rates[one.number] for one in everybody], proposal.threshold)
-    if found.verdict is Verdict.UNDO:
+    if found.verdict is TrialVerdict.UNDO:
         return found
     each = [judge([rates[one.number]], one.least_speed) for one in everybody]
-    too_slow = [one for one in each if one.verdict is Verdict.UNDO]
+    too_slow = [one for one in each if one.verdict is TrialVerdict.UNDO]
     if too_slow:
-        return Judged(Verdict.UNDO, found.gain, all(one.is_open for one in too_slow))
-    if any(one.verdict is Verdict.MEASURE for one in each):
-        return Judged(Verdict.MEASURE, found.gain)
+        return Judged(TrialVerdict.UNDO, found.gain, all(one.is_open for one in too_slow))
+    if any(one.verdict is TrialVerdict.MEASURE for one in each):
+        return Judged(TrialVerdict.MEASURE, found.gain)
     return found
 
 
-def still_pays(residents: Sequence[Resident], rates: Mapping[int, Rates], doubt: float = DOUBT / 10) -> bool:
+def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates], doubt: float = DOUBT / 10) -> bool:
     """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
     slow, beyond doubt. `after`: its latest windows."""
     measured = tuple([rates[one.number] for one in residents])
     return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
 
 
-def lesson(proposal: Proposal, rates: Mapping[int, Rates]) -> Trial:
+def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> ColocationTrial:
     """For the interference model, whatever the verdict was."""
     speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
-    return Trial(tuple(one.pressure for one in proposal.residents), speeds)
+    return ColocationTrial(tuple(one.pressure for one in proposal.residents), speeds)
 
 
 # Who is in a pack that was kept is asked about again and again, mostly by the same windows.
 @lru_cache(4096)
-def _still_pays(measured: tuple[Rates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+def _still_pays(measured: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
     if min(len(one.after) for one in measured) < FIRST_WINDOWS:
         return True
     if normalised(measured).bounds(doubt)[1] < 1.0:
@@ -214,7 +222,7 @@ def _likeness(berth: Berth) -> Hashable:
     return berth.gain, tuple(residents)
 
 
-def _rank(host: Berth, guest: Berth, failed: Failed[Pair], now: float, belief: Contention) -> _Rank | None:
+def _rank(host: Berth, guest: Berth, failed: FailedTrials[Pair], now: float, belief: Contention) -> _Rank | None:
     """Smaller is better; None: not worth trying. Of equal gains the surer one: that which leaves more of the GPU
     idle."""
     residents = (*host.residents, *guest.residents)

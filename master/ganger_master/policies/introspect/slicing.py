@@ -19,7 +19,7 @@ from functools import reduce
 from typing import Final, TypeAlias
 
 from ganger.resources.topology import Topology
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -40,7 +40,7 @@ class SharedNode:
     mask: int
 
 
-class Sharer(Struct, frozen=True, gc=False):
+class SliceShare(Struct, frozen=True, gc=False):
     """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
     behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that
     `is_bound` runs nowhere else."""
@@ -65,18 +65,18 @@ class Sharer(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimeSlice:
     """Who runs, by number, and where."""
 
     seats: Mapping[int, Seat]
 
-    def entering(self, sharers: Iterable[Sharer]) -> list[int]:
+    def entering(self, sharers: Iterable[SliceShare]) -> list[int]:
         return [one.number for one in sharers if one.number in self.seats and not one.runs]
 
-    def leaving(self, sharers: Iterable[Sharer]) -> list[int]:
+    def leaving(self, sharers: Iterable[SliceShare]) -> list[int]:
         return [one.number for one in sharers if one.runs and one.number not in self.seats]
 
-    def shifted(self, sharers: Iterable[Sharer]) -> list[int]:
+    def shifted(self, sharers: Iterable[SliceShare]) -> list[int]:
         """Who goes on elsewhere than where its state is: more than a switch."""
         return [
             one.number
@@ -90,7 +90,7 @@ def quantum_s(switch_s: float, wanted_s: float = QUANTUM_S) -> float:
     return max(wanted_s, _SWITCHES_PER_QUANTUM * switch_s)
 
 
-def shares(sharers: Sequence[Sharer], gpus: int) -> dict[int, float]:
+def shares(sharers: Sequence[SliceShare], gpus: int) -> dict[int, float]:
     """The share of the time that each is entitled to, by number: 1 for who must not be suspended, then priority by
     priority in proportion to weights as far as the devices go, nobody more than 1."""
     found = dict.fromkeys((one.number for one in sharers), 0.0)
@@ -105,7 +105,9 @@ def shares(sharers: Sequence[Sharer], gpus: int) -> dict[int, float]:
     return found
 
 
-def credited(sharers: Sequence[Sharer], running: Collection[int], seconds: float, quantum: float) -> tuple[Sharer, ...]:
+def credited(
+    sharers: Sequence[SliceShare], running: Collection[int], seconds: float, quantum: float
+) -> tuple[SliceShare, ...]:
     """After these have run for so long, by the clock: a boundary may come late, and what it gave too much is taken into
     account at the next rows. What gangs of mixed sizes cannot be given is not owed to them for ever."""
     wanted = sum(one.gpus for one in sharers)
@@ -129,7 +131,7 @@ def credited(sharers: Sequence[Sharer], running: Collection[int], seconds: float
     return tuple(found)
 
 
-def next_row(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: float) -> Row:
+def next_row(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> TimeSlice:
     """Who runs for the next quantum. Who has not run yet goes first, so that its first mini-batches come within one
     quantum; of equals who runs already, to spare a switch."""
     line = _line(sharers, nodes, quantum)
@@ -139,10 +141,12 @@ def next_row(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: fl
         (one for one in line if one.number in chosen), key=lambda one: (not one.is_bound, not one.runs, not one.seat)
     )
     better = _seated(settled, nodes)
-    return Row(better if len(better) == len(chosen) else chosen)
+    return TimeSlice(better if len(better) == len(chosen) else chosen)
 
 
-def matrix(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: float, rows: int) -> tuple[Row, ...]:
+def matrix(
+    sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float, rows: int
+) -> tuple[TimeSlice, ...]:
     """The next rows if nothing else happens: what a node set can go on with by itself."""
     found = []
     for _ in range(rows):
@@ -152,7 +156,7 @@ def matrix(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: floa
     return tuple(found)
 
 
-def seated(sharers: Sequence[Sharer], row: Row) -> tuple[Sharer, ...]:
+def seated(sharers: Sequence[SliceShare], row: TimeSlice) -> tuple[SliceShare, ...]:
     """The sharers as they are once the row runs."""
     return tuple(
         replace(one, seat=row.seats.get(one.number, one.seat), runs=one.number in row.seats) for one in sharers
@@ -169,12 +173,12 @@ def node_sets(seats: Iterable[Seat]) -> list[tuple[str, ...]]:
     return sorted(tuple(sorted(names)) for names in set(sets.values()))
 
 
-def load(sharers: Iterable[Sharer], nodes: Iterable[SharedNode]) -> float:
+def load(sharers: Iterable[SliceShare], nodes: Iterable[SharedNode]) -> float:
     """Gandiva's height before it is rounded up: devices wanted by devices there."""
     return sum(one.gpus for one in sharers) / sum(node.mask.bit_count() for node in nodes)
 
 
-def _fill(sharers: Sequence[Sharer], gpus: float, into: dict[int, float]) -> float:
+def _fill(sharers: Sequence[SliceShare], gpus: float, into: dict[int, float]) -> float:
     """Water-filling; the devices that are given."""
     rest = list(sharers)
     left = gpus
@@ -192,13 +196,13 @@ def _fill(sharers: Sequence[Sharer], gpus: float, into: dict[int, float]) -> flo
     return gpus - left
 
 
-def _line(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: float) -> list[Sharer]:
+def _line(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> list[SliceShare]:
     gpus = sum(node.mask.bit_count() for node in nodes)
     # Gangs of four use no more than eight of ten devices.
     step = math.gcd(*(one.gpus for one in sharers)) or 1
     entitled = shares(sharers, gpus // step * step)
 
-    def key(one: Sharer) -> tuple[float, ...]:
+    def key(one: SliceShare) -> tuple[float, ...]:
         share = entitled[one.number]
         would_be_ahead = one.deficit_s + share * quantum <= 1e-6 * quantum
         behind_in = (quantum - one.deficit_s) / share if share > 0.0 else math.inf
@@ -219,7 +223,7 @@ def _line(sharers: Sequence[Sharer], nodes: Sequence[SharedNode], quantum: float
     return sorted(sharers, key=key)
 
 
-def _seated(line: Iterable[Sharer], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
+def _seated(line: Iterable[SliceShare], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
     """Who finds a seat beside those before, in order."""
     free = {node.name: node.mask for node in nodes}
     found = {}
@@ -232,7 +236,7 @@ def _seated(line: Iterable[Sharer], nodes: Sequence[SharedNode]) -> dict[int, Se
     return found
 
 
-def _seat(one: Sharer, nodes: Sequence[SharedNode], free: Mapping[str, int]) -> Seat | None:
+def _seat(one: SliceShare, nodes: Sequence[SharedNode], free: Mapping[str, int]) -> Seat | None:
     if one.seat and all(free.get(name, 0) & mask == mask for name, mask in one.seat):
         return one.seat
     if one.is_bound and one.seat:
@@ -258,5 +262,5 @@ def _best(node: SharedNode, free: Mapping[str, int], count: int) -> int:
     return mask
 
 
-def _level(node: SharedNode, free: Mapping[str, int], count: int) -> Level:
+def _level(node: SharedNode, free: Mapping[str, int], count: int) -> LocalityLevel:
     return node.topology.level(_best(node, free, count))

@@ -10,11 +10,19 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.resources.values import GangShape
 
-from ganger_master.policies.introspect.hole import MOST_MOVES, Hole, Movable, Movables, Move, cheapest_first, hole_for
+from ganger_master.policies.introspect.hole import (
+    MOST_MOVES,
+    Displacement,
+    Hole,
+    Movable,
+    Movables,
+    cheapest_first,
+    hole_for,
+)
 from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import Placement
+from ganger_master.policies.place import PlacementPreference
 from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 # Victims that are searched for one by one; and nodes for which that is repeated, with victims on the node first.
 _MOST_STOPPED: Final = 32
@@ -26,11 +34,11 @@ _Search: TypeAlias = Callable[[], Hole | None]
 
 
 def swap_for(
-    room: Room,
+    room: CapacityIndex,
     gangs: Iterable[Movable],
     shape: GangShape,
     *,
-    placement: Placement = BEST_FIT,
+    placement: PlacementPreference = BEST_FIT,
     most_moves: int = MOST_MOVES,
     stay: Collection[int] = (),
 ) -> Hole | None:
@@ -86,7 +94,7 @@ def _better(trying: WhatIf, stoppable: Sequence[Movable], gpus: int, best: Hole,
         hole = search()
         trying.undo()
         if hole is not None:
-            whole = Hole(hole.claims, (*(Move(gang, ()) for gang in stopped), *hole.moves))
+            whole = Hole(hole.claims, (*(Displacement(gang, ()) for gang in stopped), *hole.moves))
             best = min(best, whole, key=badness)
     return best
 
@@ -128,4 +136,4 @@ def _stopping(trying: WhatIf, order: Sequence[Movable], gpus: int, search: _Sear
                 stopped.remove(gang)
                 found = without
     trying.undo()
-    return None if found is None else Hole(found.claims, (*(Move(gang, ()) for gang in stopped), *found.moves))
+    return None if found is None else Hole(found.claims, (*(Displacement(gang, ()) for gang in stopped), *found.moves))

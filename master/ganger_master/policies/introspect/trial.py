@@ -25,14 +25,14 @@ MOST_WINDOWS: Final = 64
 DOUBT: Final = 0.05
 
 
-class Verdict(Enum):
+class TrialVerdict(Enum):
     MEASURE = "measure on"
     KEEP = "keep"
     UNDO = "undo"
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class GainEstimate:
     """A figure with its standard deviation and the degrees of freedom that this was estimated with."""
 
     value: float
@@ -47,7 +47,7 @@ class Estimate:
         return self.value - reach, self.value + reach
 
 
-class Rates(Struct, frozen=True, gc=False):
+class TrialRates(Struct, frozen=True, gc=False):
     """Steps per second of one job, window by window: `before` the change (alone, where it was) and `after` it. A window
     in which nothing was done counts as zero."""
 
@@ -60,12 +60,14 @@ class Judged:
     """`gain`: the sum over jobs of the rate after by the rate before; NaN before the first look. `is_open`: undone
     because the last look told neither a gain nor a loss."""
 
-    verdict: Verdict
-    gain: Estimate = Estimate(math.nan)
+    verdict: TrialVerdict
+    gain: GainEstimate = GainEstimate(math.nan)
     is_open: bool = False
 
 
-def judge(jobs: Sequence[Rates], threshold: float, doubt: float = DOUBT, most_windows: int = MOST_WINDOWS) -> Judged:
+def judge(
+    jobs: Sequence[TrialRates], threshold: float, doubt: float = DOUBT, most_windows: int = MOST_WINDOWS
+) -> Judged:
     """Keeps a change whose gain is above the threshold, undoes one whose gain is below, measures on while both may be.
 
     ValueError for no jobs, for windows that are negative or not finite, and for jobs that stood still before.
@@ -73,22 +75,22 @@ def judge(jobs: Sequence[Rates], threshold: float, doubt: float = DOUBT, most_wi
     _check(jobs)
     windows = min(len(job.after) for job in jobs)
     look, used = 0, FIRST_WINDOWS
-    found = Judged(Verdict.MEASURE)
+    found = Judged(TrialVerdict.MEASURE)
     while used <= min(windows, most_windows):
         look += 1
-        gain = normalised(Rates(job.before, job.after[:used]) for job in jobs)
+        gain = normalised(TrialRates(job.before, job.after[:used]) for job in jobs)
         low, high = gain.bounds(doubt / 2**look)
         if low > threshold:
-            return Judged(Verdict.KEEP, gain)
+            return Judged(TrialVerdict.KEEP, gain)
         if high < threshold:
-            return Judged(Verdict.UNDO, gain)
+            return Judged(TrialVerdict.UNDO, gain)
         is_last = 2 * used > most_windows
-        found = Judged(Verdict.UNDO if is_last else Verdict.MEASURE, gain, is_last)
+        found = Judged(TrialVerdict.UNDO if is_last else TrialVerdict.MEASURE, gain, is_last)
         used *= 2
     return found
 
 
-def normalised(jobs: Iterable[Rates]) -> Estimate:
+def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
     """The sum of rates after by rates before. Errors of all means add up (delta method); degrees of freedom by Welch
     and Satterthwaite."""
     value = variance = by_freedom = 0.0
@@ -99,7 +101,7 @@ def normalised(jobs: Iterable[Rates]) -> Estimate:
         for part, windows in parts:
             variance += part
             by_freedom += part**2 / (windows - 1)
-    return Estimate(value, math.sqrt(variance), variance**2 / by_freedom if by_freedom else math.inf)
+    return GainEstimate(value, math.sqrt(variance), variance**2 / by_freedom if by_freedom else math.inf)
 
 
 # Who is watched in a pack that was kept is asked about again and again, mostly by the same windows.
@@ -110,7 +112,7 @@ def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def _check(jobs: Sequence[Rates]) -> None:
+def _check(jobs: Sequence[TrialRates]) -> None:
     if not jobs:
         raise ValueError("no job was measured")
     for job in jobs:

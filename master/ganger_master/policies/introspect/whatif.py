@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 from ganger.resources.values import Claim
 
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 Claims: TypeAlias = tuple[Claim, ...]
 
 
 class WhatIf:
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: CapacityIndex) -> None:
         self.room = room
         # What was taken, or given back with the affinity that its node had.
         self._done: list[tuple[Claim, int | None]] = []

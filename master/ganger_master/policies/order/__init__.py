@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.history import History
+from ganger_master.policies.history import ServiceHistory
 from ganger_master.policies.sorting import sorted_by
 
 # The columns, most significant first, from the facts, the time and the cluster.
@@ -26,7 +26,7 @@ SLACK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobOrder:
     """`preempts`: who goes first may take the place of who runs. `is_strict`: nobody passes a job that does not fit.
     `knows_durations`: it asks an oracle, so it serves for comparison only. `learns`: it goes by indices
     learned from other jobs (`models.service`). `with_history`: itself, for the GPU-seconds of jobs that have ended.
@@ -52,7 +52,7 @@ class Order:
     regroups: bool = False
     rests: bool = False
     placement: str = "gandiva"
-    with_history: Callable[[History], Order] | None = None
+    with_history: Callable[[ServiceHistory], JobOrder] | None = None
     is_steady: bool = False
     by_arrival: bool = False
 
@@ -63,17 +63,17 @@ def as_decimals(amounts: Floats) -> Floats:
     return rounded
 
 
-def ranked(order: Order, facts: Facts, now: float, capacity: Capacity) -> Integers:
+def ranked(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> Integers:
     """Positions in the facts, first job first."""
     return sorted_by(*ranks(order, facts, now, capacity))
 
 
-def ranks(order: Order, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+def ranks(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     """The columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
     return (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
 
 
-def next_change_s(order: Order, facts: Facts, now: float) -> float:
+def next_change_s(order: JobOrder, facts: Facts, now: float) -> float:
     """The earliest time after now at which the order may change by itself (a job enters another queue, a wait becomes
     too long, a deadline passes); infinite if it does not before something happens. Orders that change all the time
     (las, las2d, ftf, and an index within a queue) are asked anew by rounds instead."""

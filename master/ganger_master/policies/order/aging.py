@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats
-from ganger_master.policies.history import History
-from ganger_master.policies.order import SLACK_S, Order, next_change_s
+from ganger_master.policies.history import ServiceHistory
+from ganger_master.policies.order import SLACK_S, JobOrder, next_change_s
 from ganger_master.policies.sorting import sorted_by
 
 WEEK_S = 7 * 86_400.0
@@ -35,7 +35,7 @@ WEEK_S = 7 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Aging:
-    order: Order
+    order: JobOrder
     after_s: float
     factor: float
     share: float
@@ -108,7 +108,7 @@ def _since_began(facts: Facts) -> Floats:
     return facts.waited_s + facts.stretch_s + facts.waited_before_s
 
 
-def with_aging(order: Order, after_s: float = WEEK_S, factor: float = 1.0, share: float = 0.1) -> Order:
+def with_aging(order: JobOrder, after_s: float = WEEK_S, factor: float = 1.0, share: float = 0.1) -> JobOrder:
     """The order, with bounded waiting; named as before."""
     aging = Aging(order, after_s, factor, share)
     renewed = order.with_history
@@ -123,6 +123,6 @@ def with_aging(order: Order, after_s: float = WEEK_S, factor: float = 1.0, share
 
 
 def _with_history(
-    renewed: Callable[[History], Order], after_s: float, factor: float, share: float, history: History
-) -> Order:
+    renewed: Callable[[ServiceHistory], JobOrder], after_s: float, factor: float, share: float, history: ServiceHistory
+) -> JobOrder:
     return with_aging(renewed(history), after_s, factor, share)

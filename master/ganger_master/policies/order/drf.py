@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.sorting import sorted_by
 
 # Shares are compared to this many decimals, so that how sums were rounded decides no tie.
@@ -129,4 +129,4 @@ def _levels(is_kept: Flags, priority: Integers) -> Integers:
     return np.concatenate((np.zeros(min(1, len(priority)), np.int64), np.cumsum(differs)))
 
 
-DRF = Order("drf", keys)
+DRF = JobOrder("drf", keys)

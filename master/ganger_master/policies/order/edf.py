@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
-from ganger_master.policies.order import SLACK_S, Order
+from ganger_master.policies.order import SLACK_S, JobOrder
 
 # Groups, in the order in which they go.
 AHEAD, MISSED, NONE = 0, 1, 2
@@ -32,4 +32,4 @@ def next_change(facts: Facts, now: float) -> float:
     return float(ahead.min(initial=np.inf))
 
 
-EDF = Order("edf", keys, next_change=next_change)
+EDF = JobOrder("edf", keys, next_change=next_change)

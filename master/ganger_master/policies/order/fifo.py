@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 
 
 def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
@@ -19,5 +19,5 @@ def keys_passing(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[
     return ()
 
 
-FIFO = Order("fifo", keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
-FIFO_BACKFILL = Order("fifo-backfill", keys_passing, preempts=False, is_steady=True, by_arrival=True)
+FIFO = JobOrder("fifo", keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
+FIFO_BACKFILL = JobOrder("fifo-backfill", keys_passing, preempts=False, is_steady=True, by_arrival=True)

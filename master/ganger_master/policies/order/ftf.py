@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Floats
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 
 # Nothing that trains is over sooner.
 LEAST_REMAINING_S = 60.0
@@ -46,4 +46,4 @@ def finish_time_fairness(facts: Facts, remaining_s: Floats, now: float, capacity
     return rho
 
 
-FTF = Order("ftf", keys)
+FTF = JobOrder("ftf", keys)

@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.order.ftf import finish_time_fairness
 
 
@@ -15,4 +15,4 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
     return (-finish_time_fairness(facts, facts.remaining_s, now, capacity),)
 
 
-FTF_ORACLE = Order("ftf-oracle", keys, knows_durations=True)
+FTF_ORACLE = JobOrder("ftf-oracle", keys, knows_durations=True)

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 
 # Seconds in which GPUs train nobody when one job takes the place of another.
 SWITCH_S = 13.0
@@ -70,7 +70,7 @@ def _crowded_s(facts: Facts) -> float:
     return max(SWITCH_S, math.fsum(waits_s * waits_s) / max(1.0, math.fsum(waits_s)))
 
 
-GANGER_ALONE = Order(
+GANGER_ALONE = JobOrder(
     "ganger-alone",
     keys,
     learns=True,

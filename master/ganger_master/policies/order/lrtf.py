@@ -7,11 +7,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order, as_decimals
+from ganger_master.policies.order import JobOrder, as_decimals
 
 
 def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     return (as_decimals(-facts.remaining_s),)
 
 
-LRTF = Order("lrtf", keys, knows_durations=True, is_steady=True)
+LRTF = JobOrder("lrtf", keys, knows_durations=True, is_steady=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ganger_master.policies.history import NO_HISTORY, History
-from ganger_master.policies.order import Order
+from ganger_master.policies.history import NO_HISTORY, ServiceHistory
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.order.drf import DRF
 from ganger_master.policies.order.edf import EDF
 from ganger_master.policies.order.fifo import FIFO, FIFO_BACKFILL
@@ -44,7 +44,7 @@ ORDERS = {
 }
 
 
-def order_named(name: str, history: History = NO_HISTORY) -> Order:
+def order_named(name: str, history: ServiceHistory = NO_HISTORY) -> JobOrder:
     """With what is known of ended jobs. KeyError, naming the known ones, for an unknown name."""
     if name not in ORDERS:
         raise KeyError(f"there is no order {name!r}; there are {', '.join(sorted(ORDERS))}")

@@ -12,11 +12,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.order import Order
+from ganger_master.policies.order import JobOrder
 
 
 def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     return (-facts.waited_s, facts.stretch_s)
 
 
-ROUND_ROBIN = Order("round-robin", keys)
+ROUND_ROBIN = JobOrder("round-robin", keys)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.order import SLACK_S, Order
+from ganger_master.policies.order import SLACK_S, JobOrder
 
 # GPU-seconds; three queues, as in the authors' simulator (Pollux's port has one threshold, 57,600).
 THRESHOLDS = (3250.0, 7200.0)
@@ -79,9 +79,9 @@ class Queues:
         return np.searchsorted(self.thresholds, (seconds + SLACK_S) * gpus, side="right")
 
 
-def tiresias(thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None) -> Order:
+def tiresias(thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None) -> JobOrder:
     queues = Queues(thresholds, promote_knob)
-    return Order("tiresias", queues.keys, next_change=queues.next_change)
+    return JobOrder("tiresias", queues.keys, next_change=queues.next_change)
 
 
 TIRESIAS = tiresias()

@@ -18,15 +18,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ganger_master.policies.facts import Capacity, Facts
-from ganger_master.policies.history import History
-from ganger_master.policies.order import Order
+from ganger_master.policies.history import ServiceHistory
+from ganger_master.policies.order import JobOrder
 from ganger_master.policies.order.tiresias import THRESHOLDS, Queues
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GittinsQueues:
     queues: Queues
-    history: History
+    history: ServiceHistory
 
     def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
         index = self.history.index(facts.service, self.queues.until_demotion(facts))
@@ -34,10 +34,10 @@ class GittinsQueues:
 
 
 def tiresias_gittins(
-    history: History, thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None
-) -> Order:
+    history: ServiceHistory, thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None
+) -> JobOrder:
     queues = Queues(thresholds, promote_knob)
-    return Order(
+    return JobOrder(
         "tiresias-gittins",
         GittinsQueues(queues, history).keys,
         next_change=queues.next_change,

@@ -16,10 +16,10 @@ from ganger_master.policies.place.first_fit import FIRST_FIT
 from ganger_master.policies.place.gandiva import GANDIVA
 from ganger_master.policies.place.locality import LOCALITY
 from ganger_master.policies.place.optimus import OPTIMUS, OPTIMUS_CARDS
-from ganger_master.policies.place.placement import Placement, Want
+from ganger_master.policies.place.placement import PlacementPreference, Want
 from ganger_master.policies.place.tetris import TETRIS, TETRIS_COS
 
-__all__ = ["PLACEMENTS", "Placement", "Want", "placement_named"]
+__all__ = ["PLACEMENTS", "PlacementPreference", "Want", "placement_named"]
 
 PLACEMENTS: Final = {
     placement.name: placement
@@ -38,7 +38,7 @@ PLACEMENTS: Final = {
 }
 
 
-def placement_named(name: str) -> Placement:
+def placement_named(name: str) -> PlacementPreference:
     """KeyError, naming the known ones, for an unknown name."""
     try:
         return PLACEMENTS[name]

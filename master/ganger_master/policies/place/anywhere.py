@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.placement.filling import evenly, greedily
-from ganger.resources.values import Claim, Level
-from ganger.resources.view import Mode
+from ganger.resources.values import Claim, LocalityLevel
+from ganger.resources.view import LoadMode
 
 from ganger_master.policies.alike import Alike
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.fragmentation import GangMix
 from ganger_master.policies.place.counted import FreeDevices
-from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.place.placement import Claims, PlacementPreference
 from ganger_master.policies.place.search import fitting_spans, in_span, on_first_node, walk
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     if ask.gpus > room.free_devices:
         return None
-    if widest <= Level.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
+    if widest <= LocalityLevel.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
         return on_first_node(room, ask, widest)
     for number in fitting_spans(room, ask, widest, tightest_first=False):
         found = _from_the_first(room, ask, widest, number)
@@ -36,20 +36,20 @@ def has_room(alike: Alike, ask: Ask) -> int | None:
     return 0 if ask.spread_room(alike) else None
 
 
-def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims | None:
+def _from_the_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Claims | None:
     view, shape = room.view, ask.shape
     if shape.nodes or len(shape.roles) > 1:
         key_of: dict[Alike, Any] = ask.memo(has_room, lambda alike: has_room(alike, ask))
         nodes = list(in_span(room, ask, level, number, key_of))
-        even = evenly(view, shape, walk(nodes), Mode.PACK) if shape.nodes else None
-        return even if even is not None else greedily(view, shape, walk(nodes), Mode.PACK)
+        even = evenly(view, shape, walk(nodes), LoadMode.PACK) if shape.nodes else None
+        return even if even is not None else greedily(view, shape, walk(nodes), LoadMode.PACK)
     remaining = ask.tasks
     claims: list[Claim] = []
     rooms = ask.rooms[0].by_number(room.entries)[room.entries_in(level, number)]
     slots = room.slots_in(level, number)
     for position in np.flatnonzero(rooms).tolist():
         count = min(remaining, int(rooms[position]))
-        claim = make_claim(view, slots.item(position), shape, (count,), Mode.PACK)
+        claim = make_claim(view, slots.item(position), shape, (count,), LoadMode.PACK)
         assert claim is not None, f"the index has room on {view.nodes[slots[position]]} where there is none"
         claims.append(claim)
         remaining -= count
@@ -58,6 +58,6 @@ def _from_the_first(room: Room, ask: Ask, level: Level, number: int) -> Claims |
     return None
 
 
-ANYWHERE = Placement("anywhere", "any free devices, the first node first, for ideal runs", search)
+ANYWHERE = PlacementPreference("anywhere", "any free devices, the first node first, for ideal runs", search)
 # Of servers that have nothing but devices.
 BY_COUNTS = replace(ANYWHERE, by_counts=True, counts=FreeDevices)

@@ -6,14 +6,14 @@ and memory. A gang without devices goes where the fewest free ones could miss th
 
 from __future__ import annotations
 
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, by_free_devices, on_one_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.fragmentation import GangMix
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import Single, SpreadSearch, by_free_devices, on_one_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 
 def cut(family: Family, ask: Ask) -> tuple[int, int]:
@@ -38,10 +38,12 @@ def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
     return (ask.takable(alike.family).bit_count(), alike.millicores, alike.memory)
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
 _SINGLE = Single(cut, left_over, parts=by_free_devices)
-_SPREAD = Spread(least)
-BEST_FIT = Placement("best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search)
+_SPREAD = SpreadSearch(least)
+BEST_FIT = PlacementPreference(
+    "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search
+)

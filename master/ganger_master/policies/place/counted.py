@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.values import Claim, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 
@@ -62,4 +62,4 @@ def is_counted(shape: GangShape) -> bool:
 
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call.
-_ANYWHERE: Final = Level.CLUSTER
+_ANYWHERE: Final = LocalityLevel.CLUSTER

@@ -13,15 +13,15 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.resources.fit import demand as needs
 from ganger.resources.topology import Topology
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand, fragmented_gpus
+from ganger_master.policies.fragmentation import GangMix, fragmented_gpus
 from ganger_master.policies.place.best_fit import BEST_FIT, cut, least
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, able, hosts, on_one_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import Single, SpreadSearch, able, hosts, on_one_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 # Hardware, free devices, free cores and memory of a node.
 _State: TypeAlias = tuple[Topology, int, int, int]
@@ -29,15 +29,15 @@ _State: TypeAlias = tuple[Topology, int, int, int]
 _MOST_DEMANDS: Final = 1 << 10
 
 
-class Growth:
+class FragmentationGrowth:
     """Of the fragments of one node when the whole gang, or as many of its tasks as fit, come to it."""
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: GangMix) -> None:
         self._demand = demand
         self._fragments: dict[_State, float] = {}
         # One object each, as answers are remembered by it.
         self.single = Single(_anything, self._whole)
-        self.spread = Spread(self._part)
+        self.spread = SpreadSearch(self._part)
 
     def foresee(self, some: Sequence[Alike], ask: Ask) -> None:
         """Counts for all of them at once what their keys will ask for."""
@@ -95,7 +95,7 @@ class Growth:
         ]
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     if not ask.gpus:
         # Without devices it leaves no fragments.
         return BEST_FIT.search(room, ask, widest, None)
@@ -109,5 +109,5 @@ def _anything(family: Family, ask: Ask) -> tuple[()]:
     return ()
 
 
-_growth = lru_cache(_MOST_DEMANDS)(Growth)
-FGD = Placement("fgd", "where the fewest GPUs become useless to the gangs that are asked for", search)
+_growth = lru_cache(_MOST_DEMANDS)(FragmentationGrowth)
+FGD = PlacementPreference("fgd", "where the fewest GPUs become useless to the gangs that are asked for", search)

@@ -6,23 +6,23 @@ asks for one.
 
 from __future__ import annotations
 
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.policies.alike import Alike
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Spread, on_first_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.fragmentation import GangMix
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import SpreadSearch, on_first_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 
 def alike_good(alike: Alike, ask: Ask) -> int:
     return 0
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_first_node(room, ask, widest) or over_nodes(room, ask, widest, _SPREAD)
 
 
-_SPREAD = Spread(alike_good, closest_first=False, most_spans=None)
-FIRST_FIT = Placement("first-fit", "the first node with room, in the order in which nodes came", search)
+_SPREAD = SpreadSearch(alike_good, closest_first=False, most_spans=None)
+FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the order in which nodes came", search)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from ganger.resources.values import Level
-from ganger.resources.view import Mode
+from ganger.resources.values import LocalityLevel
+from ganger.resources.view import LoadMode
 
 from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, any_node, at_once, on_one_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.fragmentation import GangMix
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import Single, SpreadSearch, any_node, at_once, on_one_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 _MOST_JOBS = 255
 _MOST_CORES = 4095
@@ -53,7 +53,7 @@ def line(family: Family, ask: Ask) -> int:
     return 0 if family.affinity == ask.gpus else 2 if family.affinity else 1
 
 
-def by_line(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+def by_line(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
     if not ask.gpus:
         return at_once(room, ask)
     others = [affinity for affinity in room.affinities if affinity not in (0, ask.gpus)]
@@ -73,7 +73,7 @@ def keeps_holes(alike: Alike, ask: Ask) -> bool:
     return line(alike.family, ask) < 2
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     mode = room.view.mode
     return on_one_node(room, ask, widest, _SINGLE[mode]) or over_nodes(room, ask, widest, _SPREAD[mode])
 
@@ -83,8 +83,10 @@ def _cores(alike: Alike) -> int:
 
 
 _SINGLE = {
-    Mode.SPREAD: Single(line_then_most, apart, Mode.SPREAD, by_line),
-    Mode.PACK: Single(line_then_least, packed, Mode.PACK, by_line),
+    LoadMode.SPREAD: Single(line_then_most, apart, LoadMode.SPREAD, by_line),
+    LoadMode.PACK: Single(line_then_least, packed, LoadMode.PACK, by_line),
 }
-_SPREAD = {mode: Spread(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in Mode}
-GANDIVA = Placement("gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", search)
+_SPREAD = {mode: SpreadSearch(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in LoadMode}
+GANDIVA = PlacementPreference(
+    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", search
+)

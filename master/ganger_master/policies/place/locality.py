@@ -7,25 +7,25 @@ taken while a better one has room, so all racks and fabrics are tried.
 
 from __future__ import annotations
 
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.policies.alike import Family
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.fragmentation import GangMix
 from ganger_master.policies.place.best_fit import cut, least, left_over
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, on_one_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import Single, SpreadSearch, on_one_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 
 def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
     return (ask.level[family], *cut(family, ask))
 
 
-def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
 _SINGLE = Single(level_and_cut, left_over)
-_SPREAD = Spread(least, most_spans=None)
-LOCALITY = Placement("locality", "the closest devices that are free, within what the job tolerates", search)
+_SPREAD = SpreadSearch(least, most_spans=None)
+LOCALITY = PlacementPreference("locality", "the closest devices that are free, within what the job tolerates", search)

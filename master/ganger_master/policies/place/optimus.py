@@ -18,15 +18,15 @@ from typing import Any
 
 from ganger.placement.claims import make_claim
 from ganger.resources.fit import demand as needs
-from ganger.resources.values import Level
-from ganger.resources.view import Mode
+from ganger.resources.values import LocalityLevel
+from ganger.resources.view import LoadMode
 
 from ganger_master.policies.alike import Alike, Family, Slots, each
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
-from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.fragmentation import GangMix
+from ganger_master.policies.place.placement import Claims, PlacementPreference
 from ganger_master.policies.place.search import Single, by_key, fitting_spans, in_span, on_one_node, walk
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 
 def traffic_per_server_task(workers: int, servers: int) -> float:
@@ -63,11 +63,11 @@ def by_card(workers: int, servers: int) -> tuple[float, int]:
     return (traffic_per_card(workers, servers), servers)
 
 
-def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> Placement:
-    def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> PlacementPreference:
+    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
         shape = ask.shape
         single = on_one_node(room, ask, widest, _SINGLE)
-        if single is not None or shape.nodes == 1 or ask.tasks == 1 or widest < Level.RACK:
+        if single is not None or shape.nodes == 1 or ask.tasks == 1 or widest < LocalityLevel.RACK:
             return single
         most = max(ask.everything)
         numbers: Iterable[int] = (shape.nodes,) if shape.nodes else range(2, most + 1)
@@ -82,7 +82,7 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
                     return _claims(room, ask, servers, number)
         return None
 
-    return Placement(name, summary, search)
+    return PlacementPreference(name, summary, search)
 
 
 def _share(ask: Ask, number: int, server: int) -> tuple[int, ...]:
@@ -109,9 +109,9 @@ class _Known(Iterable[tuple[Any, Slots]]):
             at += 1
 
 
-def _emptiest_first(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[Any, Slots]]:
+def _emptiest_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Iterator[tuple[Any, Slots]]:
     keys: dict[Alike, Any] = ask.memo(_emptiest_with_room, lambda alike: _emptiest_with_room(alike, ask))
-    if level is not Level.CLUSTER or ask.shape.device_memory_bytes:
+    if level is not LocalityLevel.CLUSTER or ask.shape.device_memory_bytes:
         yield from in_span(room, ask, level, number, keys)
         return
     # By free devices first, so the fuller ones need not be looked at before it comes to them.
@@ -120,7 +120,7 @@ def _emptiest_first(room: Room, ask: Ask, level: Level, number: int) -> Iterator
         yield from by_key(some, keys, room.span(level, number))
 
 
-def _all_fit(room: Room, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
+def _all_fit(room: CapacityIndex, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
     """Whether each of the first servers, of runs of servers alike, can hold its share."""
     # From these servers on the share is smaller by a task.
     edges = sorted({number, *(tasks % number for tasks in ask.everything)} - {0})
@@ -140,15 +140,15 @@ def _all_fit(room: Room, ask: Ask, servers: Iterable[tuple[Any, Slots]], number:
     return False
 
 
-def _claims(room: Room, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> Claims:
+def _claims(room: CapacityIndex, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> Claims:
     claims = []
     for server, slot in zip(range(number), walk(servers), strict=False):
-        claim = make_claim(room.view, slot, ask.shape, _share(ask, number, server), Mode.SPREAD)
+        claim = make_claim(room.view, slot, ask.shape, _share(ask, number, server), LoadMode.SPREAD)
         assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
         claims.append(claim)
     return tuple(claims)
 
 
-_SINGLE = Single(most_devices, lambda alike, ask, bound: emptiest(alike, ask), Mode.SPREAD)
+_SINGLE = Single(most_devices, lambda alike, ask, bound: emptiest(alike, ask), LoadMode.SPREAD)
 OPTIMUS = _placement("optimus", "the fewest servers, equal parts of the gang on each, the emptiest first", by_theorem)
 OPTIMUS_CARDS = _placement("optimus-cards", "the same with the least traffic over any server's network card", by_card)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ganger.placement.candidates import asked_for, still_free, widest_now
-from ganger.resources.values import Claim, GangShape, Level
+from ganger.resources.values import Claim, GangShape, LocalityLevel
 from ganger.resources.view import View
 
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
+from ganger_master.policies.fragmentation import GangMix
 from ganger_master.policies.place.counted import FreeDevices
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 Claims: TypeAlias = tuple[Claim, ...]
 # From a room, a gang and the widest level it takes now to its place, or None where it finds none.
-Search: TypeAlias = Callable[[Room, Ask, Level, Demand | None], Claims | None]
+Search: TypeAlias = Callable[[CapacityIndex, Ask, LocalityLevel, GangMix | None], Claims | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Want:
     prefer: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
     # Kinds of gangs that will be asked for; only some placements heed it.
-    demand: Demand | None = None
+    demand: GangMix | None = None
 
 
 _NOTHING_ELSE: Final = Want()
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacementPreference:
     """`summary`: one line for people. `by_counts`: a gang finds a place wherever so many devices are free. `counts`:
     finds the places that `search` would, but without a room, for gangs that are `counted.is_counted`."""
 
@@ -49,14 +49,14 @@ class Placement:
     by_counts: bool = False
     counts: Callable[[View], FreeDevices] | None = None
 
-    def place(self, room: Room, shape: GangShape, want: Want = _NOTHING_ELSE) -> Claims | None:
+    def place(self, room: CapacityIndex, shape: GangShape, want: Want = _NOTHING_ELSE) -> Claims | None:
         """Claims that fit, or None. Nothing is taken."""
         parked = want.parked
         if parked and not any(claim.node in want.avoid for claim in parked) and still_free(room.view, shape, parked):
             return asked_for(parked)
         widest = widest_now(shape, want.waited_s)
         if want.prefer:
-            near = Room(room.view, only=want.prefer - want.avoid)
+            near = CapacityIndex(room.view, only=want.prefer - want.avoid)
             found = self.search(near, near.ask(shape), widest, want.demand)
             if found is not None:
                 return found

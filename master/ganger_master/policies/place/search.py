@@ -16,29 +16,29 @@ import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.placement.filling import evenly, fewest, greedily
 from ganger.placement.scan import PLENTY
-from ganger.resources.values import Level
-from ganger.resources.view import Mode
+from ganger.resources.values import LocalityLevel
+from ganger.resources.view import LoadMode
 from numpy.typing import NDArray
 
 from ganger_master.policies.alike import Alike, Family, Slots, each, each_from_last
 from ganger_master.policies.ask import Ask
 from ganger_master.policies.place.placement import Claims
-from ganger_master.policies.room import Room
-from ganger_master.policies.tally import Tally
+from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.tally import CapacityTotals
 
 # Smaller is better. One question must be one function, since answers are remembered by it.
 Key: TypeAlias = Callable[[Alike, Ask], Any]
 # So many nodes are told apart one by one.
 _FEW: Final = 128
-_LEVELS: Final = (Level.RACK, Level.FABRIC, Level.CLUSTER)
+_LEVELS: Final = (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
 _NO_ROOM: Final = np.iinfo(np.int64).max
 
 
-def at_once(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+def at_once(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
     return (room.families(ask.gpus),)
 
 
-def by_free_devices(room: Room, ask: Ask) -> Iterable[Iterable[Family]]:
+def by_free_devices(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
     """For bounds that begin with the devices that a gang could take, the fewest first."""
     if ask.shape.device_memory_bytes:
         # Of the free ones it may be able to take some only.
@@ -57,8 +57,8 @@ class Single:
 
     bound: Callable[[Family, Ask], Any]
     key: Callable[[Alike, Ask, Any], Any]
-    mode: Mode = Mode.PACK
-    parts: Callable[[Room, Ask], Iterable[Iterable[Family]]] = at_once
+    mode: LoadMode = LoadMode.PACK
+    parts: Callable[[CapacityIndex, Ask], Iterable[Iterable[Family]]] = at_once
 
 
 def any_node(alike: Alike, ask: Ask) -> bool:
@@ -66,7 +66,7 @@ def any_node(alike: Alike, ask: Ask) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SpreadSearch:
     """How a gang is spread over nodes. `key`: which go first among those with room for equally many tasks.
 
     `tries`: only nodes of which the first holds, then the second. Of racks and fabrics the tightest that has room for
@@ -75,13 +75,13 @@ class Spread:
     """
 
     key: Key
-    mode: Mode = Mode.PACK
+    mode: LoadMode = LoadMode.PACK
     tries: tuple[Callable[[Alike, Ask], bool], ...] = (any_node,)
     closest_first: bool = True
     most_spans: int | None = 4
 
 
-def on_one_node(room: Room, ask: Ask, widest: Level, single: Single) -> Claims | None:
+def on_one_node(room: CapacityIndex, ask: Ask, widest: LocalityLevel, single: Single) -> Claims | None:
     """The whole gang on the node with the smallest key."""
     if ask.shape.nodes > 1:
         return None
@@ -101,20 +101,20 @@ def on_one_node(room: Room, ask: Ask, widest: Level, single: Single) -> Claims |
     return None
 
 
-def on_first_node(room: Room, ask: Ask, widest: Level) -> Claims | None:
+def on_first_node(room: CapacityIndex, ask: Ask, widest: LocalityLevel) -> Claims | None:
     """The whole gang on the first node, in the order in which nodes came, that has room for it."""
     if ask.shape.nodes > 1:
         return None
-    if widest >= Level.NODE and len(ask.rooms) == 1:
+    if widest >= LocalityLevel.NODE and len(ask.rooms) == 1:
         # Of a gang of one role a node has room for the whole if it has room for so many of its tasks.
         tasks = ask.rooms[0]
         slot = room.first(tasks.by_number(room.entries) >= ask.tasks, (tasks.kind, ask.tasks))
-        return None if slot is None else _claim(room, ask, slot, widest, Mode.PACK)
+        return None if slot is None else _claim(room, ask, slot, widest, LoadMode.PACK)
     first = nowhere = len(room.view.nodes)
     for family in hosts(room, ask, widest):
         if family.lowest < first:
             first = min([first, *[alike.lowest for alike in able(family, ask)]])
-    return _claim(room, ask, first, widest, Mode.PACK) if first < nowhere else None
+    return _claim(room, ask, first, widest, LoadMode.PACK) if first < nowhere else None
 
 
 def able(family: Family, ask: Ask) -> Sequence[Alike]:
@@ -123,16 +123,16 @@ def able(family: Family, ask: Ask) -> Sequence[Alike]:
     return family.able(needed.millicores, needed.memory_bytes)
 
 
-def hosts(room: Room, ask: Ask, widest: Level) -> list[Family]:
+def hosts(room: CapacityIndex, ask: Ask, widest: LocalityLevel) -> list[Family]:
     """Families with devices for the whole gang within that level, those with the fewest free first."""
     if ask.shape.nodes > 1:
         return []
-    within = min(widest, Level.NODE)
+    within = min(widest, LocalityLevel.NODE)
     level = ask.level
     return [family for family in room.families(ask.gpus) if level[family] <= within]
 
 
-def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | None:
+def over_nodes(room: CapacityIndex, ask: Ask, widest: LocalityLevel, spread: SpreadSearch) -> Claims | None:
     """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
     if ask.shape.nodes == 1 or ask.tasks <= 1 or ask.gpus > room.free_devices:
         return None
@@ -140,7 +140,7 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
     for level in _LEVELS:
         if level > widest or (level < widest and not spread.closest_first):
             continue
-        most = None if level is Level.CLUSTER else spread.most_spans
+        most = None if level is LocalityLevel.CLUSTER else spread.most_spans
         for number in islice(_fitting(tallies, ask, level, spread.closest_first), most):
             for accepts in spread.tries:
                 claims = _fill(room, ask, level, number, spread, accepts)
@@ -149,12 +149,12 @@ def over_nodes(room: Room, ask: Ask, widest: Level, spread: Spread) -> Claims | 
     return None
 
 
-def fitting_spans(room: Room, ask: Ask, level: Level, tightest_first: bool) -> Sequence[int]:
+def fitting_spans(room: CapacityIndex, ask: Ask, level: LocalityLevel, tightest_first: bool) -> Sequence[int]:
     """Racks (fabrics, the cluster) with room for every role."""
     return list(_fitting([room.tally(ask, role) for role in ask.by_weight], ask, level, tightest_first))
 
 
-def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: bool) -> Iterator[int]:
+def _fitting(tallies: Sequence[CapacityTotals], ask: Ask, level: LocalityLevel, tightest_first: bool) -> Iterator[int]:
     """By the tallies of the roles, as `Ask.by_weight` has them."""
     totals = [tally.totals(level) for tally in tallies]
     enough = totals[0] >= ask.everything[ask.by_weight[0]]
@@ -172,7 +172,9 @@ def _fitting(tallies: Sequence[Tally], ask: Ask, level: Level, tightest_first: b
         left[number] = _NO_ROOM
 
 
-def in_span(room: Room, ask: Ask, level: Level, number: int, key_of: dict[Alike, Any]) -> Iterator[tuple[Any, Slots]]:
+def in_span(
+    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
+) -> Iterator[tuple[Any, Slots]]:
     """The nodes of a rack (fabric, ...) by their keys, the smallest first; those without a key are left out."""
     return by_key(_present(room, ask, level, number), key_of, room.span(level, number))
 
@@ -188,9 +190,11 @@ def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator
     return chain.from_iterable(each_from_last(slots) if from_last else each(slots) for _, slots in runs)
 
 
-def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> Iterator[list[tuple[Any, Family]]]:
+def _bounded(
+    room: CapacityIndex, ask: Ask, widest: LocalityLevel, single: Single
+) -> Iterator[list[tuple[Any, Family]]]:
     """Families that host the gang, by their bounds; in parts of which each is better than all that follow."""
-    within = min(widest, Level.NODE)
+    within = min(widest, LocalityLevel.NODE)
     level = ask.level
     bounds: dict[Family, Any] = ask.memo(
         (single.bound, within), lambda family: single.bound(family, ask) if level[family] <= within else None
@@ -201,14 +205,19 @@ def _bounded(room: Room, ask: Ask, widest: Level, single: Single) -> Iterator[li
         yield found
 
 
-def _claim(room: Room, ask: Ask, slot: int, widest: Level, mode: Mode) -> Claims:
+def _claim(room: CapacityIndex, ask: Ask, slot: int, widest: LocalityLevel, mode: LoadMode) -> Claims:
     claim = make_claim(room.view, slot, ask.shape, ask.everything, mode, widest)
     assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
     return (claim,)
 
 
 def _fill(
-    room: Room, ask: Ask, level: Level, number: int, spread: Spread, accepts: Callable[[Alike, Ask], bool]
+    room: CapacityIndex,
+    ask: Ask,
+    level: LocalityLevel,
+    number: int,
+    spread: SpreadSearch,
+    accepts: Callable[[Alike, Ask], bool],
 ) -> Claims | None:
     view, shape, mode = room.view, ask.shape, spread.mode
 
@@ -224,32 +233,34 @@ def _fill(
     return fewest(view, shape, _roomiest_first(room, ask, level, number, key_of), mode)
 
 
-def _over_exactly(room: Room, ask: Ask, runs: Sequence[tuple[Any, Slots]], mode: Mode) -> Claims | None:
+def _over_exactly(room: CapacityIndex, ask: Ask, runs: Sequence[tuple[Any, Slots]], mode: LoadMode) -> Claims | None:
     shape = ask.shape
     share = -(-ask.everything[ask.by_weight[0]] // shape.nodes)
     if len(shape.roles) > 1:
         share *= PLENTY
     roomy = [run for run in runs if -run[0][0] >= share]
     # Packing uses the tightest nodes that will do, so that the roomy ones stay whole.
-    order = walk(roomy) if mode is Mode.SPREAD else walk(reversed(roomy), from_last=True)
+    order = walk(roomy) if mode is LoadMode.SPREAD else walk(reversed(roomy), from_last=True)
     even = evenly(room.view, shape, order, mode)
     return even if even is not None else greedily(room.view, shape, walk(runs), mode)
 
 
 def _roomiest_first(
-    room: Room, ask: Ask, level: Level, number: int, key_of: dict[Alike, Any]
+    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[int, Iterator[int]]]:
     """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
     are not asked for before it comes to their nodes."""
     span = room.span(level, number)
     # Of the whole cluster the index is shorter than the nodes are many, but only of those that have devices free.
-    by_entry = level is Level.CLUSTER and ask.least_free
+    by_entry = level is LocalityLevel.CLUSTER and ask.least_free
     for most, some in _by_room(room, ask) if by_entry else _by_room_of_nodes(room, ask, level, number):
         if any(key_of[alike] is not None for alike in some):
             yield most, _walk(some, key_of, span)
 
 
-def _by_room_of_nodes(room: Room, ask: Ask, level: Level, number: int) -> Iterator[tuple[int, list[Alike]]]:
+def _by_room_of_nodes(
+    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int
+) -> Iterator[tuple[int, list[Alike]]]:
     """Node by node."""
     entries = room.entries_in(level, number)
     rooms = ask.rooms[0].by_number(room.entries)[entries]
@@ -268,7 +279,7 @@ def _by_room_of_nodes(room: Room, ask: Ask, level: Level, number: int) -> Iterat
         entries, rooms = entries[less], rooms[less]
 
 
-def _by_room(room: Room, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
+def _by_room(room: CapacityIndex, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
     """Entry by entry."""
     every = room.entries.alikes
     rooms = np.where(room.entries.is_present, ask.rooms[0].by_number(room.entries), 0)
@@ -278,14 +289,14 @@ def _by_room(room: Room, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
         rooms[is_most] = 0
 
 
-def _present(room: Room, ask: Ask, level: Level, number: int) -> Iterable[Alike]:
-    if level is Level.CLUSTER:
+def _present(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Iterable[Alike]:
+    if level is LocalityLevel.CLUSTER:
         return chain.from_iterable(family.members for family in room.families(ask.least_free))
     entries = room.entries_in(level, number)
     return _named(room, entries[entries > 0])
 
 
-def _named(room: Room, entries: NDArray[np.int32]) -> list[Alike]:
+def _named(room: CapacityIndex, entries: NDArray[np.int32]) -> list[Alike]:
     """Each entry once."""
     different = set(entries.tolist()) if len(entries) <= _FEW else np.flatnonzero(np.bincount(entries)).tolist()
     every = room.entries.alikes

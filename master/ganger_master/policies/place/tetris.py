@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ganger.resources.values import Level
+from ganger.resources.values import LocalityLevel
 
 from ganger_master.policies.alike import Alike, Family
 from ganger_master.policies.ask import Ask
-from ganger_master.policies.fragmentation import Demand
-from ganger_master.policies.place.placement import Claims, Placement
-from ganger_master.policies.place.search import Single, Spread, on_one_node, over_nodes
-from ganger_master.policies.room import Room
+from ganger_master.policies.fragmentation import GangMix
+from ganger_master.policies.place.placement import Claims, PlacementPreference
+from ganger_master.policies.place.search import Single, SpreadSearch, on_one_node, over_nodes
+from ganger_master.policies.room import CapacityIndex
 
 
 def by_dot(alike: Alike, ask: Ask) -> float:
@@ -66,17 +66,17 @@ def _dot(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
 
 def _placement(
     name: str, summary: str, at_best: Callable[[Family, Ask], float], score: Callable[[Alike, Ask], float]
-) -> Placement:
+) -> PlacementPreference:
     def key(alike: Alike, ask: Ask, bound: float) -> float:
         scores: dict[Alike, float] = ask.memo(score, lambda alike: score(alike, ask))
         return scores[alike]
 
-    single, spread = Single(at_best, key), Spread(score)
+    single, spread = Single(at_best, key), SpreadSearch(score)
 
-    def search(room: Room, ask: Ask, widest: Level, demand: Demand | None) -> Claims | None:
+    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
         return on_one_node(room, ask, widest, single) or over_nodes(room, ask, widest, spread)
 
-    return Placement(name, summary, search)
+    return PlacementPreference(name, summary, search)
 
 
 TETRIS = _placement(

@@ -15,16 +15,16 @@ from ganger.resources.values import Claim, GangShape
 
 from ganger_master.policies.facts import Floats
 from ganger_master.policies.place.alignment import Alignment, within_fairness
-from ganger_master.policies.place.placement import Claims, Placement
+from ganger_master.policies.place.placement import Claims, PlacementPreference
 from ganger_master.policies.place.tetris import TETRIS, TETRIS_COS
 from ganger_master.policies.place.tetris_pass import DIGITS, Knobs
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 
 _DEFAULT = Knobs()
 
 
 def tetris_gangs(
-    room: Room,
+    room: CapacityIndex,
     gangs: Sequence[GangShape],
     remaining_work: Floats,
     shares: Floats,
@@ -67,17 +67,17 @@ def tetris_gangs(
     return chosen
 
 
-def placement_by(knobs: Knobs) -> Placement:
+def placement_by(knobs: Knobs) -> PlacementPreference:
     """Of one gang alone."""
     return TETRIS_COS if knobs.alignment is Alignment.COSINE else TETRIS
 
 
-def alignment_of(room: Room, claims: Claims, kind: Alignment) -> float:
+def alignment_of(room: CapacityIndex, claims: Claims, kind: Alignment) -> float:
     """Of what is claimed with what is free there, in shares of the node; of several nodes their mean."""
     return sum(_aligned(room, claim, kind) for claim in claims) / len(claims)
 
 
-def _aligned(room: Room, claim: Claim, kind: Alignment) -> float:
+def _aligned(room: CapacityIndex, claim: Claim, kind: Alignment) -> float:
     view = room.view
     slot = view.slots[claim.node]
     of = view.topologies[slot].configuration_set

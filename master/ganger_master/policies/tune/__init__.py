@@ -122,7 +122,7 @@ def gangs(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Nodes:
+class TuningNodes:
     """What of each node is handed out here: whole nodes, or what others leave of them."""
 
     gpus: Integers
@@ -191,7 +191,7 @@ def pieces(
     )
 
 
-def runnable(gangs: Gangs, nodes: Nodes) -> Integers:
+def runnable(gangs: Gangs, nodes: TuningNodes) -> Integers:
     """Positions, ascending, of the first gangs in order whose GPUs are there together; who does not fit is passed over.
     By GPUs alone (Synergy, OSDI 2022, section 4.2), so that no GPU idles for want of cores or memory."""
     return np.sort(chosen(np.arange(len(gangs)), gangs.gpus, int(nodes.gpus.sum())))
@@ -207,12 +207,12 @@ def rates(gangs: Gangs, placed: Pieces) -> Floats:
     return np.where(np.isinf(found), 0.0, found)
 
 
-def proportional_rates(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Floats:
+def proportional_rates(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Floats:
     """What `rates` would say if every piece had its proportional share."""
     return rates(gangs, proportionally(nodes, placed))
 
 
-def proportionally(nodes: Nodes, placed: Pieces) -> Pieces:
+def proportionally(nodes: TuningNodes, placed: Pieces) -> Pieces:
     """Every piece with as large a part of its node's cores and memory as of its GPUs."""
     return placed.given(placed.gpus * nodes.share_cores[placed.node], placed.gpus * nodes.share_memory[placed.node])
 
@@ -222,6 +222,6 @@ class Tuning:
     """A division of cores and memory. `by_profiles`: it uses the rate of each gang as a function of these."""
 
     name: str
-    tune: Callable[[Gangs, Nodes, Pieces], Pieces]
-    place: Callable[[Gangs, Nodes], Pieces] | None = None
+    tune: Callable[[Gangs, TuningNodes, Pieces], Pieces]
+    place: Callable[[Gangs, TuningNodes], Pieces] | None = None
     by_profiles: bool = True

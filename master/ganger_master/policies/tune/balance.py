@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, pieces
-from ganger_master.policies.tune.demand import Demand
-from ganger_master.policies.tune.packing import Packing
+from ganger_master.policies.tune import Gangs, Pieces, TuningNodes, pieces
+from ganger_master.policies.tune.demand import TuningDemand
+from ganger_master.policies.tune.packing import RoundPacking
 
 
-def place(gangs: Gangs, nodes: Nodes, wanted: Demand) -> Pieces:
+def place(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Pieces:
     """By GPUs, then by the part of a node that they want, most first; each on one of the nodes that hold it whole: the
     one that is then least full, by the fuller of cores and memory; ties go to the node named first. Gangs that no node
     holds are split over the fewest, if they may be; who finds no GPUs is left out."""
-    packing = Packing(gangs, nodes)
+    packing = RoundPacking(gangs, nodes)
     capacity = np.maximum(np.stack([nodes.cores, nodes.memory_bytes]), 1e-9)
     each = np.stack([wanted.cores, wanted.memory_bytes])
     whole_gangs = each * gangs.gpus

@@ -13,25 +13,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.policies.facts import Flags, Floats, Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Profiles
+from ganger_master.policies.tune import ROUNDING, Gangs, Profiles, TuningNodes
 
 # A rate this close to the best is the best: measured rates are not smooth to the last percent.
 ENOUGH = 0.99
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Demand:
+class TuningDemand:
     """For each GPU of each gang."""
 
     cores: Floats
     memory_bytes: Floats
 
-    def take(self, gangs: Integers) -> Demand:
+    def take(self, gangs: Integers) -> TuningDemand:
         """Of those at these positions."""
-        return Demand(self.cores[gangs], self.memory_bytes[gangs])
+        return TuningDemand(self.cores[gangs], self.memory_bytes[gangs])
 
 
-def demands(gangs: Gangs, nodes: Nodes) -> Demand:
+def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
     """Of every gang: of all amounts that fit its fewest nodes, the fewest cores and then the least memory that reach
     `ENOUGH` of the best rate there, and with which no share of any node is a loss. One look for all sizes of gang
     that could get as much."""
@@ -44,10 +44,10 @@ def demands(gangs: Gangs, nodes: Nodes) -> Demand:
         known, profile = np.unique(gangs.profile[alike], return_inverse=True)
         found = _demand(gangs.profiles, known, shares, *limit)
         cores[alike], memory[alike] = found.cores[profile], found.memory_bytes[profile]
-    return Demand(cores, memory)
+    return TuningDemand(cores, memory)
 
 
-def limits(gpus: int, nodes: Nodes) -> tuple[float, float]:
+def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
     """The most cores and bytes for each GPU that the best of the fewest nodes could give."""
     together = np.minimum(np.maximum(nodes.gpus, 1), gpus)
     fewest = together == together.max(initial=1)
@@ -68,7 +68,7 @@ class _Shares:
     memory_bytes: Floats
 
     @classmethod
-    def of(cls, profiles: Profiles, nodes: Nodes) -> _Shares:
+    def of(cls, profiles: Profiles, nodes: TuningNodes) -> _Shares:
         has_gpus = nodes.gpus > 0
         cores, memory = nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]
         column = np.searchsorted(profiles.memory_bytes, memory * (1.0 + ROUNDING), side="right")
@@ -99,11 +99,13 @@ def _front(cores: Floats, memory: Floats) -> Integers:
     return found
 
 
-def _demand(profiles: Profiles, known: Integers, shares: _Shares, most_cores: float, most_memory: float) -> Demand:
+def _demand(
+    profiles: Profiles, known: Integers, shares: _Shares, most_cores: float, most_memory: float
+) -> TuningDemand:
     cores = _axis(profiles.cores, shares.all_cores, most_cores)
     memory = _axis(profiles.memory_bytes, shares.all_memory, most_memory)
     if not len(cores) or not len(memory):
-        return Demand(np.zeros(len(known)), np.zeros(len(known)))
+        return TuningDemand(np.zeros(len(known)), np.zeros(len(known)))
     wanted = ENOUGH * profiles.at(known, cores[-1], memory[-1])
     floors = profiles.at(known[:, None], shares.cores, shares.memory_bytes) * (1.0 - ROUNDING)
 
@@ -114,7 +116,7 @@ def _demand(profiles: Profiles, known: Integers, shares: _Shares, most_cores: fl
 
     # Rates never fall, so what is enough stays enough with more of either.
     fewest = _first(len(known), cores, lambda some: is_enough(some, np.full(len(known), memory[-1])))
-    return Demand(fewest, _first(len(known), memory, lambda much: is_enough(fewest, much)))
+    return TuningDemand(fewest, _first(len(known), memory, lambda much: is_enough(fewest, much)))
 
 
 def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Floats:

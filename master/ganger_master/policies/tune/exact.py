@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.policies.facts import Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Tuning, balance, proportionally, runnable
-from ganger_master.policies.tune.demand import Demand, demands
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, Tuning, TuningNodes, balance, proportionally, runnable
+from ganger_master.policies.tune.demand import TuningDemand, demands
 from ganger_master.policies.tune.knapsack import Choices, best_choice
 from ganger_master.policies.tune.options import options
 from ganger_master.policies.tune.synergy_opt import best_amounts
@@ -34,7 +34,7 @@ class _Problem:
     memory_bytes: float
 
 
-def place(gangs: Gangs, nodes: Nodes) -> Pieces:
+def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     """The runnable gangs; ties go to the gangs and nodes named first."""
     running = runnable(gangs, nodes)
     of_round = gangs.take(running)
@@ -42,7 +42,7 @@ def place(gangs: Gangs, nodes: Nodes) -> Pieces:
     return placed.of(running[placed.gang])
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     board = _Board(gangs, nodes, placed)
     split = np.flatnonzero(np.bincount(placed.gang, minlength=len(gangs))[placed.gang] > 1)
     if len(split):
@@ -53,7 +53,7 @@ def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
     return placed.given(board.cores, board.memory)
 
 
-def _wishes(gangs: Gangs, nodes: Nodes) -> Demand:
+def _wishes(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
     """What each would get if the cluster were one node; the whole demand where that takes too long to say."""
     columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
     if len(np.unique(columns, axis=0)) > _MOST_KINDS:
@@ -64,7 +64,7 @@ def _wishes(gangs: Gangs, nodes: Nodes) -> Demand:
 class _Board:
     """The pieces and what each has at present: its share, until it is chosen for."""
 
-    def __init__(self, gangs: Gangs, nodes: Nodes, placed: Pieces) -> None:
+    def __init__(self, gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> None:
         self.gangs, self.nodes, self.placed = gangs, nodes, placed
         share = proportionally(nodes, placed)
         self.cores, self.memory = share.cores.copy(), share.memory_bytes.copy()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.policies.facts import Flags, Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Profiles, gangs
+from ganger_master.policies.tune import ROUNDING, Gangs, Profiles, TuningNodes, gangs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ def _nobody(numbers: Integers) -> Integers:
 NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody, knows_memory=False)
 
 
-def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: Nodes) -> Gangs:
+def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: TuningNodes) -> Gangs:
     """Gangs by number of their jobs. One that nobody has measured makes the most of its proportional share, and no more
     of anything else: so that is what it is given."""
     position = known.position(numbers)
@@ -40,7 +40,7 @@ def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags
     return gangs(gpus, position, profiles, is_local=is_local)
 
 
-def _with_shares(profiles: Profiles, nodes: Nodes) -> Profiles:
+def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
     """With one profile more, the last: it rises up to the largest share that there is."""
     has_gpus = nodes.gpus > 0
     share_cores = max(float(nodes.share_cores[has_gpus].max(initial=0.0)), ROUNDING)
@@ -53,10 +53,10 @@ def _with_shares(profiles: Profiles, nodes: Nodes) -> Profiles:
     return Profiles(cores, memory, np.concatenate([rates, unknown[None]]))
 
 
-def _up_to_share(profiles: Profiles, nodes: Nodes) -> Profiles:
+def _up_to_share(profiles: Profiles, nodes: TuningNodes) -> Profiles:
     """The same with all memory up to the largest share that there is."""
     return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
 
 
-def _share_of_memory(nodes: Nodes) -> float:
+def _share_of_memory(nodes: TuningNodes) -> float:
     return max(float(nodes.share_memory[nodes.gpus > 0].max(initial=0.0)), 1.0)

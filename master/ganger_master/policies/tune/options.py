@@ -12,7 +12,7 @@ from ganger_master.policies.tune import ROUNDING, Profiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class AmountOptions:
     """By cores, then memory, ascending; for each GPU. `value` is the rate against that of the share."""
 
     cores: Floats
@@ -31,7 +31,7 @@ def options(
     most_cores: float = np.inf,
     most_memory: float = np.inf,
     is_cuttable: bool = False,
-) -> Options:
+) -> AmountOptions:
     """Of the measured amounts, whole cores and the share itself, those up to the most that is there (never less than
     the share). At least one: the cheapest that is as fast as the share. A share that runs nothing makes every value
     one. `is_cuttable`: only those that cut back to the share, one resource or both, stay as fast as it."""
@@ -54,7 +54,7 @@ def options(
     if not kept.any():
         kept[int(np.searchsorted(cores, share_cores)), int(np.searchsorted(memory, share_memory))] = True
     row, column = np.nonzero(kept)
-    return Options(cores[row], memory[column], values[row, column])
+    return AmountOptions(cores[row], memory[column], values[row, column])
 
 
 def _up_to(points: Floats, most: float) -> Floats:

@@ -11,17 +11,17 @@ from typing import TypeAlias
 import numpy as np
 
 from ganger_master.policies.facts import Floats, Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, pieces
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, TuningNodes, pieces
 
 # (node, GPUs there) of a gang.
 Where: TypeAlias = list[tuple[int, int]]
 Amounts: TypeAlias = Floats | float
 
 
-class Packing:
+class RoundPacking:
     """Amounts are for each GPU of the gang in hand, one number or one for each node."""
 
-    def __init__(self, gangs: Gangs, nodes: Nodes) -> None:
+    def __init__(self, gangs: Gangs, nodes: TuningNodes) -> None:
         self.gangs = gangs
         self.nodes = nodes
         self.free_gpus: Integers = nodes.gpus.copy()

@@ -16,7 +16,7 @@ import numpy as np
 
 from ganger_master.models.cpu import CpuModel
 from ganger_master.policies.facts import Floats
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Profiles, Tuning, proportionally
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, Profiles, Tuning, TuningNodes, proportionally
 from ganger_master.policies.tune.demand import ENOUGH
 
 
@@ -27,7 +27,7 @@ def predicted(models: Sequence[CpuModel], most_cores: int) -> Profiles:
     return Profiles(cores, np.ones(1), np.maximum.accumulate(rates, axis=1))
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     cores = np.zeros(len(placed))
     order = np.argsort(placed.node, kind="stable")
     starts = np.flatnonzero(np.diff(placed.node[order], prepend=-1))

@@ -3,10 +3,10 @@ and 4 GPUs give 6 each), the baseline of Synergy (OSDI 2022) and the floor of ev
 
 from __future__ import annotations
 
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Tuning, proportionally
+from ganger_master.policies.tune import Gangs, Pieces, Tuning, TuningNodes, proportionally
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     return proportionally(nodes, placed)
 
 

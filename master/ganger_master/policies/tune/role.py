@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Tuning, proportionally
+from ganger_master.policies.tune import Gangs, Pieces, Tuning, TuningNodes, proportionally
 
 SERVER_CORES = 3.0
 WORKER_CORES = 4.0
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     wanted = WORKER_CORES * placed.gpus + SERVER_CORES * placed.parameter_servers
     used = np.bincount(placed.node, weights=wanted, minlength=len(nodes))
     part = nodes.cores / np.maximum(used, nodes.cores + (nodes.cores <= 0.0))

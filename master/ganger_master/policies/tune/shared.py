@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from ganger_master.policies.facts import Floats
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Tuning
+from ganger_master.policies.tune import Gangs, Pieces, Tuning, TuningNodes
 from ganger_master.policies.tune.demand import demands
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     demand = demands(gangs, nodes)
     return placed.given(
         _shared(placed, demand.cores[placed.gang], nodes.cores),

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Tuning
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, Tuning, TuningNodes
 from ganger_master.policies.tune.demand import demands
-from ganger_master.policies.tune.packing import Packing
+from ganger_master.policies.tune.packing import RoundPacking
 
 
-def place(gangs: Gangs, nodes: Nodes) -> Pieces:
+def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     demand = demands(gangs, nodes)
-    packing = Packing(gangs, nodes)
+    packing = RoundPacking(gangs, nodes)
     for gang, (cores, memory) in enumerate(zip(demand.cores.tolist(), demand.memory_bytes.tolist(), strict=True)):
         where = packing.first(gang, cores, memory)
         if where is not None:
@@ -21,7 +21,7 @@ def place(gangs: Gangs, nodes: Nodes) -> Pieces:
     return packing.placed()
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     """In order, the whole demand where it still fits on all nodes of the gang; the pieces of others are left out."""
     demand = demands(gangs, nodes)
     cores = placed.gpus * demand.cores[placed.gang]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.policies.facts import Floats, Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Tuning, runnable
-from ganger_master.policies.tune.demand import Demand, limits
-from ganger_master.policies.tune.options import Options, options
-from ganger_master.policies.tune.packing import Packing
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, Tuning, TuningNodes, runnable
+from ganger_master.policies.tune.demand import TuningDemand, limits
+from ganger_master.policies.tune.options import AmountOptions, options
+from ganger_master.policies.tune.packing import RoundPacking
 from ganger_master.policies.tune.synergy_tune import largest_first, raised, settle
 
 # Pairs of gang and node that the second program may have: a few seconds of HiGHS.
@@ -35,10 +35,10 @@ class _Kind:
     gangs: Integers
     gpus: int
     weight: float
-    options: Options
+    options: AmountOptions
 
 
-def upper_bound(gangs: Gangs, nodes: Nodes) -> float:
+def upper_bound(gangs: Gangs, nodes: TuningNodes) -> float:
     """The most that the weighted rates of all gangs, each relative to its share of the super-machine, can add up to:
     LP-1 with fractions allowed. Valid for every packing of all of them, whole or split, in which none falls below that
     share: who leaves some out may make more of the others."""
@@ -46,7 +46,7 @@ def upper_bound(gangs: Gangs, nodes: Nodes) -> float:
     return _super_machine(kinds, nodes, is_integer=False)[1] if kinds else 0.0
 
 
-def best_amounts(gangs: Gangs, nodes: Nodes, is_integer: bool = True) -> Demand:
+def best_amounts(gangs: Gangs, nodes: TuningNodes, is_integer: bool = True) -> TuningDemand:
     """For each GPU of each gang by LP-1, one choice per gang; no more than its fewest nodes could give it. Not
     `is_integer`: the few that the relaxed program mixes are rounded, which may ask for a little more than there is."""
     cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
@@ -57,17 +57,17 @@ def best_amounts(gangs: Gangs, nodes: Nodes, is_integer: bool = True) -> Demand:
             choice = np.searchsorted(np.cumsum(count), np.arange(len(kind.gangs)) + 0.5)
             choice = np.minimum(choice, len(kind.options) - 1)
             cores[kind.gangs], memory[kind.gangs] = kind.options.cores[choice], kind.options.memory_bytes[choice]
-    return Demand(cores, memory)
+    return TuningDemand(cores, memory)
 
 
-def place(gangs: Gangs, nodes: Nodes) -> Pieces:
+def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     """The runnable gangs. ValueError where that is too much to solve."""
     if len(gangs) * len(nodes) > MOST_PAIRS:
         raise ValueError(f"{len(gangs)} gangs on {len(nodes)} nodes are more than {MOST_PAIRS} pairs; use synergy-tune")
     running = runnable(gangs, nodes)
     of_round = gangs.take(running)
     wanted = best_amounts(of_round, nodes)
-    packing = Packing(of_round, nodes)
+    packing = RoundPacking(of_round, nodes)
     left = []
     on = _nodes_of(of_round, nodes, wanted)
     for gang in largest_first(of_round, wanted).tolist():
@@ -85,16 +85,16 @@ def place(gangs: Gangs, nodes: Nodes) -> Pieces:
     return placed.of(running[placed.gang])
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     """Where others placed: the amounts of LP-1 for those gangs, as far as their nodes have them."""
     present = np.unique(placed.gang)
     of_present = best_amounts(gangs.take(present), nodes)
-    wanted = Demand(np.zeros(len(gangs)), np.zeros(len(gangs)))
+    wanted = TuningDemand(np.zeros(len(gangs)), np.zeros(len(gangs)))
     wanted.cores[present], wanted.memory_bytes[present] = of_present.cores, of_present.memory_bytes
     return raised(gangs, nodes, placed, wanted)
 
 
-def _kinds(gangs: Gangs, nodes: Nodes, is_placeable: bool) -> list[_Kind]:
+def _kinds(gangs: Gangs, nodes: TuningNodes, is_placeable: bool) -> list[_Kind]:
     total_gpus = max(1, int(nodes.gpus.sum()))
     share = float(nodes.cores.sum()) / total_gpus, float(nodes.memory_bytes.sum()) / total_gpus
     columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
@@ -113,7 +113,7 @@ def _kinds(gangs: Gangs, nodes: Nodes, is_placeable: bool) -> list[_Kind]:
     return kinds
 
 
-def _super_machine(kinds: list[_Kind], nodes: Nodes, is_integer: bool) -> tuple[list[Floats], float]:
+def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> tuple[list[Floats], float]:
     """LP-1: how many gangs of each kind take each option, and what all are worth. All gangs of a kind are one row."""
     rows = np.repeat(np.arange(len(kinds)), [len(kind.options) for kind in kinds])
     gpus = np.array([kind.gpus for kind in kinds], float)[rows]
@@ -144,7 +144,7 @@ def _super_machine(kinds: list[_Kind], nodes: Nodes, is_integer: bool) -> tuple[
     return [taken[rows == kind] for kind in range(len(kinds))], float(value @ taken)
 
 
-def _nodes_of(gangs: Gangs, nodes: Nodes, wanted: Demand) -> Integers:
+def _nodes_of(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Integers:
     """LP-2: the node of each gang that a vertex of the program puts on one node whole; -1 for those it splits."""
     if not len(gangs) or not len(nodes):
         return np.full(len(gangs), -1)

@@ -13,28 +13,28 @@ from __future__ import annotations
 import numpy as np
 
 from ganger_master.policies.facts import Integers
-from ganger_master.policies.tune import ROUNDING, Gangs, Nodes, Pieces, Tuning, proportionally, runnable
-from ganger_master.policies.tune.demand import Demand, demands
-from ganger_master.policies.tune.packing import Packing
+from ganger_master.policies.tune import ROUNDING, Gangs, Pieces, Tuning, TuningNodes, proportionally, runnable
+from ganger_master.policies.tune.demand import TuningDemand, demands
+from ganger_master.policies.tune.packing import RoundPacking
 
 
-def place(gangs: Gangs, nodes: Nodes) -> Pieces:
+def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     """The runnable gangs, largest first."""
     demand = demands(gangs, nodes)
     running = runnable(gangs, nodes)
-    packing = Packing(gangs, nodes)
+    packing = RoundPacking(gangs, nodes)
     for place in largest_first(gangs.take(running), demand.take(running)).tolist():
         gang = int(running[place])
         settle(packing, gang, float(demand.cores[gang]), float(demand.memory_bytes[gang]))
     return packing.placed()
 
 
-def largest_first(gangs: Gangs, demand: Demand) -> Integers:
+def largest_first(gangs: Gangs, demand: TuningDemand) -> Integers:
     """By GPUs, then cores, then memory of the whole gang, most first; ties in the order given."""
     return np.lexsort((-demand.memory_bytes * gangs.gpus, -demand.cores * gangs.gpus, -gangs.gpus))
 
 
-def settle(packing: Packing, gang: int, cores: float, memory_bytes: float) -> bool:
+def settle(packing: RoundPacking, gang: int, cores: float, memory_bytes: float) -> bool:
     """Place one gang that would like so much for each GPU: with that, else with at most its share where that fits, else
     where its GPUs fit, its neighbours giving back. False if there are no GPUs for it."""
     where = packing.tightest(gang, cores, memory_bytes)
@@ -55,7 +55,7 @@ def settle(packing: Packing, gang: int, cores: float, memory_bytes: float) -> bo
     return True
 
 
-def _make_up(packing: Packing, node: int, newcomer: int) -> None:
+def _make_up(packing: RoundPacking, node: int, newcomer: int) -> None:
     """Cut residents that hold more than their share of what is missing back to it: those on the fewest nodes first,
     then with the most cores for each GPU, then the most memory (`_reallocate_peer` of the public code)."""
     if not any(packing.missing(node)):
@@ -76,13 +76,13 @@ def _make_up(packing: Packing, node: int, newcomer: int) -> None:
     assert not any(packing.missing(node)), "residents at their shares leave every free GPU its own"
 
 
-def tune(gangs: Gangs, nodes: Nodes, placed: Pieces) -> Pieces:
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     """Where others placed: everybody at no more than the proportional share, then raised to the demand, largest first,
     where that fits on all nodes of the gang."""
     return raised(gangs, nodes, placed, demands(gangs, nodes))
 
 
-def raised(gangs: Gangs, nodes: Nodes, placed: Pieces, demand: Demand) -> Pieces:
+def raised(gangs: Gangs, nodes: TuningNodes, placed: Pieces, demand: TuningDemand) -> Pieces:
     """`tune` with another wish for each gang."""
     wanted_cores = placed.gpus * demand.cores[placed.gang]
     wanted_memory = placed.gpus * demand.memory_bytes[placed.gang]

@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from ganger_master.core.model import Gang, GangPhase, Intent
+from ganger_master.core.model import Gang, GangIntent, GangPhase
 from ganger_master.sim.report.outcomes import Outcomes, outcomes
 from ganger_master.sim.traces.workload import Workload
 
@@ -47,7 +47,7 @@ class Ledger:
         if finished:
             self._end[job] = now
             self.ended += 1
-        elif gang.intent is not Intent.HAND_OVER and gang.phase is not GangPhase.RESIZING:
+        elif gang.intent is not GangIntent.HAND_OVER and gang.phase is not GangPhase.RESIZING:
             self._preemptions[job] += 1
 
     def moves(self, job: int, gang: Gang) -> None:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ganger_master.core.model import Gang, Job
+from ganger_master.core.model import Gang, JobRecord
 from ganger_master.models.allreduce import AllReduceModel
 from ganger_master.planner.fits import Fits
-from ganger_master.policies.optimus_belief import NOTHING, Belief, first_sizes, steps_left
+from ganger_master.policies.optimus_belief import NOTHING, OptimusEstimate, first_sizes, steps_left
 from ganger_master.sim.replay.losses import Losses
 
 # Measured speeds scatter by this part.
 _NOISE = 0.05
 
 
-class Measured:
+class ModelledEstimates:
     """`work_done(position)`: steps; `true_rate(position, GPUs)`: steps a second, the noise is added here;
     `is_profiled(position)`."""
 
@@ -45,7 +45,7 @@ class Measured:
         # With each number of GPUs it has had, the seconds of a step.
         self._seconds: dict[int, dict[int, float]] = {}
 
-    def believed(self, jobs: Sequence[tuple[Job, Gang | None]]) -> list[Belief]:
+    def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
         """Of live jobs, with the gangs they have."""
         return [self._believed(job, gang) for job, gang in jobs]
 
@@ -54,7 +54,7 @@ class Measured:
         self._fits.forget(number)
         self._seconds.pop(number, None)
 
-    def _believed(self, job: Job, gang: Gang | None) -> Belief:
+    def _believed(self, job: JobRecord, gang: Gang | None) -> OptimusEstimate:
         at = job.number - 1
         if not self._is_profiled(at):
             return NOTHING
@@ -65,9 +65,9 @@ class Measured:
             job.number, int(done / epoch_s), lambda: self._losses.points(at, done), threshold, epoch_s
         )
         left, is_guess = steps_left(whole, done, epoch_s)
-        return Belief(left, is_guess, self._speed(job, gang))
+        return OptimusEstimate(left, is_guess, self._speed(job, gang))
 
-    def _speed(self, job: Job, gang: Gang | None) -> AllReduceModel | None:
+    def _speed(self, job: JobRecord, gang: Gang | None) -> AllReduceModel | None:
         spec = job.spec
         seconds = self._seconds.get(job.number)
         if seconds is None:

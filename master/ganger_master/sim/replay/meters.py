@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ganger_master.core.state import State
-from ganger_master.policies.fragmentation import Demand, fragmented_gpus
+from ganger_master.policies.fragmentation import GangMix, fragmented_gpus
 from ganger_master.sim.report.fragmentation import demand_of
-from ganger_master.sim.report.series import Recorder, StepSeries
+from ganger_master.sim.report.series import SeriesRecorder, StepSeries
 from ganger_master.sim.traces.workload import Workload
 
 # Looks at fragmentation, which asks about every node, over the time in which jobs are submitted.
@@ -20,10 +20,10 @@ class Meters:
     def __init__(self, jobs: Workload, state: State, millicores: int) -> None:
         self._state = state
         self._millicores = millicores
-        self._used = Recorder(0.0)
-        self._cores = Recorder(0.0)
-        self._waiting = Recorder(0.0)
-        self._fragmented = Recorder(0.0)
+        self._used = SeriesRecorder(0.0)
+        self._cores = SeriesRecorder(0.0)
+        self._waiting = SeriesRecorder(0.0)
+        self._fragmented = SeriesRecorder(0.0)
         types = tuple(sorted({one.device_type for one in state.view.sets.values() if one.devices}))
         self._demand = demand_of(jobs, types) if len(jobs) and types else None
         # By node, all of which have joined.
@@ -53,7 +53,7 @@ class Meters:
             "fragmented_gpus": self._fragmented.series(end),
         }
 
-    def _lost(self, demand: Demand) -> float:
+    def _lost(self, demand: GangMix) -> float:
         columns, size = self._state.view.columns(), len(self._devices)
         free = np.bitwise_count(columns.free[:size]).astype(np.int64)
         millicores, memory = columns.millicores[:size], columns.memory[:size]

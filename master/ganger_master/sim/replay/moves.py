@@ -6,17 +6,17 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from ganger_master.core.purpose import Finding
+from ganger_master.core.purpose import TrialFinding
 from ganger_master.core.state import State
-from ganger_master.planner.acting import Moving, Terms
+from ganger_master.planner.acting import MigrationTerms, Moving
 from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
 from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.planner.target import PlanDraft
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.windows import Windows
+from ganger_master.sim.replay.windows import ModelledRates
 
 
 class Moves:
@@ -24,12 +24,12 @@ class Moves:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: PlacementPreference,
         is_strict: bool,
         state: State,
         table: LiveTable,
-        room: Room,
-        windows: Windows,
+        room: CapacityIndex,
+        windows: ModelledRates,
         clock: Clock,
         per_hour: float | None,
     ) -> None:
@@ -44,29 +44,31 @@ class Moves:
     def is_due(self) -> bool:
         return self._clock.now >= self._again_s
 
-    def around(self, inner: Inner, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
+    def around(self, inner: Inner, may_stop: bool, is_news: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         """The pass, where jobs are moved too."""
         return self._plan(inner, self._terms, may_stop, is_news)
 
-    def of_sharers(self, on_trial: Collection[int]) -> tuple[Pass, tuple[Finding, ...]]:
+    def of_sharers(self, on_trial: Collection[int]) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         """What is moved where jobs share GPUs, whose own pass has nothing to change. `on_trial`: whose packs are."""
-        terms = Terms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
-        return self._plan(lambda kept_out, may_stop: Pass(), terms, False, True)
+        terms = MigrationTerms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
+        return self._plan(lambda kept_out, may_stop: PlanDraft(), terms, False, True)
 
     def moves_nobody(self) -> bool:
         """As `moves.moves_nobody` has it."""
         return moves_nobody(self.moving, self._terms, self._table, self._clock.now, self._room)
 
     @property
-    def _terms(self) -> Terms:
-        return Terms(
+    def _terms(self) -> MigrationTerms:
+        return MigrationTerms(
             self._placement,
             draining=tuple(self._state.draining),
             is_strict=self._is_strict,
             per_hour=self._per_hour,
         )
 
-    def _plan(self, inner: Inner, terms: Terms, may_stop: bool, is_news: bool) -> tuple[Pass, tuple[Finding, ...]]:
+    def _plan(
+        self, inner: Inner, terms: MigrationTerms, may_stop: bool, is_news: bool
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         self._windows.now = self._clock.now
         terms = replace(terms, rated=self._windows)
         found, self.moving, findings, again_s = plan_moves(

@@ -15,8 +15,8 @@ from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
     Gang,
-    Intent,
-    Job,
+    GangIntent,
+    JobRecord,
     ObservedPhase,
     Outcome,
     OutcomeKind,
@@ -29,7 +29,7 @@ from ganger_master.sim.replay.options import SwitchCosts
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
-_RUN, _PREPARE, _PARK = Intent.RUN, Intent.PREPARE, Intent.PARK
+_RUN, _PREPARE, _PARK = GangIntent.RUN, GangIntent.PREPARE, GangIntent.PARK
 _RUNNING, _PARKED = ObservedPhase.RUNNING, ObservedPhase.PARKED
 _AT_REST = (_PARKED, ObservedPhase.READY)
 _NO_LEVEL, _TO_STORAGE = SuspendLevel.NONE, SuspendLevel.CHECKPOINT
@@ -40,7 +40,7 @@ class _Followed:
     """A gang on its nodes. `turn` rises with every order, so that what was begun for an older one comes to nothing."""
 
     gang: Gang
-    job: Job
+    job: JobRecord
     turn: int = 0
     is_training: bool = False
     # It did its last step, and its state is on its way to where it rests.
@@ -60,7 +60,7 @@ class _Followed:
     first_step: float = 0.0
 
 
-class Nodes:
+class NodeModel:
     """`send` gives the core a command. `begins(job number, gang, held since)` is called when a gang's first step is
     done, and when it goes on, and returns when it will have finished; `changes(job number, gang)` when it trains on
     with other cores or memory, and returns the same, None if it makes no difference; `halts(job number, gang)` when it
@@ -135,7 +135,7 @@ class Nodes:
             followed.finishes = finishes
             self._at(finishes, followed, self._finished)
 
-    def _start(self, gang: Gang, job: Job) -> None:
+    def _start(self, gang: Gang, job: JobRecord) -> None:
         followed = self._followed[gang.epoch] = _Followed(gang, job, held_since=self._clock.now)
         takes = self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0)
         self._later(takes, followed, self._trains)
@@ -183,7 +183,7 @@ class Nodes:
         followed.is_told_to_stop = True
         gang = followed.gang
         parks = gang.intent is _PARK
-        rests = gang.park_level < _TO_STORAGE if parks else gang.intent is Intent.HAND_OVER
+        rests = gang.park_level < _TO_STORAGE if parks else gang.intent is GangIntent.HAND_OVER
         keeps = parks or gang.checkpoint_first
         takes = self._costs.offload_s if rests else self._costs.suspend_s if keeps else 0.0
         if followed.is_training:
@@ -205,8 +205,8 @@ class Nodes:
     def _rest_deeper(self, followed: _Followed) -> None:
         """It has been told more while it came to rest, or is told so now."""
         gang = followed.gang
-        if gang.intent is Intent.STOP or gang.park_level is _TO_STORAGE:
-            self._later(0.0 if gang.intent is Intent.STOP else self._costs.suspend_s, followed, self._stopped)
+        if gang.intent is GangIntent.STOP or gang.park_level is _TO_STORAGE:
+            self._later(0.0 if gang.intent is GangIntent.STOP else self._costs.suspend_s, followed, self._stopped)
         else:
             self._report(followed, followed.phase)
 
@@ -220,7 +220,7 @@ class Nodes:
             self._moved(followed.job.number, followed.gang)
         self._later(0.0 if moved else self._costs.restore_s, followed, self._trains)
 
-    def _prepare(self, gang: Gang, job: Job) -> None:
+    def _prepare(self, gang: Gang, job: JobRecord) -> None:
         """Everything is made ready while the source trains on, or comes to rest: it may need the devices for itself
         alone."""
         followed = self._followed[gang.epoch] = _Followed(gang, job)

@@ -35,7 +35,7 @@ FREE = SwitchCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ReplayOptions:
     """`ideal`: any free GPUs serve, nothing costs time, and plans are made at every event. `round_s`: plans only at
     multiples of so many seconds, at which gangs that ended meanwhile also give their devices back. `plan_every_s`: not
     ideal, the least time between two plans that stop somebody. What a round's plan stops has `costs.suspend_s` to go,

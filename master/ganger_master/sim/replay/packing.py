@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ganger_master.core.commands import Change
-from ganger_master.core.purpose import Finding
-from ganger_master.planner.packing import Packing, plan_packing
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.packing import OrderColocation, plan_packing
 from ganger_master.planner.table import LiveTable
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.windows import Windows
+from ganger_master.sim.replay.windows import ModelledRates
 
 
 class Packer:
@@ -17,23 +17,23 @@ class Packer:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: PlacementPreference,
         table: LiveTable,
-        room: Room,
-        windows: Windows,
+        room: CapacityIndex,
+        windows: ModelledRates,
         clock: Clock,
         gpus: int,
         plan_every_s: float,
     ) -> None:
         self._placement, self._table, self._room = placement, table, room
         self._windows, self._clock, self._gpus, self._every_s = windows, clock, gpus, plan_every_s
-        self.packing = Packing()
+        self.packing = OrderColocation()
 
     @property
     def next_look_s(self) -> float:
         return self.packing.next_look_s(self._table, self._every_s)
 
-    def plan(self) -> tuple[tuple[Change, ...], tuple[Finding, ...]]:
+    def plan(self) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...]]:
         """The changes to propose now, and what was found."""
         now = self._windows.now = self._clock.now
         changes, self.packing, findings = plan_packing(

@@ -12,8 +12,8 @@ import numpy as np
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
 from ganger_master.core.commands import Command
-from ganger_master.core.model import Job, JobState
-from ganger_master.core.purpose import Finding
+from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.purpose import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.choice import within_quotas
 from ganger_master.planner.pace import is_stop
@@ -21,14 +21,14 @@ from ganger_master.planner.parts import parts_of
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass, may_start, started
+from ganger_master.planner.target import PlanDraft, may_start, started
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_belief import nothing_believed
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.replay.clock import EPOCH_S, INSTANT_S, Clock, round_start, rounds_until
-from ganger_master.sim.replay.nodes import Nodes
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.nodes import NodeModel
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.workload import Workload
@@ -36,14 +36,14 @@ from ganger_master.sim.traces.workload import Workload
 if TYPE_CHECKING:
     # What most policies do not do is loaded only for those that do: it takes longer than to replay a hundred jobs.
     from ganger_master.planner.in_place import Resizing
-    from ganger_master.sim.replay.measured import Measured
+    from ganger_master.sim.replay.measured import ModelledEstimates
     from ganger_master.sim.replay.moves import Moves
     from ganger_master.sim.replay.packing import Packer
-    from ganger_master.sim.replay.rates import Rates
+    from ganger_master.sim.replay.rates import TrueRates
     from ganger_master.sim.replay.scaling import Scaling
     from ganger_master.sim.replay.sharing import Sharing
     from ganger_master.sim.replay.sizes import Sizing
-    from ganger_master.sim.replay.windows import Windows
+    from ganger_master.sim.replay.windows import ModelledRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ class Planning:
         jobs: Workload,
         servers: Servers,
         policy: Policy,
-        options: Options,
+        options: ReplayOptions,
         clock: Clock,
         state: State,
-        nodes: Nodes,
+        nodes: NodeModel,
         work: Work,
-        rates: Rates | None,
+        rates: TrueRates | None,
         scaling: Scaling | None,
-        windows: Windows | None,
+        windows: ModelledRates | None,
         send: Callable[[Command], object],
     ) -> None:
         self._jobs, self._policy, self._options = jobs, policy, options
@@ -101,7 +101,7 @@ class Planning:
         self._only_starts = only_starts and self._order.next_change is None and self._order.with_history is None
         learns = self._order.learns or policy.tetris is not None
         self.table = LiveTable(learns, state.settings.quota_devices)
-        self._room = Room(state.view)
+        self._room = CapacityIndex(state.view)
         self._capacity = Capacity(
             servers.gpus,
             servers.millicores / 1000,
@@ -178,7 +178,7 @@ class Planning:
             # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that
             # stops others.
             may_stop = may_stop and not sizing.is_giving
-        findings: tuple[Finding, ...] = ()
+        findings: tuple[TrialFinding, ...] = ()
         if moves is not None:
             found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
@@ -193,7 +193,7 @@ class Planning:
         self._planned = self._said(found, now)
         return is_carried_out
 
-    def _next_due_s(self, found: Pass) -> float:
+    def _next_due_s(self, found: PlanDraft) -> float:
         """When, after this pass, the next one is due whatever happens; infinite: not before something does."""
         due_s = np.inf
         if found.next_change_s < np.inf and self._options.round_s is None:
@@ -216,7 +216,7 @@ class Planning:
                 table.forget(number)
         self._told.clear()
 
-    def _said(self, found: Pass, now: float) -> _Planned:
+    def _said(self, found: PlanDraft, now: float) -> _Planned:
         """What a plan said, where the next one of its instant will choose the same jobs."""
         is_steady = self._order.is_steady and self._order.next_change is None
         if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None or self._is_bounded:
@@ -235,9 +235,9 @@ class Planning:
             return planned
         return NOTHING_PLANNED
 
-    def _known_pass(self, now: float, planned: _Planned) -> Pass | None:
+    def _known_pass(self, now: float, planned: _Planned) -> PlanDraft | None:
         """The pass that would be made, where it is known without ranking anybody who is chosen and finds room."""
-        jobs: Sequence[Job] = [self._state.jobs[number] for number in planned.follow]
+        jobs: Sequence[JobRecord] = [self._state.jobs[number] for number in planned.follow]
         if not jobs and self._only_starts and self._order.by_arrival and self.table.has_waiting:
             jobs = self._first_of_queue()
         if not jobs:
@@ -245,7 +245,7 @@ class Planning:
         terms = terms_of(self._policy, self.table)
         return started(jobs, self._policy.placement, self.table, now, self._room, terms=terms)
 
-    def _first_of_queue(self) -> list[Job]:
+    def _first_of_queue(self) -> list[JobRecord]:
         """Whom an order by arrival starts on the GPUs that are free."""
         state, found = self._state, []
         free, least = state.free_devices, self.table.least_waiting_gpus
@@ -288,7 +288,7 @@ class Planning:
         if not self._is_news and now < sharing.switches_at:
             return False
         self._is_news = False
-        found, findings, before = Pass(), tuple[Finding, ...](), sharing.remembered
+        found, findings, before = PlanDraft(), tuple[TrialFinding, ...](), sharing.remembered
         if sizing is not None:
             sizing.plan({*before.turns.sharers, *before.packs.on_trial})
             findings = sizing.findings
@@ -326,11 +326,13 @@ class Planning:
         packer.packing = packer.packing.without(before, refused)
         return len(refused) < len(answer.verdicts)
 
-    def _propose(self, found: Pass, findings: tuple[Finding, ...] = ()) -> bool:
+    def _propose(self, found: PlanDraft, findings: tuple[TrialFinding, ...] = ()) -> bool:
         answer = self._answer(found.changes, findings)
         return answer is not None and any(verdict.approved for verdict in answer.verdicts)
 
-    def _answer(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...] = ()) -> PlanAnswer | None:
+    def _answer(
+        self, changes: tuple[commands.Change, ...], findings: tuple[TrialFinding, ...] = ()
+    ) -> PlanAnswer | None:
         if not changes and not findings:
             return None
         answer = self._answer_in_parts(changes, findings)
@@ -345,7 +347,7 @@ class Planning:
             self.sizing.refused(refused)
         return answer
 
-    def _answer_in_parts(self, changes: tuple[commands.Change, ...], findings: tuple[Finding, ...]) -> PlanAnswer:
+    def _answer_in_parts(self, changes: tuple[commands.Change, ...], findings: tuple[TrialFinding, ...]) -> PlanAnswer:
         """Propose the plan in parts, as a live planner does, and return all verdicts."""
         promises = None if self.moves is None else self.moves.moving.promises
         verdicts: list[ChangeAnswer] = []
@@ -358,7 +360,7 @@ class Planning:
             promises, findings = None, ()
         return PlanAnswer(tuple(verdicts), version)
 
-    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOTHING_KEPT_OUT) -> Pass:
+    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOTHING_KEPT_OUT) -> PlanDraft:
         tuning = self._policy.tuning
         is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
         if tuning is not None and is_packed and self._options.round_s is not None and may_stop:
@@ -502,16 +504,16 @@ class Planning:
             self._options.plan_every_s,
         )
 
-    def _measured(self, scaling: Scaling | None) -> Measured | None:
+    def _measured(self, scaling: Scaling | None) -> ModelledEstimates | None:
         """What a policy that resizes jobs measures; None for all others."""
         if not self._policy.resizes:
             return None
         # Fits need SciPy, for which no other policy's run is to wait.
         from ganger_master.sim.replay.losses import Losses
-        from ganger_master.sim.replay.measured import Measured
+        from ganger_master.sim.replay.measured import ModelledEstimates
 
         jobs, work, clock, options = self._jobs, self._work, self._clock, self._options
-        return Measured(
+        return ModelledEstimates(
             Losses(jobs, options.seed),
             lambda job: work.done(job, clock.now),
             lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),

@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 from ganger.resources.fit import share_of_cores, share_of_memory
-from ganger.resources.values import Claim, ConfigurationSet, Level
+from ganger.resources.values import Claim, ConfigurationSet, LocalityLevel
 from msgspec import structs
 
 from ganger_master.core.model import Gang
@@ -52,7 +52,7 @@ _FAMILIES = {
 }
 
 
-class Rates:
+class TrueRates:
     """Of the jobs of a workload, by position."""
 
     def __init__(self, jobs: Workload, servers: Servers) -> None:
@@ -69,8 +69,8 @@ class Rates:
         self._matrices = [profile.matrix for profile in synergy_profiles().values()]
         self._recorded = [self._recorded_amounts(jobs, job) for job in range(len(jobs))]
         self._known_rates: dict[tuple[int, int, int, int], float] = {}
-        self._distances: dict[tuple[str, int, int, Level], float] = {}
-        self._best_levels: dict[int, tuple[int, Level]] = {}
+        self._distances: dict[tuple[str, int, int, LocalityLevel], float] = {}
+        self._best_levels: dict[int, tuple[int, LocalityLevel]] = {}
         self._types: dict[str, str] = {}
 
     def rate(self, job: int, gang: Gang) -> float:
@@ -125,7 +125,7 @@ class Rates:
 
     # -- distance ------------------------------------------------------------------------------------------------------
 
-    def _of_distance(self, job: int, gpus: int, nodes: int, level: Level) -> float:
+    def _of_distance(self, job: int, gpus: int, nodes: int, level: LocalityLevel) -> float:
         if gpus < 2:
             return 1.0
         key = (_family(self._models[job]), gpus, nodes, level)
@@ -184,14 +184,14 @@ def _family(model: str) -> str:
     return next((name for start, name in _FAMILIES.items() if model.lower().startswith(start)), "")
 
 
-def _relative_speed(family: str, gpus: int, nodes: int, level: Level) -> float:
+def _relative_speed(family: str, gpus: int, nodes: int, level: LocalityLevel) -> float:
     """Against the same GPUs in one server at their best."""
     model = _locality(family)
     law = model.relative_speed(gpus, nodes, level)
     if (gpus, nodes) not in _CHRONUS_GPUS_AND_NODES or not family:
         return law
     measured = _CHRONUS[family][_CHRONUS_GPUS_AND_NODES.index((gpus, nodes))]
-    return measured * law / model.relative_speed(gpus, nodes, Level.RACK)
+    return measured * law / model.relative_speed(gpus, nodes, LocalityLevel.RACK)
 
 
 @cache
@@ -202,7 +202,7 @@ def _locality(family: str) -> LocalityModel:
     return fit_locality([LocalityPoint(gpus, nodes, speed) for (gpus, nodes), speed in pairs])
 
 
-def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, Level]:
+def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, LocalityLevel]:
     """The fewest servers that hold so many GPUs, and the closest they can be there."""
     found = []
     for group in groups:
@@ -212,10 +212,12 @@ def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, Level]:
         nodes = -(-gpus // made.devices)
         if nodes == 1:
             levels = [part.level for part in made.groups if part.device_mask.bit_count() >= gpus]
-            found.append((1, min(levels, default=Level.NODE)))
+            found.append((1, min(levels, default=LocalityLevel.NODE)))
         else:
             near = group.nodes_per_rack >= nodes
-            found.append((nodes, Level.RACK if near else Level.FABRIC if group.fabric else Level.CLUSTER))
+            found.append(
+                (nodes, LocalityLevel.RACK if near else LocalityLevel.FABRIC if group.fabric else LocalityLevel.CLUSTER)
+            )
     return min(found)
 
 

@@ -13,7 +13,7 @@ from ganger_master.core import commands, machine
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
-from ganger_master.core.settings import Settings
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
@@ -23,11 +23,11 @@ from ganger_master.quotas import as_settings
 from ganger_master.sim.replay.clock import EPOCH_S, Clock, instant, round_start, rounds_until
 from ganger_master.sim.replay.ledger import Ledger
 from ganger_master.sim.replay.meters import Meters
-from ganger_master.sim.replay.nodes import Nodes
-from ganger_master.sim.replay.options import FREE, Options
+from ganger_master.sim.replay.nodes import NodeModel
+from ganger_master.sim.replay.options import FREE, ReplayOptions
 from ganger_master.sim.replay.planning import Planning
 from ganger_master.sim.replay.specs import devices_only, specs_of, users_of
-from ganger_master.sim.replay.turns import Turns
+from ganger_master.sim.replay.turns import ModelledSchedulers
 from ganger_master.sim.replay.work import Work
 from ganger_master.sim.report.outcomes import Run
 from ganger_master.sim.traces.profiles import with_models
@@ -37,12 +37,12 @@ from ganger_master.sim.traces.workload import Workload
 
 if TYPE_CHECKING:
     from ganger_master.sim.replay.footprints import Footprints
-    from ganger_master.sim.replay.rates import Rates
+    from ganger_master.sim.replay.rates import TrueRates
     from ganger_master.sim.replay.scaling import Scaling
-    from ganger_master.sim.replay.windows import Windows
+    from ganger_master.sim.replay.windows import ModelledRates
 
 _NEVER_S = 1e12
-_DEFAULTS = Options()
+_DEFAULTS = ReplayOptions()
 # In ideal runs service is counted as it is, not in queues.
 _CONTINUOUS = {"tiresias": LAS2D}
 _CAPABILITIES = {CAPABILITY: "yes"}
@@ -54,7 +54,7 @@ def simulate(
     jobs: Workload,
     servers: Servers,
     policy: str,
-    options: Options = _DEFAULTS,
+    options: ReplayOptions = _DEFAULTS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
@@ -91,7 +91,7 @@ class _Replay:
         jobs: Workload,
         servers: Servers,
         policy: str,
-        options: Options,
+        options: ReplayOptions,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.policy = policy_named(policy)
@@ -108,7 +108,7 @@ class _Replay:
         self.options = options
         self.progress = progress
         self.clock = Clock(EPOCH_S)
-        self.settings = Settings(
+        self.settings = CoreSettings(
             lost_after_seconds=None,
             silent_margin_seconds=None,
             policy=policy,
@@ -125,7 +125,7 @@ class _Replay:
         self.state = State(self.settings, EPOCH_S, tells=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
-        self.nodes = Nodes(
+        self.nodes = NodeModel(
             self.clock,
             self.state,
             FREE if options.ideal else options.costs,
@@ -151,7 +151,7 @@ class _Replay:
         # Who trains on a node, by position, with the mask of their devices; and where they do.
         self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
-        self.turns = Turns(self.state, self.send)
+        self.turns = ModelledSchedulers(self.state, self.send)
         self.events = 0
         self._happened = False
         self.ledger = Ledger(jobs)
@@ -349,10 +349,10 @@ class _Replay:
 # Of what most replays do without, and whose loading takes longer than to replay a hundred jobs.
 
 
-def _rates(jobs: Workload, servers: Servers) -> Rates:
-    from ganger_master.sim.replay.rates import Rates
+def _rates(jobs: Workload, servers: Servers) -> TrueRates:
+    from ganger_master.sim.replay.rates import TrueRates
 
-    return Rates(jobs, servers)
+    return TrueRates(jobs, servers)
 
 
 def _scaling(jobs: Workload, seed: int) -> Scaling:
@@ -367,7 +367,7 @@ def _footprints(jobs: Workload, servers: Servers, seed: int) -> Footprints:
     return Footprints(jobs, servers, seed)
 
 
-def _windows(memory: Footprints, seed: int) -> Windows:
-    from ganger_master.sim.replay.windows import Windows
+def _windows(memory: Footprints, seed: int) -> ModelledRates:
+    from ganger_master.sim.replay.windows import ModelledRates
 
-    return Windows(memory, seed)
+    return ModelledRates(memory, seed)

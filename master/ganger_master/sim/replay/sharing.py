@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ganger_master.core.purpose import Finding
+from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner.errands import Errand
 from ganger_master.planner.refused import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.slicing import quantum_s
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.windows import Windows
+from ganger_master.sim.replay.windows import ModelledRates
 
 
 class Sharing:
@@ -24,10 +24,10 @@ class Sharing:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: PlacementPreference,
         table: LiveTable,
-        room: Room,
-        windows: Windows,
+        room: CapacityIndex,
+        windows: ModelledRates,
         clock: Clock,
         gpus: int,
         round_s: float | None,
@@ -44,7 +44,7 @@ class Sharing:
 
     def plan(
         self, switch_s: float, errands: Sequence[Errand], kept_out: frozenset[int]
-    ) -> tuple[Pass, tuple[Finding, ...]]:
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way. `kept_out`:
         numbers of those who are not to be started yet."""
         now = self._windows.now = self._clock.now

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from ganger_master.core.purpose import Finding
-from ganger_master.planner.elastic import Growing, Sizes, plan_sizes, with_sizes
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.elastic import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import Pass
+from ganger_master.planner.target import PlanDraft
 from ganger_master.policies.introspect.elastic import IDLE_S
-from ganger_master.policies.place import Placement
-from ganger_master.policies.room import Room
+from ganger_master.policies.place import PlacementPreference
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.windows import Windows
+from ganger_master.sim.replay.windows import ModelledRates
 
 
 class Sizing:
@@ -22,10 +22,10 @@ class Sizing:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: PlacementPreference,
         table: LiveTable,
-        room: Room,
-        windows: Windows,
+        room: CapacityIndex,
+        windows: ModelledRates,
         clock: Clock,
         most_idle_s: float,
         wake: Callable[[], None],
@@ -33,7 +33,7 @@ class Sizing:
         self._placement, self._table, self._room = placement, table, room
         self._windows, self._clock, self._wake = windows, clock, wake
         self._idle_s = min(IDLE_S, most_idle_s)
-        self._growing, self._planned = Growing(), Sizes()
+        self._growing, self._planned = GrowthTrials(), Sizes()
         # What is under way of wakes, by time.
         self._wakes: set[float] = set()
 
@@ -57,10 +57,10 @@ class Sizing:
         return self._planned.is_giving
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[TrialFinding, ...]:
         return self._planned.findings
 
-    def beside(self, found: Pass) -> Pass:
+    def beside(self, found: PlanDraft) -> PlanDraft:
         """What another pass found, after the changes planned last."""
         return with_sizes(found, self._planned)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger.resources.values import Level, Locality, Role, Socket, TaskShape
+from ganger.resources.values import Locality, LocalityLevel, Role, Socket, TaskShape
 from msgspec import structs
 
 from ganger_master.core.model import JobSpec
@@ -15,8 +15,8 @@ from ganger_master.sim.traces.servers import ServerGroup, Servers
 from ganger_master.sim.traces.workload import Workload
 
 _NOTHING = (Socket(0, 0),)
-_TOGETHER = Locality(Level.NODE)
-_ANYWHERE = Locality(Level.CLUSTER)
+_TOGETHER = Locality(LocalityLevel.NODE)
+_ANYWHERE = Locality(LocalityLevel.CLUSTER)
 _COMMAND = ("train",)
 # Of one server: as many as the bits of a mask.
 _MOST_DEVICES = 64

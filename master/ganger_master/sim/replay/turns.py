@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ganger.scheduling.default import DefaultScheduler
-from ganger.scheduling.scheduler import Proposal, Turn
+from ganger.scheduling.scheduler import PlacementLease, Proposal
 
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
-from ganger_master.core.model import Job
+from ganger_master.core.model import JobRecord
 from ganger_master.core.queue import ASIDE
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Turn as Lease
+from ganger_master.core.waiting import GrantedLease as Lease
 
 
-class Turns:
+class ModelledSchedulers:
     """`send` gives the core a command and returns its answer."""
 
     def __init__(self, state: State, send: Callable[[Command], object]) -> None:
@@ -67,8 +67,8 @@ class Turns:
             proposal = scheduler.on_rejected(turn, state.view, answer.refusals)
 
 
-def _turn_of(lease: Lease, job: Job, now: float) -> Turn:
-    return Turn(
+def _turn_of(lease: Lease, job: JobRecord, now: float) -> PlacementLease:
+    return PlacementLease(
         turn=lease.turn,
         job=job.name,
         revision=lease.revision,

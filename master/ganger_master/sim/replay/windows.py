@@ -30,7 +30,7 @@ class _Stretch:
     gpus: int
 
 
-class Windows:
+class ModelledRates:
     """By job number; `now` is set by whoever asks. What of rates is noise comes from the seed."""
 
     def __init__(self, footprints: Footprints, seed: int) -> None:

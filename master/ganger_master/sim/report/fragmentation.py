@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.fragmentation import MOST_KINDS, Demand
+from ganger_master.policies.fragmentation import MOST_KINDS, GangMix
 from ganger_master.sim.traces.workload import Workload
 
 
-def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> Demand:
+def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> GangMix:
     """The kinds of gangs in a workload, the most frequent 128 of them; ValueError of none."""
     if not len(jobs):
         raise ValueError("no job asks for anything")
@@ -25,7 +25,7 @@ def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> Demand:
     kinds, counts = kinds[frequent], counts[frequent]
     accepted = [jobs.gpu_type.names[int(code)] for code in kinds[:, 3]]
     accepts = [[not wish or kind in wish.split("|") for kind in device_types] for wish in accepted]
-    return Demand(
+    return GangMix(
         kinds[:, 0].astype(np.int64),
         kinds[:, 1],
         kinds[:, 2],

@@ -82,7 +82,7 @@ class StepSeries:
         return StepSeries.of(self.times[firsts], values, self.end)
 
 
-class Recorder:
+class SeriesRecorder:
     """Collects a series while time goes on; what it holds does not grow with the run."""
 
     def __init__(self, start: float, value: float = 0.0, most_steps: int = MOST_STEPS) -> None:

@@ -22,7 +22,7 @@ from ganger.resources.values import (
     ConfigurationSet,
     DeviceGroup,
     GangShape,
-    Level,
+    LocalityLevel,
     NodeRow,
     Role,
     Socket,
@@ -30,9 +30,9 @@ from ganger.resources.values import (
 )
 from ganger.resources.view import View
 
-from ganger_master.approval.verdicts import Approved, approve
+from ganger_master.approval.verdicts import CandidateApproval, approve
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _NODES, _DEVICES, _SCHEDULERS, _REQUESTS = 2_000, 8, 16, 3_000
 _SIZES = (1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 32, 64)
@@ -50,8 +50,8 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return [asked_of(_NODES, _REQUESTS, part["seed"])]
 
 
-def conclude(rows: Sequence[Row]) -> Found:
-    return Found(
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
+    return MeasuredRows(
         {
             "double_allocations": sum(row["double_allocations"] for row in rows),
             "p99_milliseconds": interval([row["p99_ms"] for row in rows]),
@@ -93,11 +93,11 @@ def asked_of(nodes: int, requests: int, seed: int) -> Row:
             continue
         began = time.thread_time()
         verdict = approve(view, shape, candidates, job="jobs/1")
-        if isinstance(verdict, Approved):
+        if isinstance(verdict, CandidateApproval):
             for claim in verdict.claims:
                 view.take(claim, size)
         spent = time.thread_time() - began
-        if isinstance(verdict, Approved):
+        if isinstance(verdict, CandidateApproval):
             for claim in verdict.claims:
                 doubles += bool(bitmaps.get(claim.node, 0) & claim.device_mask)
                 bitmaps[claim.node] = bitmaps.get(claim.node, 0) | claim.device_mask
@@ -109,8 +109,8 @@ def asked_of(nodes: int, requests: int, seed: int) -> Row:
                 views[who].put(row)
         if held > _HELD * nodes * _DEVICES - max(_SIZES):
             seconds.append(spent)
-            approved += isinstance(verdict, Approved)
-            rejected += not isinstance(verdict, Approved)
+            approved += isinstance(verdict, CandidateApproval)
+            rejected += not isinstance(verdict, CandidateApproval)
     return {
         "double_allocations": doubles,
         "p50_ms": 1e3 * float(np.percentile(seconds, 50)),
@@ -127,9 +127,9 @@ def _idle(nodes: int) -> View:
         _DEVICES,
         device_memory_bytes=80 << 30,
         groups=(
-            DeviceGroup(Level.NVLINK, 0xFF),
-            DeviceGroup(Level.SOCKET, 0x0F),
-            DeviceGroup(Level.SOCKET, 0xF0),
+            DeviceGroup(LocalityLevel.NVLINK, 0xFF),
+            DeviceGroup(LocalityLevel.SOCKET, 0x0F),
+            DeviceGroup(LocalityLevel.SOCKET, 0xF0),
         ),
         sockets=(Socket(32_000, 0x0F), Socket(32_000, 0xF0)),
         memory_bytes=_MEMORY,

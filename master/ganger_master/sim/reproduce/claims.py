@@ -23,7 +23,7 @@ Criterion = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """`paper`: figures as published. `holds`, `beats`: what ours must be; an empty `beats`: nobody asks for more."""
 
     name: str
@@ -40,7 +40,7 @@ class Claim:
 
 
 @cache
-def claims() -> Mapping[str, Claim]:
+def claims() -> Mapping[str, PaperClaim]:
     """By name, in the order of the file."""
     text = resources.files("ganger_master.sim.reproduce").joinpath("thresholds.toml").read_text(encoding="utf-8")
     return {name: _claim(name, table) for name, table in tomllib.loads(text).items()}
@@ -65,10 +65,10 @@ def half_width(figure: float | Interval) -> float:
     return figure.half_width if isinstance(figure, Interval) else math.nan
 
 
-def _claim(name: str, table: Mapping[str, Any]) -> Claim:
+def _claim(name: str, table: Mapping[str, Any]) -> PaperClaim:
     expected = {"title", "source", "paper", "holds", "beats"}
     assert set(table) == expected, f"{name}: {set(table) ^ expected}"
     for criterion in (table["holds"], table["beats"]):
         for limits in criterion.values():
             assert set(limits) <= set(_COMPARES), f"{name}: {limits}"
-    return Claim(name, **table)
+    return PaperClaim(name, **table)

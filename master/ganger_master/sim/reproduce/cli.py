@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ganger.console.exits import CommandError, Exit
+from ganger.console.exits import CommandError, ExitCode
 
 from ganger_master.sim.threads import one_thread_each
 
@@ -79,7 +79,7 @@ def reproduce(
         made_ready(document.parent)
     from ganger.console.tables import print_table
 
-    from ganger_master.sim.meter import Meter
+    from ganger_master.sim.meter import ProgressBar
     from ganger_master.sim.reproduce import results
     from ganger_master.sim.reproduce.experiment import Setting
     from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
@@ -95,7 +95,7 @@ def reproduce(
             reason = f"  (not run: {UNRUN[claim.name]})" if claim.name in UNRUN else ""
             click.echo(f"{claim.name}  {claim.title}{reason}")
         return
-    with Meter("reproduce", progress, "parts") as meter:
+    with ProgressBar("reproduce", progress, "parts") as meter:
         found = run(
             list(known.values()) if is_all else [known[name] for name in dict.fromkeys(only)],
             EXPERIMENTS,
@@ -123,7 +123,7 @@ def reproduce(
             print(result.failed, file=sys.stderr)
         names = ", ".join(result.claim.name for result in failed)
         hint = "; rows may have been saved by another ganger: measure anew, without --saved" if saved else ""
-        raise CommandError(f"not everything came to its end: {names}{hint}", Exit.BUG)
+        raise CommandError(f"not everything came to its end: {names}{hint}", ExitCode.BUG)
 
 
 def _print_json(value: Any) -> None:

@@ -17,13 +17,13 @@ from itertools import combinations
 
 import numpy as np
 from ganger.resources.topology import Topology, parse_topology
-from ganger.resources.values import Claim, GangShape, Level, NodeRow, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.resources.view import LoadMode, View
 
 from ganger_master.policies.place import PLACEMENTS
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.report.seeds import Interval, interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _NODES, _PER_RACK, _RACKS_PER_FABRIC = 24, 4, 3
 _GPUS = (1, 1, 1, 2, 2, 4, 8, 16, 32)
@@ -41,7 +41,7 @@ def parts(setting: Setting) -> Sequence[Row]:
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
     random = np.random.default_rng(part["seed"])
     view = _idle()
-    room = Room(view)
+    room = CapacityIndex(view)
     topology = Topology(_SET)
     placement = PLACEMENTS[part["placement"]]
     held: list[tuple[Claim, ...]] = []
@@ -65,7 +65,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     seeds = sorted({row["seed"] for row in rows})
 
     def worse(name: str, seed: int, beyond: int = 0) -> float:
@@ -81,8 +81,8 @@ def conclude(rows: Sequence[Row]) -> Found:
     for name in _PLACEMENTS[1:]:
         label = name.replace("-", "_")
         ours[f"worse_{label}"] = interval([worse(name, seed) for seed in seeds])
-        ours[f"worse_beyond_a_server_{label}"] = interval([worse(name, seed, Level.NODE) for seed in seeds])
-    return Found(
+        ours[f"worse_beyond_a_server_{label}"] = interval([worse(name, seed, LocalityLevel.NODE) for seed in seeds])
+    return MeasuredRows(
         ours,
         len(seeds),
         why="no figure to compare with; first-fit and optimus look at servers only, others weigh fit against a switch",
@@ -90,7 +90,7 @@ def conclude(rows: Sequence[Row]) -> Found:
 
 
 def _idle() -> View:
-    view = View((_SET,), mode=Mode.PACK)
+    view = View((_SET,), mode=LoadMode.PACK)
     cores = tuple(socket.millicores for socket in _SET.sockets)
     for number in range(_NODES):
         rack = number // _PER_RACK
@@ -99,26 +99,26 @@ def _idle() -> View:
     return view
 
 
-def _level(view: View, topology: Topology, claims: Sequence[Claim]) -> Level:
+def _level(view: View, topology: Topology, claims: Sequence[Claim]) -> LocalityLevel:
     """The worst pair of a gang's devices."""
     if len(claims) == 1:
         return topology.level(claims[0].device_mask)
     slots = [view.slots[claim.node] for claim in claims]
     if len({(view.fabrics[slot], view.racks[slot]) for slot in slots}) == 1:
-        return Level.RACK
-    return Level.FABRIC if len({view.fabrics[slot] for slot in slots}) == 1 else Level.CLUSTER
+        return LocalityLevel.RACK
+    return LocalityLevel.FABRIC if len({view.fabrics[slot] for slot in slots}) == 1 else LocalityLevel.CLUSTER
 
 
-def _closest_free(view: View, topology: Topology, gpus: int) -> Level | None:
+def _closest_free(view: View, topology: Topology, gpus: int) -> LocalityLevel | None:
     """The closest level at which so many GPUs are free; None: nowhere."""
     in_server = [level for mask in view.free if (level := _closest_of(topology, mask, gpus)) is not None]
     if in_server:
         return min(in_server)
     free = [mask.bit_count() for mask in view.free]
     for level, places in (
-        (Level.RACK, list(zip(view.fabrics, view.racks, strict=True))),
-        (Level.FABRIC, list(view.fabrics)),
-        (Level.CLUSTER, [""] * len(free)),
+        (LocalityLevel.RACK, list(zip(view.fabrics, view.racks, strict=True))),
+        (LocalityLevel.FABRIC, list(view.fabrics)),
+        (LocalityLevel.CLUSTER, [""] * len(free)),
     ):
         if any(sum(n for n, at in zip(free, places, strict=True) if at == place) >= gpus for place in set(places)):
             return level
@@ -126,7 +126,7 @@ def _closest_free(view: View, topology: Topology, gpus: int) -> Level | None:
 
 
 @cache
-def _closest_of(topology: Topology, free: int, gpus: int) -> Level | None:
+def _closest_of(topology: Topology, free: int, gpus: int) -> LocalityLevel | None:
     """Of one server: by trying all sets of its free GPUs."""
     devices = [1 << bit for bit in range(topology.devices) if free >> bit & 1]
     levels = [topology.level(sum(chosen)) for chosen in combinations(devices, gpus)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ganger_master.models.convergence import Curve, LossPoint, fit_convergence, steps_to_convergence
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _FILE = "profile_sia_validation.csv"
 _TRUTH = Curve(0.08, 0.5, 0.25)
@@ -38,7 +38,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return _real(setting) if part["kind"] == "real" else _synthetic(part["seed"])
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     synthetic = [row for row in rows if row["kind"] == "synthetic"]
     seeds = sorted({row["seed"] for row in synthetic})
 
@@ -47,7 +47,7 @@ def conclude(rows: Sequence[Row]) -> Found:
 
     ours = {f"error_at_{100 * at:.0f}": interval([of(seed, at) for seed in seeds]) for at in _PROGRESS}
     real = [row["error"] for row in rows if row["kind"] == "real"]
-    return Found(
+    return MeasuredRows(
         {**ours, "real_curves_at_50": float(np.median(real))},
         len(seeds),
         why="the paper publishes no losses: its figure is read off a plot of its own trainings",

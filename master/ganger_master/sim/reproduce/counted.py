@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import fields
 
 from ganger_master.policies.facts import Capacity, Facts, Floats
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import JobOrder, ranked
 from ganger_master.policies.selection import selected
 from ganger_master.sim.traces.workload import Workload
 
@@ -23,14 +23,14 @@ _NOTHING_S = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class CountedSlices:
     """Of each job, in seconds: when it ended, and when it first ran."""
 
     end_s: Floats
     started_s: Floats
 
 
-def in_turns(jobs: Workload, gpus: int, order: Order, turn_s: float) -> Turns:
+def in_turns(jobs: Workload, gpus: int, order: JobOrder, turn_s: float) -> CountedSlices:
     """All jobs to their ends, on a cluster of so many GPUs; none asks for more."""
     assert (jobs.gpus <= gpus).all(), "a gang is larger than the cluster"
     count = len(jobs)
@@ -79,4 +79,4 @@ def in_turns(jobs: Workload, gpus: int, order: Order, turn_s: float) -> Turns:
         over = runs & (left < _NOTHING_S)
         end[over], left[over], runs = upto, 0.0, runs & ~over
         now = upto
-    return Turns(end, started)
+    return CountedSlices(end, started)

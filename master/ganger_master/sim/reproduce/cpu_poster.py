@@ -28,14 +28,14 @@ import numpy as np
 from ganger_master.models.cpu import CpuModel, CpuPoint, fit_cpu
 from ganger_master.policies.facts import Floats
 from ganger_master.policies.order.fifo import FIFO
-from ganger_master.policies.tune import Gangs, Nodes, Pieces, Profiles, Tuning, gangs
+from ganger_master.policies.tune import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs
 from ganger_master.policies.tune.exact import EXACT
 from ganger_master.policies.tune.predictor import PREDICTOR, predicted
 from ganger_master.policies.tune.proportional import PROPORTIONAL
 from ganger_master.sim.replay.options import SwitchCosts
 from ganger_master.sim.report.seeds import interval
 from ganger_master.sim.reproduce.claims import claims
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.rounds import RoundJobs, fill, through_rounds
 from ganger_master.sim.traces.synthetic import SINGLE_GPU, synthetic
 from ganger_master.sim.traces.transform import scaled_to_load
@@ -64,7 +64,7 @@ _TUNINGS = ("bind", "predictor", "in_place")
 _COSTS = SwitchCosts()
 _MOVE_S = _COSTS.suspend_s + _COSTS.start_s + _COSTS.resume_s
 _PROBES, _NOISE = (1, 6, 12, 24), 0.05
-_NODES = Nodes(np.full(_SERVERS, 4), np.full(_SERVERS, 24.0), np.full(_SERVERS, 448e9))
+_NODES = TuningNodes(np.full(_SERVERS, 4), np.full(_SERVERS, 24.0), np.full(_SERVERS, 448e9))
 
 
 def parts(setting: Setting) -> Sequence[Row]:
@@ -94,7 +94,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     table = {(row["durations"], row["load"], row["tuning"], row["seed"]): row for row in rows}
     cells = list(dict.fromkeys((row["durations"], row["load"]) for row in rows))
     seeds = sorted({row["seed"] for row in rows})
@@ -133,7 +133,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     utilisation, jct = gains(_COMPARED, "in_place")
     ours["in_place_utilisation_gain"], ours["in_place_jct_gain"] = interval(utilisation), interval(jct)
     ours["bind_utilisation"] = interval([table[*_COMPARED, "bind", seed]["utilisation"] for seed in seeds])
-    return Found(
+    return MeasuredRows(
         {**ours, "share_of_cells": share("predictor"), "in_place_share_of_cells": share("in_place")},
         len(seeds),
         load={"compared": _COMPARED[1]},
@@ -178,7 +178,7 @@ def _fitted(rates: Floats, random: np.random.Generator) -> CpuModel:
 def _by_predictor(tuning: Tuning, believed: Profiles) -> Tuning:
     """The tuning, by what is believed; one that does not place finds jobs where bound ones would be."""
 
-    def place(run: Gangs, nodes: Nodes) -> Pieces:
+    def place(run: Gangs, nodes: TuningNodes) -> Pieces:
         seen = replace(run, profiles=believed)
         return tuning.place(seen, nodes) if tuning.place else tuning.tune(seen, nodes, fill(run, nodes))
 

@@ -26,12 +26,12 @@ import numpy as np
 from ganger.resources.topology import Topology, parse_topology
 
 from ganger_master.policies.facts import Floats
-from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, Sharer, credited, next_row, seated
+from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, SliceShare, credited, next_row, seated
 from ganger_master.policies.order.registry import ORDERS
 from ganger_master.sim.report.seeds import interval, paired_ratio
 from ganger_master.sim.reproduce.claims import claims
 from ganger_master.sim.reproduce.counted import in_turns
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.transform import scaled_to_load
 from ganger_master.sim.traces.workload import workload
 
@@ -55,7 +55,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return _cluster(setting, random) if part["kind"] == "cluster" else _searches(random)
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     searches = [row for row in rows if row["kind"] == "search"]
     cells = list(dict.fromkeys((row["trials"], row["hours"], row["noise"]) for row in searches))
     compared_s, slowest_s = _SWITCHES_S
@@ -90,7 +90,7 @@ def conclude(rows: Sequence[Row]) -> Found:
             [of_load[seed]["fifo_s"] for seed in seeds], [of_load[seed]["turns_s"] for seed in seeds]
         )
     least = min(found.values(), key=lambda value: value.mean)
-    return Found(
+    return MeasuredRows(
         {
             **ours,
             "smallest_speed_up": least.mean,
@@ -136,7 +136,7 @@ def feedback_s(first_s: Floats, switch_s: float) -> float:
     """Seconds until each of these trials has trained for so long, in slices of one node."""
     four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
     node = SharedNode("node", Topology(four), (1 << _GPUS) - 1)
-    sharers: tuple[Sharer, ...] = tuple(Sharer(number, 1) for number in range(len(first_s)))
+    sharers: tuple[SliceShare, ...] = tuple(SliceShare(number, 1) for number in range(len(first_s)))
     trained, now = np.zeros(len(first_s)), 0.0
     last = 0.0
     while (trained < first_s).any():

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 from ganger.placement.claims import make_claim
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, GangShape, Level, Locality, NodeRow, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.resources.view import LoadMode, View
 
 from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.introspect.trial import Rates, Verdict
-from ganger_master.policies.room import Room
+from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _THROUGHPUT, _OVERHEADS = "profile_ef_throughput_a100.csv", "profile_ef_overheads.csv"
 _MODEL, _BATCH, _GPUS = "resnet50", "256", 4
@@ -47,7 +47,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     settled = changes[-1]
     view, held = _server(settled.gpus)
     job = Elastic(0, tuple(sorted(rates)), ((held.node, held.device_mask),), {settled.gpus: rates[settled.gpus]})
-    left = shrink([job], Room(view), _gang(_GPUS - 1), {0: (held,)}).get(0, settled.gpus)
+    left = shrink([job], CapacityIndex(view), _gang(_GPUS - 1), {0: (held,)}).get(0, settled.gpus)
     ends = [*(change.at_s for change in changes[1:]), _HORIZON_S]
     trained = sum((end - now.ready_s) * rates[now.gpus] for now, end in zip(changes, ends, strict=True))
     batch_s = 1.0 / rates[settled.gpus]
@@ -70,10 +70,10 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     measured = [row for row in rows if row["suspension"] == "measured"]
     slow = [row for row in rows if row["suspension"] == "gandiva-most"]
-    return Found(
+    return MeasuredRows(
         {
             "shrink_over_batch_and_suspension": max(row["over"] for row in rows),
             "shrink_seconds": max(row["longest_s"] for row in measured),
@@ -115,12 +115,12 @@ def _grown(rates: Mapping[int, float], resize_s: float, random: np.random.Genera
         begins = now.ready_s + IDLE_S
         sizes.append(_Size(growth.gpus, begins, begins + resize_s))
         before, after = _windows(rates[now.gpus], 16, random), _windows(rates[growth.gpus], 64, random)
-        windows, found = 0, Verdict.MEASURE
-        while found is Verdict.MEASURE:
+        windows, found = 0, TrialVerdict.MEASURE
+        while found is TrialVerdict.MEASURE:
             windows += 1
-            found = verdict(now.gpus, growth.gpus, Rates(before, after[:windows])).verdict
+            found = verdict(now.gpus, growth.gpus, TrialRates(before, after[:windows])).verdict
         judged = sizes[-1].ready_s + windows * _WINDOW / rates[growth.gpus]
-        if found is Verdict.UNDO:
+        if found is TrialVerdict.UNDO:
             ceiling = growth.gpus
             sizes.append(_Size(now.gpus, judged, judged + resize_s))
 
@@ -135,14 +135,14 @@ def _server(gpus: int) -> tuple[View, Claim]:
     of = parse_topology("1x4", name="a100", device_type="a100", millicores=32_000, memory_bytes=512 * 10**9)
     view = View([of])
     view.put(NodeRow("node", of.name, (1 << _GPUS) - 1, tuple(s.millicores for s in of.sockets), of.memory_bytes))
-    claim = make_claim(view, 0, _gang(gpus), (gpus,), Mode.PACK)
+    claim = make_claim(view, 0, _gang(gpus), (gpus,), LoadMode.PACK)
     assert claim is not None
     view.take(claim, gpus)
     return view, claim
 
 
 def _gang(gpus: int) -> GangShape:
-    return GangShape((Role("worker", gpus, TaskShape(1)),), locality=Locality(Level.NODE))
+    return GangShape((Role("worker", gpus, TaskShape(1)),), locality=Locality(LocalityLevel.NODE))
 
 
 def _rates(setting: Setting) -> dict[int, float]:

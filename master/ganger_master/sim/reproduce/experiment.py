@@ -27,7 +27,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredRows:
     """What the rows say. `ours`: figures by name, with an interval where chance has a part in them. `load`: what was
     offered, by what the cluster could do; by name where there are several, None where nothing is queued. `why`: what
     explains the distance from the paper's figures, where there is one."""
@@ -50,7 +50,7 @@ class Experiment:
     name: str
     parts: Callable[[Setting], Sequence[Row]]
     measure: Callable[[Setting, Row], Sequence[Row]]
-    conclude: Callable[[Sequence[Row]], Found]
+    conclude: Callable[[Sequence[Row]], MeasuredRows]
     needs: tuple[tuple[str, str], ...] = field(default=())
 
     def files(self, setting: Setting) -> list[Path]:

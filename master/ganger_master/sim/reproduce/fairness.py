@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ganger_master.sim.replay.options import Options
+from ganger_master.sim.replay.options import ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.fairness import finish_time_fairness, mean_contention
 from ganger_master.sim.report.figures import figures
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.synthetic import synthetic
 from ganger_master.sim.traces.transform import scaled_to_load
@@ -43,7 +43,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     servers = servers_from_flags(nodes=_NODES, gpus_per_node=_GPUS_PER_NODE)
     rows: list[Row] = []
     for policy in _POLICIES:
-        run = simulate(jobs, servers, policy, Options(seed=part["seed"], plan_every_s=300.0))
+        run = simulate(jobs, servers, policy, ReplayOptions(seed=part["seed"], plan_every_s=300.0))
         found, done = figures(run), run.outcomes
         rho = finish_time_fairness(done.submit_s, done.end_s, done.gpus, done.duration_s, gpus, run.end_s)
         worst = int(np.nanargmax(rho))
@@ -64,7 +64,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     table = {(row["load"], row["policy"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     loads = sorted({row["load"] for row in rows})
@@ -79,7 +79,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         for load in loads:
             ours[f"{label}_max_rho_at_{load:g}"] = interval(of("max_rho", policy, load))
         ours[f"{label}_own_max_rho_at_{worst:g}"] = interval(of("own_max_rho", policy, worst))
-    return Found(
+    return MeasuredRows(
         ours,
         len(seeds),
         load={"compared": worst},

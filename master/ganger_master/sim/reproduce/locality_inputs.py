@@ -28,14 +28,14 @@ import numpy as np
 from ganger.placement.candidates import candidates
 from ganger.placement.load import choose_mode
 from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, GangShape, Level, Locality, NodeRow, Role, TaskShape
-from ganger.resources.view import Mode, View
+from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.resources.view import LoadMode, View
 
 from ganger_master.models.locality import LocalityPoint, fit_locality
 from ganger_master.policies.place import PLACEMENTS
-from ganger_master.policies.room import Room
+from ganger_master.policies.room import CapacityIndex
 from ganger_master.sim.report.seeds import Interval, interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _CHRONUS = "chronus_locality_relspeed.json"
 _SERVERS, _DEVICES, _GANG, _PER_RACK = 16, 8, 4, 4
@@ -49,11 +49,11 @@ _LIGHT, _HEAVY, _CHANGES = 0.25, 0.75, 300
 # The most that the paper saw two jobs under one switch cost each other.
 _SLOWDOWNS = {"tensorflow": 0.12, "cntk": 0.40}
 # Of placing: the mode, by the one before and what is held; and whether servers are Gandiva's, of one size of jobs each.
-_Choice: TypeAlias = Callable[[Mode, int], Mode]
+_Choice: TypeAlias = Callable[[LoadMode, int], LoadMode]
 _MODES: Mapping[str, tuple[_Choice, bool]] = {
     "adaptive": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), False),
-    "spread": (lambda before, held: Mode.SPREAD, False),
-    "pack": (lambda before, held: Mode.PACK, False),
+    "spread": (lambda before, held: LoadMode.SPREAD, False),
+    "pack": (lambda before, held: LoadMode.PACK, False),
     "gandiva": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), True),
 }
 
@@ -75,17 +75,17 @@ def speeds(chronus: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
     return {"resnet50": _RESNET50, **published}
 
 
-def tolerance(by_servers: Mapping[int, float]) -> Level:
+def tolerance(by_servers: Mapping[int, float]) -> LocalityLevel:
     """How far apart four GPUs of such a model may be put: in one server, or beyond."""
     points = [LocalityPoint(_GANG, servers, speed) for servers, speed in by_servers.items() if servers > 1]
-    return max(fit_locality(points).widest_level(_GANG, _DEVICES, _LOSS), Level.NODE)
+    return max(fit_locality(points).widest_level(_GANG, _DEVICES, _LOSS), LocalityLevel.NODE)
 
 
 def _apart(known: Mapping[str, Mapping[int, float]], random: np.random.Generator) -> list[Row]:
-    ways: Mapping[str, Callable[[Mapping[int, float]], Level]] = {
+    ways: Mapping[str, Callable[[Mapping[int, float]], LocalityLevel]] = {
         "own": tolerance,
-        "anywhere": lambda speed: Level.CLUSTER,
-        "one_server": lambda speed: Level.NODE,
+        "anywhere": lambda speed: LocalityLevel.CLUSTER,
+        "one_server": lambda speed: LocalityLevel.NODE,
     }
     rows: list[Row] = []
     for state in range(_STATES):
@@ -102,12 +102,12 @@ def _apart(known: Mapping[str, Mapping[int, float]], random: np.random.Generator
     return rows
 
 
-def _placed(free: Sequence[int], widest: Level) -> Sequence[Claim] | None:
+def _placed(free: Sequence[int], widest: LocalityLevel) -> Sequence[Claim] | None:
     shape = GangShape((Role("worker", _GANG, TaskShape(1)),), locality=Locality(widest))
-    return PLACEMENTS["locality"].place(Room(_view(free, Mode.PACK)), shape)
+    return PLACEMENTS["locality"].place(CapacityIndex(_view(free, LoadMode.PACK)), shape)
 
 
-def _view(free: Sequence[int], mode: Mode) -> View:
+def _view(free: Sequence[int], mode: LoadMode) -> View:
     view = View((_SET,), mode=mode)
     cores = tuple(socket.millicores for socket in _SET.sockets)
     for number, mask in enumerate(free):
@@ -116,7 +116,7 @@ def _view(free: Sequence[int], mode: Mode) -> View:
 
 
 def _beside(name: str, random: np.random.Generator) -> list[Row]:
-    view = _view([(1 << _DEVICES) - 1] * _SERVERS, Mode.SPREAD)
+    view = _view([(1 << _DEVICES) - 1] * _SERVERS, LoadMode.SPREAD)
     shape = GangShape((Role("worker", 1, TaskShape(1)),))
     choice, affinity = _MODES[name]
     held: list[Claim] = []
@@ -145,7 +145,7 @@ def _share_of_a_switch(held: Sequence[Claim]) -> float:
     return float(np.mean([switches.count(switch) > 1 for switch in switches]))
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     apart = [row for row in rows if row["kind"] == "locality"]
     beside = {(row["mode"], row["seed"]): row for row in rows if row["kind"] == "interference"}
     seeds = sorted({row["seed"] for row in rows})
@@ -177,7 +177,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         ours[f"slowdown_{framework}_pack"] = slowdown * mode("beside", "pack").mean
     more = [beside["adaptive", seed]["whole_servers"] - beside["spread", seed]["whole_servers"] for seed in seeds]
     ours["more_whole_servers"] = interval(more)
-    return Found(
+    return MeasuredRows(
         ours,
         len(seeds),
         load={"locality": _HELD, "light": _LIGHT, "heavy": _HEAVY},

@@ -26,11 +26,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ganger_master.sim.replay.options import Options, SwitchCosts
+from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.report.outcomes import Outcomes
 from ganger_master.sim.report.seeds import Interval, interval, paired_ratio
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.slots import MODELS
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.synthetic import synthetic
@@ -101,8 +101,8 @@ def _costs() -> list[Row]:
     return rows
 
 
-def _moving(pause: float) -> Options:
-    return Options(costs=replace(SwitchCosts(), move_s=pause))
+def _moving(pause: float) -> ReplayOptions:
+    return ReplayOptions(costs=replace(SwitchCosts(), move_s=pause))
 
 
 # By name: what goes behind the policy, and what a move takes.
@@ -165,7 +165,7 @@ def _cluster(seed: int) -> list[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     costs = {(row["state"], row["gpus"]): row for row in rows if row["kind"] == "cost"}
     gang = {(row["way"], row["seed"]): row for row in rows if row["kind"] == "gang"}
     cluster = {(row["way"], row["seed"]): row for row in rows if row["kind"] == "cluster"}
@@ -201,7 +201,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         ours[f"cluster_jct_{way}"] = against("jct_s", way)
         ours[f"cluster_large_wait_{way}"] = against("large_wait_s", way)
     ours["cluster_moves"] = interval([cluster["moved", seed]["moves"] for seed in of_cluster])
-    return Found(
+    return MeasuredRows(
         ours,
         len(seeds),
         load={"four nodes, with the gang": 1.0, "cluster": _LOAD},

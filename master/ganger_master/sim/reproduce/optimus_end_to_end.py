@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ganger_master.models.server_speed import Mode
+from ganger_master.models.server_speed import UpdateMode
 from ganger_master.policies.facts import Floats
 from ganger_master.sim.report.seeds import Interval, interval, paired_ratio
 from ganger_master.sim.reproduce.claims import claims
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.slots import (
     MODELS,
     SlotJobs,
@@ -87,7 +87,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     table = {(r["load"], r["policy"], r["variant"], r["seed"]): r for r in rows}
     seeds = sorted({row["seed"] for row in rows})
     loads = sorted({row["load"] for row in rows})
@@ -121,7 +121,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     shares = [
         all(ours[f"{name}_at_{load:g}"].mean >= limit["at_least"] for name, limit in holds.items()) for load in loads
     ]
-    return Found(
+    return MeasuredRows(
         {**ours, "share_of_loads": float(np.mean(shares))},
         len(seeds),
         load={"compared": at},
@@ -145,14 +145,14 @@ def drawn(
     shapes[:, 1, 0] = 2.0
     shapes[:, 1, 1] = 1.0
     shapes[:, 1, 2] = random.integers(8, 11, _JOBS)
-    alone = np.array([batches_per_second(model, np.array([[1, 1]]), Mode.ASYNCHRONOUS) for model in models])
+    alone = np.array([batches_per_second(model, np.array([[1, 1]]), UpdateMode.ASYNCHRONOUS) for model in models])
     # GPU-seconds of all jobs, each with one worker, are so much of what all GPUs have while jobs arrive
     seconds = load * _SERVERS * _SERVER[1] * _ARRIVALS_S / _JOBS * random.uniform(0.5, 1.5, _JOBS)
     epochs = np.maximum(1.0, np.round(alone * seconds / [model.batches for model in models]))
     batches = epochs * [model.batches for model in models]
     unit, sampling = random.uniform(-1.0, 1.0, _JOBS), np.random.default_rng([seed, 1])
     is_synchronous = {"synchronous": 1.0, "asynchronous": 0.0, "mixed": 0.5}[training] > random.uniform(0.0, 1.0, _JOBS)
-    modes = [Mode.SYNCHRONOUS if flag else Mode.ASYNCHRONOUS for flag in is_synchronous.tolist()]
+    modes = [UpdateMode.SYNCHRONOUS if flag else UpdateMode.ASYNCHRONOUS for flag in is_synchronous.tolist()]
     if arriving == "poisson":
         arrivals = np.cumsum(random.exponential(_ARRIVALS_S / _JOBS, _JOBS))
     samples = [

@@ -20,19 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.models.interference import UNKNOWN_DEVICE, Pressure, learn
-from ganger_master.policies.introspect.failed import Failed
+from ganger_master.policies.introspect.failed import FailedTrials
 from ganger_master.policies.introspect.packing import (
     Berth,
+    ColocationProposal,
     Pair,
-    Proposal,
     Resident,
     lesson,
     proposals,
     verdict,
 )
-from ganger_master.policies.introspect.trial import Rates, Verdict
+from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.synthetic import SINGLE_GPU, synthetic
 
 _ALONE, _PAIRS = "profile_lucid_single.csv", "profile_lucid_colocation.csv"
@@ -65,11 +65,11 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return [{**_Cluster(busy, measured, part["seed"]).run(), "median_utilisation": median}]
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     def of(figure: str, mix: str) -> list[float]:
         return [row[figure] for row in rows if row["mix"] == mix]
 
-    return Found(
+    return MeasuredRows(
         {
             "throughput_gain": interval(of("gain", "all")),
             "slowest_job": min(of("slowest_kept", "all")),
@@ -97,7 +97,7 @@ class _Cluster:
         self._durations = synthetic(_GPUS * 40, 1.0, seed, SINGLE_GPU).duration_s
         self._jobs: list[_Job] = []
         self._gpus: list[list[int]] = [[self._next()] for _ in range(_GPUS)]
-        self._failed: Failed[Pair] = Failed()
+        self._failed: FailedTrials[Pair] = FailedTrials()
         self._contention = {"gpu": UNKNOWN_DEVICE}
 
     def run(self) -> Row:
@@ -157,7 +157,7 @@ class _Cluster:
             if not on:
                 on.append(self._next())
 
-    def _proposals(self, now: float) -> list[Proposal]:
+    def _proposals(self, now: float) -> list[ColocationProposal]:
         berths = [
             Berth(((f"gpu-{number:02}", 1),), "gpu", _DEVICE_BYTES, (Resident(on[0], model.name, model.pressure),))
             for number, on in enumerate(self._gpus)
@@ -165,26 +165,26 @@ class _Cluster:
         ]
         return proposals(berths, self._failed, now, self._contention, _TRIALS_AT_ONCE)
 
-    def _move(self, trial: Proposal) -> None:
+    def _move(self, trial: ColocationProposal) -> None:
         guest, host = (self._gpus[int(berth.seat[0][0][4:])] for berth in (trial.guest, trial.host))
         host += guest
         guest.clear()
 
-    def _undo(self, trial: Proposal) -> None:
+    def _undo(self, trial: ColocationProposal) -> None:
         guest, host = (self._gpus[int(berth.seat[0][0][4:])] for berth in (trial.guest, trial.host))
         for one in trial.guest.residents:
             host.remove(one.number)
             guest.append(one.number)
 
-    def _decide(self, trial: Proposal, now: float) -> bool:
+    def _decide(self, trial: ColocationProposal, now: float) -> bool:
         speeds = self._speeds([one.number for one in trial.residents])
         rates = {
-            one.number: Rates(self._windows(1.0), self._windows(speed))
+            one.number: TrialRates(self._windows(1.0), self._windows(speed))
             for one, speed in zip(trial.residents, speeds, strict=True)
         }
         learned = learn(self._contention["gpu"], [lesson(trial, rates)])
         self._contention = {"gpu": learned}
-        if verdict(trial, rates).verdict is Verdict.KEEP:
+        if verdict(trial, rates).verdict is TrialVerdict.KEEP:
             self._failed = self._failed.forgotten(trial.pair)
             return True
         self._failed = self._failed.noted(trial.pair, now)

@@ -17,10 +17,10 @@ from dataclasses import replace
 import numpy as np
 
 from ganger_master.models.interference import UNKNOWN_DEVICE, Pressure, forecast, learn
-from ganger_master.policies.introspect.packing import Berth, Proposal, Resident, lesson, verdict
-from ganger_master.policies.introspect.trial import MOST_WINDOWS, Rates, Verdict
+from ganger_master.policies.introspect.packing import Berth, ColocationProposal, Resident, lesson, verdict
+from ganger_master.policies.introspect.trial import MOST_WINDOWS, TrialRates, TrialVerdict
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 # Model, utilisation alone, mini-batches a second alone and packed.
 _TABLE = (
@@ -50,7 +50,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
         proposal = _one_more(model, utilisation, max(2, math.ceil(gain)))
         foretold = forecast([one.pressure for one in proposal.residents], _DEVICE_BYTES, belief)
         rates = {
-            one.number: Rates(
+            one.number: TrialRates(
                 _windows(random, alone, 16), _windows(random, packed / len(proposal.residents), MOST_WINDOWS)
             )
             for one in proposal.residents
@@ -63,15 +63,15 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
                 "published_gain": gain,
                 "foretold_gain": foretold.gain,
                 "measured_gain": found.gain.value,
-                "kept": found.verdict is Verdict.KEEP,
-                "undone": found.verdict is Verdict.UNDO,
+                "kept": found.verdict is TrialVerdict.KEEP,
+                "undone": found.verdict is TrialVerdict.UNDO,
                 "foretold": foretold.is_promising,
             }
         )
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     seeds = sorted({row["seed"] for row in rows})
 
     def count(seed: int, what: str) -> int:
@@ -81,7 +81,7 @@ def conclude(rows: Sequence[Row]) -> Found:
             return sum(row["kept"] if row["published_gain"] > 1.0 else row["undone"] for row in of_seed)
         return sum(row["foretold"] == (row["published_gain"] > 1.0) for row in of_seed)
 
-    return Found(
+    return MeasuredRows(
         {
             "same_decisions": interval([count(seed, "kept") for seed in seeds]),
             "foretold_signs": interval([count(seed, "foretold") for seed in seeds]),
@@ -92,14 +92,14 @@ def conclude(rows: Sequence[Row]) -> Found:
     )
 
 
-def _one_more(model: str, utilisation: float, copies: int) -> Proposal:
+def _one_more(model: str, utilisation: float, copies: int) -> ColocationProposal:
     """The last of so many copies joins the others."""
     one = Resident(0, model, Pressure(utilisation, 1e9), least_speed=0.0)
     host, guest = (
         Berth(((node, 1),), "P40", _DEVICE_BYTES, tuple(replace(one, number=number) for number in numbers))
         for node, numbers in (("host", range(copies - 1)), ("guest", [copies - 1]))
     )
-    return Proposal(guest, host, forecast([*host.pressures, *guest.pressures], _DEVICE_BYTES))
+    return ColocationProposal(guest, host, forecast([*host.pressures, *guest.pressures], _DEVICE_BYTES))
 
 
 def _windows(random: np.random.Generator, rate: float, count: int) -> tuple[float, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ganger_master.sim.report.seeds import Interval
-from ganger_master.sim.reproduce.claims import Claim, half_width, meets, middle
-from ganger_master.sim.reproduce.experiment import Found
+from ganger_master.sim.reproduce.claims import PaperClaim, half_width, meets, middle
+from ganger_master.sim.reproduce.experiment import MeasuredRows
 
 _PAGE = """# The papers' claims, run again
 
@@ -46,8 +46,8 @@ class Result:
     """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `cpu_s`: processor
     time of all parts, whenever they were measured; NaN: nobody noted it."""
 
-    claim: Claim
-    found: Found | None = None
+    claim: PaperClaim
+    found: MeasuredRows | None = None
     skipped: str = ""
     failed: str = ""
     is_quick: bool = False
@@ -170,7 +170,7 @@ def _load(load: Mapping[str, float] | float | None) -> str:
     return f"{load:.2f}"
 
 
-def _figures(found: Found, names: Set[str]) -> str:
+def _figures(found: MeasuredRows, names: Set[str]) -> str:
     return ", ".join(f"{name} {_text(figure)}" for name, figure in found.ours.items() if name in names)
 
 

@@ -16,12 +16,12 @@ from msgspec.structs import fields
 from scipy.optimize import linear_sum_assignment
 
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import JobOrder, ranked
 from ganger_master.policies.tune import (
     Gangs,
-    Nodes,
     Pieces,
     Tuning,
+    TuningNodes,
     pieces,
     proportional_rates,
     proportionally,
@@ -56,8 +56,8 @@ class RoundTimes:
 
 def through_rounds(
     jobs: RoundJobs,
-    nodes: Nodes,
-    order: Order,
+    nodes: TuningNodes,
+    order: JobOrder,
     tuning: Tuning,
     measured: slice = slice(None),
     move_s: float = 0.0,
@@ -100,19 +100,19 @@ def through_rounds(
     return RoundTimes(end, attained)
 
 
-def ends(jobs: RoundJobs, nodes: Nodes, order: Order, tuning: Tuning, measured: slice = slice(None)) -> Floats:
+def ends(jobs: RoundJobs, nodes: TuningNodes, order: JobOrder, tuning: Tuning, measured: slice = slice(None)) -> Floats:
     """When each job ended."""
     return through_rounds(jobs, nodes, order, tuning, measured).end_s
 
 
-def fill(run: Gangs, nodes: Nodes) -> Pieces:
+def fill(run: Gangs, nodes: TuningNodes) -> Pieces:
     """Gangs of one GPU each with its proportional share, server after server."""
     assert (run.gpus == 1).all(), "larger gangs need a packing"
     servers = np.repeat(np.arange(len(nodes)), nodes.gpus)[: len(run)]
     return proportionally(nodes, pieces(np.arange(len(run)), servers, run.gpus))
 
 
-def _placed(run: Gangs, nodes: Nodes, tuning: Tuning) -> Pieces | None:
+def _placed(run: Gangs, nodes: TuningNodes, tuning: Tuning) -> Pieces | None:
     """None: anywhere."""
     if tuning.place is None:
         assert tuning is PROPORTIONAL, f"{tuning.name} does not place"
@@ -120,7 +120,7 @@ def _placed(run: Gangs, nodes: Nodes, tuning: Tuning) -> Pieces | None:
     return tuning.place(run, nodes)
 
 
-def _speeds(run: Gangs, nodes: Nodes, placed: Pieces | None) -> Floats:
+def _speeds(run: Gangs, nodes: TuningNodes, placed: Pieces | None) -> Floats:
     """Of each gang, by that with its proportional share; zero for those that are not placed."""
     if placed is None:
         return np.ones(len(run))

@@ -12,8 +12,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger_master.sim.processes import Failed, Report, each
-from ganger_master.sim.reproduce.claims import Claim
+from ganger_master.sim.processes import Report, WorkerFailure, each
+from ganger_master.sim.reproduce.claims import PaperClaim
 from ganger_master.sim.reproduce.experiment import Experiment, Row, Setting, measured
 from ganger_master.sim.reproduce.journal import Journal, plain
 from ganger_master.sim.reproduce.results import Result
@@ -30,7 +30,7 @@ class _Part:
 
 
 def run(
-    chosen: Sequence[Claim],
+    chosen: Sequence[PaperClaim],
     experiments: Mapping[str, Experiment],
     unrun: Mapping[str, str],
     setting: Setting,
@@ -96,7 +96,7 @@ def _measured(
     with closing(each(parts, _measure, lambda part: (part.experiment, setting, part.values), workers)) as measuring:
         for done, (part, found) in enumerate(measuring, every - len(parts) + 1):
             name = part.experiment.name
-            if isinstance(found, Failed):
+            if isinstance(found, WorkerFailure):
                 failed.setdefault(name, f"{part}: {found.what}\n{found.details}".strip())
             else:
                 journals[name].add(part.values, found)
@@ -115,7 +115,7 @@ def _measured(
 
 
 def _without_run(
-    claim: Claim, experiments: Mapping[str, Experiment], unrun: Mapping[str, str], setting: Setting
+    claim: PaperClaim, experiments: Mapping[str, Experiment], unrun: Mapping[str, str], setting: Setting
 ) -> Result | None:
     """None: it is to be run."""
     if claim.name in unrun:
@@ -128,14 +128,14 @@ def _without_run(
     return None
 
 
-def _from_saved(claim: Claim, experiment: Experiment, path: Path, setting: Setting) -> Result:
+def _from_saved(claim: PaperClaim, experiment: Experiment, path: Path, setting: Setting) -> Result:
     if not path.is_file():
         return Result(claim, skipped=f"not measured yet: there is no {path.name}", is_quick=setting.is_quick)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return _concluded(claim, experiment, rows, setting)
 
 
-def _concluded(claim: Claim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
+def _concluded(claim: PaperClaim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
     """A mistake in one conclusion takes nobody else's rows with it."""
     try:
         cpu_s = float(sum(row.get("cpu_s", math.nan) for row in rows))

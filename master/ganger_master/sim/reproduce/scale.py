@@ -15,17 +15,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ganger_master.models.server_speed import Mode, ServerSpeed
+from ganger_master.models.server_speed import ServerSpeed, UpdateMode
 from ganger_master.policies.optimus import allocated, growing, server_speeds
 from ganger_master.policies.optimus_spread import spread
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _JOBS, _NODES = 4_000, 16_000
 # Optimus's published coefficients (dossier, section 3a.2).
 _MODELS = (
-    ServerSpeed(Mode.SYNCHRONOUS, (1.02, 2.78, 4.92, 0.0, 0.02, 0.0)),
-    ServerSpeed(Mode.ASYNCHRONOUS, (2.83, 3.92, 0.0, 0.11)),
+    ServerSpeed(UpdateMode.SYNCHRONOUS, (1.02, 2.78, 4.92, 0.0, 0.02, 0.0)),
+    ServerSpeed(UpdateMode.ASYNCHRONOUS, (2.83, 3.92, 0.0, 0.11)),
 )
 # Cores, GPUs, GB of a node; of a parameter server and a worker.
 _NODE = (16.0, 4.0, 80.0)
@@ -58,8 +58,8 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     ]
 
 
-def conclude(rows: Sequence[Row]) -> Found:
-    return Found(
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
+    return MeasuredRows(
         {
             "seconds": interval([row["cpu_seconds"] for row in rows]),
             "wall_seconds": interval([row["wall_seconds"] for row in rows]),

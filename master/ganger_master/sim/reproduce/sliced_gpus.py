@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from ganger.resources.topology import Topology, parse_topology
 
-from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, Sharer, credited, next_row, seated
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.policies.introspect.slicing import QUANTUM_S, SharedNode, SliceShare, credited, next_row, seated
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _JOBS, _GPUS, _SLICES = 6, 4, 120
 # Seconds to suspend one and resume another.
@@ -29,7 +29,7 @@ def parts(setting: Setting) -> Sequence[Row]:
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
     set_of_four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
     node = SharedNode("node", Topology(set_of_four), (1 << _GPUS) - 1)
-    sharers: tuple[Sharer, ...] = tuple(Sharer(number, 1) for number in range(_JOBS))
+    sharers: tuple[SliceShare, ...] = tuple(SliceShare(number, 1) for number in range(_JOBS))
     trained, switches = dict.fromkeys(range(_JOBS), 0.0), 0
     for _ in range(_SLICES):
         row = next_row(sharers, [node], QUANTUM_S)
@@ -46,13 +46,13 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     ]
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     entitled = _GPUS / _JOBS
 
     def shares(cost: str) -> list[float]:
         return [row["share"] for row in rows if row["cost"] == cost]
 
-    return Found(
+    return MeasuredRows(
         {
             "share_off_by": max(abs(share / entitled - 1.0) for share in shares("measured")),
             "aggregate": sum(shares("measured")) / _GPUS,

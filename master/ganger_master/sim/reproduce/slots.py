@@ -21,10 +21,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ganger_master.models.server_speed import Mode, ServerPoint, ServerSpeed, fit_server_speed
+from ganger_master.models.server_speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.facts import Flags, Floats, Integers
 from ganger_master.policies.optimus import allocated, growing, server_speeds
-from ganger_master.policies.optimus_spread import Spread, spread
+from ganger_master.policies.optimus_spread import TaskSpread, spread
 from ganger_master.policies.place.alignment import aligned, scores, within_fairness
 from ganger_master.policies.place.tetris_pass import Knobs
 
@@ -62,7 +62,7 @@ MODELS = {
 }
 
 
-def step_seconds(model: Model, counts: Integers, mode: Mode) -> float:
+def step_seconds(model: Model, counts: Integers, mode: UpdateMode) -> float:
     """With so many (parameter servers, workers) on each server, one row a server."""
     servers, workers = (int(total) for total in counts.sum(axis=0))
     hosts_servers, hosts_workers = counts[:, 0] > 0, counts[:, 1] > 0
@@ -73,13 +73,13 @@ def step_seconds(model: Model, counts: Integers, mode: Mode) -> float:
     both = hosts_servers & hosts_workers
     within = int(counts[both].max()) if both.any() else 0
     part = 2.0 * model.size / servers
-    compute_s = model.compute_s / (workers if mode is Mode.SYNCHRONOUS else 1)
+    compute_s = model.compute_s / (workers if mode is UpdateMode.SYNCHRONOUS else 1)
     return compute_s + max(part * across / model.across, part * within / model.within)
 
 
-def batches_per_second(model: Model, counts: Integers, mode: Mode) -> float:
+def batches_per_second(model: Model, counts: Integers, mode: UpdateMode) -> float:
     """Of all workers together."""
-    together = 1.0 if mode is Mode.SYNCHRONOUS else float(counts[:, 1].sum())
+    together = 1.0 if mode is UpdateMode.SYNCHRONOUS else float(counts[:, 1].sum())
     return together / step_seconds(model, counts, mode)
 
 
@@ -92,7 +92,7 @@ class SlotJobs:
 
     arrival_s: Floats
     models: Sequence[Model]
-    modes: Sequence[Mode]
+    modes: Sequence[UpdateMode]
     batches: Floats
     shapes: Floats
     samples: Sequence[tuple[ServerPoint, ...]]
@@ -101,7 +101,13 @@ class SlotJobs:
 
 
 def sampled(
-    model: Model, mode: Mode, shape: Floats, servers: Floats, random: np.random.Generator, noise: float, count: int = 8
+    model: Model,
+    mode: UpdateMode,
+    shape: Floats,
+    servers: Floats,
+    random: np.random.Generator,
+    noise: float,
+    count: int = 8,
 ) -> tuple[ServerPoint, ...]:
     """As Optimus learns a speed: so many runs with 1 to 10 tasks of each kind, as many as fit, placed as it would place
     them on the idle servers."""
@@ -112,20 +118,22 @@ def sampled(
     return tuple(points)
 
 
-def _measured(model: Model, mode: Mode, counts: Integers, random: np.random.Generator, noise: float) -> ServerPoint:
+def _measured(
+    model: Model, mode: UpdateMode, counts: Integers, random: np.random.Generator, noise: float
+) -> ServerPoint:
     rate = batches_per_second(model, counts, mode) * max(0.1, 1.0 + noise * float(random.standard_normal()))
     servers, workers = counts.sum(axis=0).tolist()
     return ServerPoint(servers, workers, rate)
 
 
-def _fitted(points: Sequence[ServerPoint], mode: Mode) -> ServerSpeed:
+def _fitted(points: Sequence[ServerPoint], mode: UpdateMode) -> ServerSpeed:
     found = fit_server_speed(points, mode)
     assert found is not None
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class SlotRequest:
     """What a policy sees at the beginning of an interval, of the live jobs in order of arrival: what their tasks take
     (jobs, 2, resources), what is believed of their speeds and of the batches they have left, whether they are young;
     and the servers' resources."""
@@ -138,17 +146,17 @@ class Asked:
 
 
 # From what it sees to where tasks of the live jobs (by position among them) lie.
-SlotPolicy: TypeAlias = Callable[[Asked], Spread]
+SlotPolicy: TypeAlias = Callable[[SlotRequest], TaskSpread]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SlotOutcomes:
     avg_jct_s: float
     makespan_s: float
     restart_share: float
 
 
-def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0) -> Outcome:
+def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0) -> SlotOutcomes:
     """`servers` (servers, resources). Seconds from the first arrival; ends are exact within an interval. The seed is
     that of measurements."""
     count = len(jobs.batches)
@@ -164,7 +172,7 @@ def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0
             progress = 1.0 - left[live] / jobs.batches[live]
             believed = left[live] * (1.0 + (jobs.misjudged[live] - 1.0) * (1.0 - progress))
             of_live = [speeds[job] for job in live.tolist()]
-            where = policy(Asked(jobs.shapes[live], of_live, believed, progress < _YOUNG, servers))
+            where = policy(SlotRequest(jobs.shapes[live], of_live, believed, progress < _YOUNG, servers))
             _check(where, jobs.shapes[live], servers)
             held: dict[int, bytes] = {}
             for place in np.unique(where.job).tolist():
@@ -183,19 +191,19 @@ def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0
                     ends[job] = now + lost + seconds
             before = {**before, **held}
         now += INTERVAL_S
-    return Outcome(
+    return SlotOutcomes(
         float(np.mean(ends - jobs.arrival_s)), float(ends.max() - jobs.arrival_s[0]), restarting / max(running, 1e-9)
     )
 
 
-def optimus(asked: Asked) -> Spread:
+def optimus(asked: SlotRequest) -> TaskSpread:
     """Tasks by marginal gain, placed on the fewest servers."""
     most = np.full((len(asked.speeds), 2), MOST_TASKS)
     jobs = growing(asked.left, server_speeds(asked.speeds), asked.shapes, asked.is_young, most)
     return spread(allocated(jobs, asked.free.sum(axis=0)), asked.shapes, asked.free)
 
 
-def drf(asked: Asked) -> Spread:
+def drf(asked: SlotRequest) -> TaskSpread:
     """Progressive filling: one parameter server and one worker more for the job with the least dominant share, each on
     the emptiest server that holds it, as long as anything fits (the baseline of Optimus, on Kubernetes's placement)."""
     shapes = asked.shapes
@@ -212,7 +220,7 @@ def drf(asked: Asked) -> Spread:
     return placing.found()
 
 
-def tetris(asked: Asked) -> Spread:
+def tetris(asked: SlotRequest) -> TaskSpread:
     """One parameter server and one worker more, again and again, for the job with the best score of alignment and
     little remaining work among those furthest below their fair share (Tetris's defaults), each on the server it is best
     aligned with, as long as anything fits."""
@@ -244,7 +252,7 @@ def tetris(asked: Asked) -> Spread:
 class _Placing:
     """Tasks one by one onto what is free."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: SlotRequest) -> None:
         self.free = asked.free.copy()
         self._shapes = asked.shapes
         self._held: dict[tuple[int, int], list[int]] = {}
@@ -266,16 +274,16 @@ class _Placing:
             self._held.setdefault((job, server), [0, 0])[kind] += 1
         return True
 
-    def found(self) -> Spread:
+    def found(self) -> TaskSpread:
         rows = sorted(self._held)
-        return Spread(
+        return TaskSpread(
             np.array([job for job, _ in rows], np.int64),
             np.array([server for _, server in rows], np.int64),
             np.array([self._held[row] for row in rows], np.int64).reshape(len(rows), 2),
         )
 
 
-def _check(where: Spread, shapes: Floats, servers: Floats) -> None:
+def _check(where: TaskSpread, shapes: Floats, servers: Floats) -> None:
     used = np.zeros_like(servers)
     np.add.at(used, where.server, np.einsum("rk,rkx->rx", where.counts.astype(float), shapes[where.job]))
     assert (used <= servers * (1.0 + 1e-6) + 1e-6).all(), "a server was given away twice"

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ganger_master.models.accuracy import fit_error
-from ganger_master.models.server_speed import Mode, ServerPoint, fit_server_speed
+from ganger_master.models.server_speed import ServerPoint, UpdateMode, fit_server_speed
 from ganger_master.models.speed_design import first_placements
 from ganger_master.sim.report.seeds import Interval, interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 
 _FILE = "profile_ps_speed_dl2.csv"
 _MODELS = ("resnet-50", "inception-bn", "seq2seq", "cnn-text-classification")
@@ -45,12 +45,12 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
                 )
     at = {(point.servers, point.workers): point for point in points}
     for count in _COUNTS:
-        some = [at[pair] for pair in first_placements(list(at), Mode.SYNCHRONOUS, batch, count)]
+        some = [at[pair] for pair in first_placements(list(at), UpdateMode.SYNCHRONOUS, batch, count)]
         rows.append({"how": f"chosen-{count}", "seed": 0, "draw": 0, "error": _error(some, points, batch)})
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     models = list(dict.fromkeys(row["model"] for row in rows))
     seeds = sorted({row["seed"] for row in rows})
 
@@ -70,7 +70,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         chosen = [medians(f"chosen-{count}", model, seeds) for model in models]
         ours |= {f"error_{count}_chosen": float(np.mean(chosen)), f"worst_model_{count}_chosen": max(chosen)}
     of_8 = [medians("chosen-8", model, seeds) for model in models]
-    return Found(
+    return MeasuredRows(
         ours,
         len(seeds),
         why=f"errors are means over models, as the paper gives one figure for all; that of the worst with 8 chosen "
@@ -89,7 +89,7 @@ def _points(setting: Setting, model: str) -> tuple[float, list[ServerPoint]]:
 
 
 def _error(some: Sequence[ServerPoint], every: Sequence[ServerPoint], batch: float) -> float:
-    model = fit_server_speed(some, Mode.SYNCHRONOUS, batch)
+    model = fit_server_speed(some, UpdateMode.SYNCHRONOUS, batch)
     assert model is not None
     predicted = model.all_steps_per_second([point.servers for point in every], [point.workers for point in every])
     return fit_error(predicted, [point.steps_per_second for point in every]).mean

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ganger_master.policies.order.registry import ORDERS
-from ganger_master.policies.tune import Nodes, Tuning, gangs, profiles_of
+from ganger_master.policies.tune import Tuning, TuningNodes, gangs, profiles_of
 from ganger_master.policies.tune.exact import EXACT
 from ganger_master.policies.tune.proportional import PROPORTIONAL
 from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
 from ganger_master.sim.report.seeds import Interval, interval, paired_ratio
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.rounds import RoundJobs, ends
 from ganger_master.sim.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
 from ganger_master.sim.traces.statistics import offered_load
@@ -72,7 +72,7 @@ def large_measure(setting: Setting, part: Row) -> Sequence[Row]:
 def _measured(
     drawn: Workload, servers: int, part: Row, measured: slice, tunings: Sequence[Tuning] = _TUNINGS
 ) -> Sequence[Row]:
-    nodes = Nodes(np.full(servers, 8), np.full(servers, 24.0), np.full(servers, 500e9))
+    nodes = TuningNodes(np.full(servers, 8), np.full(servers, 24.0), np.full(servers, 500e9))
     known = synergy_profiles()
     position = {name: index for index, name in enumerate(known)}
     models = with_models(drawn, part["seed"], SYNERGY_SPLIT).model.texts()
@@ -109,7 +109,7 @@ def _philly(setting: Setting) -> Workload:
     )
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     hours, ratios = _compared(rows, "rate")
     ours: dict[str, float | Interval] = {}
     for (order, rate), ratio in ratios.items():
@@ -120,7 +120,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     best, proportional = ([of_best[tuning.name, seed] for seed in seeds] for tuning in (EXACT, PROPORTIONAL))
     ours[f"best_jct_hours_at_{_BEST_AT:g}"] = interval(best)
     ours[f"best_ratio_at_{_BEST_AT:g}"] = paired_ratio(proportional, best)
-    return Found(
+    return MeasuredRows(
         {**ours, "largest_ratio": max(ratio.mean for ratio in ratios.values())},
         len(seeds),
         load={
@@ -131,14 +131,14 @@ def conclude(rows: Sequence[Row]) -> Found:
     )
 
 
-def large_conclude(rows: Sequence[Row]) -> Found:
+def large_conclude(rows: Sequence[Row]) -> MeasuredRows:
     hours, ratios = _compared(rows, "load")
     largest = max(ratios, key=lambda cell: ratios[cell].mean)
     ours: dict[str, float | Interval] = {"largest_ratio": ratios[largest]}
     for (order, load), ratio in ratios.items():
         ours[f"{order}_jct_hours_at_{load:g}"] = hours[order, load]
         ours[f"{order}_ratio_at_{load:g}"] = ratio
-    return Found(
+    return MeasuredRows(
         {**ours, "smallest_ratio": min(ratio.mean for ratio in ratios.values())},
         len({row["seed"] for row in rows}),
         load={f"largest ({largest[0]})": largest[1]},

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ganger_master.sim.replay.options import FREE, Options
+from ganger_master.sim.replay.options import FREE, ReplayOptions
 from ganger_master.sim.replay.run import simulate
 from ganger_master.sim.reproduce.claims import claims
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.profiles import synergy_profiles
 from ganger_master.sim.traces.servers import servers_from_flags
 from ganger_master.sim.traces.workload import Workload, workload
 
-ROUNDS = Options(round_s=300.0, costs=FREE, rates="profiles", profile_s=0.0)
-_WITH_COSTS = Options(round_s=300.0, rates="profiles")
+ROUNDS = ReplayOptions(round_s=300.0, costs=FREE, rates="profiles", profile_s=0.0)
+_WITH_COSTS = ReplayOptions(round_s=300.0, rates="profiles")
 _LONGEST_FIRST = "lrtf"
 _ORDERS = ("fifo", "srtf")
 _ALL = ("proportional", "synergy-greedy", "synergy-tune", "synergy-opt", "exact")
@@ -64,12 +64,12 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     ]
 
 
-def static_found(rows: Sequence[Row]) -> Found:
+def static_found(rows: Sequence[Row]) -> MeasuredRows:
     table = _table(rows)
     makespan = {tuning: table["fifo", tuning, False]["makespan_h"] for tuning in _ALL}
     paper = float(claims()["B10"].paper["makespan_hours"])
     tune, proportional = makespan["synergy-tune"], makespan["proportional"]
-    return Found(
+    return MeasuredRows(
         {
             "makespan_hours": tune,
             "makespan_off_by": abs(tune / paper - 1.0),
@@ -90,11 +90,11 @@ def static_found(rows: Sequence[Row]) -> Found:
     )
 
 
-def dynamic_found(rows: Sequence[Row]) -> Found:
+def dynamic_found(rows: Sequence[Row]) -> MeasuredRows:
     table = _table(rows)
     jct = {tuning: table["srtf", tuning, False]["jct_h"] for tuning in _ALL}
     paper = float(claims()["B11"].paper["jct_hours"])
-    return Found(
+    return MeasuredRows(
         {
             "jct_hours": jct["synergy-tune"],
             "jct_off_by": abs(jct["synergy-tune"] / paper - 1.0),

@@ -38,7 +38,7 @@ Placement: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class T4Batch:
     """Samples of a GPU at a time, and how many times it adds up gradients before they are exchanged."""
 
     local: int
@@ -104,11 +104,11 @@ class Application:
             self._known[key] = self._interpolated(*key)
         return self._known[key]
 
-    def step_seconds(self, placement: Placement, batch: Batch) -> float:
+    def step_seconds(self, placement: Placement, batch: T4Batch) -> float:
         step, exchange = self.seconds(placement, batch.local)
         return step + (step - exchange) * batch.accumulated
 
-    def split(self, batch: int, gpus: int, one_accumulates: bool) -> Batch:
+    def split(self, batch: int, gpus: int, one_accumulates: bool) -> T4Batch:
         """How a whole batch is trained on so many GPUs. `one_accumulates`: one GPU with more than the initial batch
         does so in two parts at least, without which nobody knows the noise."""
         _, largest = self.local_range
@@ -117,7 +117,7 @@ class Application:
         if gpus == 1 and one_accumulates:
             accumulated = max(1, accumulated)
         local = math.ceil(each / (accumulated + 1) - _ROUNDING)
-        return Batch(min(local, self.largest_batch // (gpus * (accumulated + 1))), accumulated)
+        return T4Batch(min(local, self.largest_batch // (gpus * (accumulated + 1))), accumulated)
 
     def _between(self, batch: int, of: Callable[[int], float]) -> float:
         sizes = list(self.curves)
@@ -180,7 +180,7 @@ def applications(placements: Path, scalability: Path, validation: Path) -> dict[
 
 
 @dataclass(eq=False)
-class Job:
+class T4Job:
     """`wanted` GPUs and `batch` are what its user asked for. What follows is how it is getting on: a policy may look at
     what a job can know of itself, which is everything but how it will go on."""
 
@@ -192,7 +192,7 @@ class Job:
     epoch: int = 0
     end_s: float = math.nan
     placement: Placement = ()
-    trains: Batch = Batch(0, 0)
+    trains: T4Batch = T4Batch(0, 0)
     # Still to wait until it goes on.
     restart_s: float = 0.0
     restarts: int = 0
@@ -217,12 +217,12 @@ class Way:
     """A policy. `gpus`: of each live job, in order of submission; `line`: in which order those without places take
     them; `batch`: how a job trains where it is now."""
 
-    gpus: Callable[[Sequence[Job], int], Sequence[int]]
-    line: Callable[[Sequence[Job], Sequence[int]], Sequence[int]]
-    batch: Callable[[Job], Batch]
+    gpus: Callable[[Sequence[T4Job], int], Sequence[int]]
+    line: Callable[[Sequence[T4Job], Sequence[int]], Sequence[int]]
+    batch: Callable[[T4Job], T4Batch]
 
 
-def simulated(jobs: Sequence[Job], way: Way) -> None:
+def simulated(jobs: Sequence[T4Job], way: Way) -> None:
     """All jobs, in order of submission, to their ends."""
     on: dict[int, list[int]] = {}
     now = 0
@@ -264,7 +264,7 @@ def _placed(
     return places
 
 
-def _reallocate(job: Job, on: list[int], batch: Callable[[Job], Batch]) -> None:
+def _reallocate(job: T4Job, on: list[int], batch: Callable[[T4Job], T4Batch]) -> None:
     had_run = job.held_s > 0.0
     job.placement = tuple(Counter(on).values())
     if on:
@@ -273,7 +273,7 @@ def _reallocate(job: Job, on: list[int], batch: Callable[[Job], Batch]) -> None:
         job.restarts += had_run
 
 
-def _train(job: Job, now: float, batch: Callable[[Job], Batch]) -> None:
+def _train(job: T4Job, now: float, batch: Callable[[T4Job], T4Batch]) -> None:
     """For an interval."""
     seconds = float(INTERVAL_S)
     lost = min(job.restart_s, seconds)

@@ -36,19 +36,19 @@ from numpy.typing import NDArray
 from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.optimus import allocated, growing
-from ganger_master.policies.order import Order, ranked
+from ganger_master.policies.order import JobOrder, ranked
 from ganger_master.policies.order.tiresias import Queues, tiresias
 from ganger_master.policies.selection import selected
 from ganger_master.sim.reproduce.claims import claims
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.t4_jobs import (
     GPUS_PER_SERVER,
     RESTART_S,
     SERVERS,
     Application,
-    Batch,
-    Job,
     Placement,
+    T4Batch,
+    T4Job,
     Way,
     applications,
     simulated,
@@ -74,7 +74,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     known = applications(*(setting.traces / name for name in _FILES))
     with (setting.papers / f"pollux_workload-{part['workload']}.csv").open(newline="") as file:
         jobs = [
-            Job(known[row["application"]], int(row["time"]), int(row["num_replicas"]), int(row["batch_size"]))
+            T4Job(known[row["application"]], int(row["time"]), int(row["num_replicas"]), int(row["batch_size"]))
             for row in csv.DictReader(file)
         ]
     simulated(jobs, _WAYS[part["policy"]]())
@@ -93,7 +93,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     ]
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     workloads = sorted({row["workload"] for row in rows})
 
     def jct(policy: str, workload: int) -> float:
@@ -122,7 +122,7 @@ def conclude(rows: Sequence[Row]) -> Found:
             np.mean([max(row["end_s"] for row in of_policy if row["workload"] == each) for each in workloads])
         )
         ours[f"{label}_restarts"] = float(np.mean([row["restarts"] for row in of_policy]))
-    return Found(
+    return MeasuredRows(
         ours,
         seeds=1,
         load=float(np.mean([row["load"] for row in rows])),
@@ -132,7 +132,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     )
 
 
-def _alone_s(job: Job) -> float:
+def _alone_s(job: T4Job) -> float:
     """As its user asked for it, on the fewest servers."""
     batch = job.application.split(job.batch, job.wanted, one_accumulates=job.batch > job.application.initial_batch)
     steps = job.application.iteration(job.batch, job.application.epochs - 1)
@@ -144,7 +144,7 @@ def _fewest(gpus: int) -> Placement:
     return (GPUS_PER_SERVER,) * full + ((rest,) if rest else ())
 
 
-def _users_batch(job: Job) -> Batch:
+def _users_batch(job: T4Job) -> T4Batch:
     more = job.batch > job.application.initial_batch
     return job.application.split(job.batch, job.gpus, one_accumulates=more)
 
@@ -157,18 +157,18 @@ def _tiresias(is_ported: bool) -> Way:
     def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
         return (queues.queue(facts), np.array([counters.joined_s[number] for number in facts.number.tolist()]))
 
-    order = Order("tiresias as ported", keys) if is_ported else tiresias((_THRESHOLD,))
+    order = JobOrder("tiresias as ported", keys) if is_ported else tiresias((_THRESHOLD,))
 
-    def ranking(jobs: Sequence[Job], now: float) -> tuple[Facts, Integers]:
+    def ranking(jobs: Sequence[T4Job], now: float) -> tuple[Facts, Integers]:
         facts = counters.facts(jobs, now)
         return facts, ranked(order, facts, now, Capacity(_GPUS, 0.0, 0.0, GPUS_PER_SERVER))
 
-    def gpus(jobs: Sequence[Job], now: int) -> Sequence[int]:
+    def gpus(jobs: Sequence[T4Job], now: int) -> Sequence[int]:
         facts, line = ranking(jobs, float(now))
         runs = set(selected(order, facts, line, _GPUS).tolist())
         return counters.told([job.wanted if place in runs else 0 for place, job in enumerate(jobs)], jobs, float(now))
 
-    def line(jobs: Sequence[Job], counts: Sequence[int]) -> Sequence[int]:
+    def line(jobs: Sequence[T4Job], counts: Sequence[int]) -> Sequence[int]:
         found: list[int] = ranking(jobs, counters.now)[1].tolist()
         return found
 
@@ -186,7 +186,7 @@ class _Counters:
     joined_s: dict[int, float] = field(default_factory=dict)
     queue: dict[int, int] = field(default_factory=dict)
 
-    def facts(self, jobs: Sequence[Job], now: float) -> Facts:
+    def facts(self, jobs: Sequence[T4Job], now: float) -> Facts:
         numbers = [self.numbers.setdefault(id(job), len(self.numbers) + 1) for job in jobs]
         known = {
             "number": np.array(numbers, np.int64),
@@ -206,7 +206,7 @@ class _Counters:
                 self.queue[number], self.joined_s[number] = queue, now
         return found
 
-    def told(self, counts: list[int], jobs: Sequence[Job], now: float) -> list[int]:
+    def told(self, counts: list[int], jobs: Sequence[T4Job], now: float) -> list[int]:
         self.now = now
         for job, count in zip(jobs, counts, strict=True):
             if count:
@@ -215,7 +215,7 @@ class _Counters:
 
 
 def _optimus() -> Way:
-    def gpus(jobs: Sequence[Job], now: int) -> Sequence[int]:
+    def gpus(jobs: Sequence[T4Job], now: int) -> Sequence[int]:
         left = np.array([_steps_left(job) for job in jobs])
 
         def speed(of: Integers, counts: Integers) -> Floats:
@@ -234,21 +234,21 @@ def _optimus() -> Way:
     return Way(gpus, _smallest_first, _users_batch)
 
 
-def _smallest_first(jobs: Sequence[Job], counts: Sequence[int]) -> Sequence[int]:
+def _smallest_first(jobs: Sequence[T4Job], counts: Sequence[int]) -> Sequence[int]:
     return sorted(range(len(jobs)), key=lambda place: (counts[place], place))
 
 
-def _most(job: Job) -> int:
+def _most(job: T4Job) -> int:
     return 1 if job.application.name == _ONE_GPU else job.batch // job.application.local_range[0]
 
 
-def _steps_left(job: Job) -> float:
+def _steps_left(job: T4Job) -> float:
     """At the granularity of epochs, as ported."""
     app, last = job.application, job.application.epochs - 1
     return 1.0 if last <= job.epoch else app.iteration(job.batch, last) - app.iteration(job.batch, job.epoch)
 
 
-def _step_s(job: Job, gpus: int) -> float:
+def _step_s(job: T4Job, gpus: int) -> float:
     return job.application.step_seconds(_fewest(gpus), job.application.split(job.batch, gpus, one_accumulates=True))
 
 
@@ -262,13 +262,13 @@ class _Goodput:
     # By the number of GPUs, as far as it was asked for.
     known: list[float] = field(default_factory=lambda: [0.0])
 
-    def best(self, gpus: int, servers: int) -> tuple[float, Batch]:
+    def best(self, gpus: int, servers: int) -> tuple[float, T4Batch]:
         """With the best batch; nothing if none fits."""
         app = self.application
         smallest, largest = app.local_range
         least = max(app.initial_batch, smallest * gpus)
         if least > app.largest_batch:
-            return 0.0, Batch(0, 0)
+            return 0.0, T4Batch(0, 0)
         samples = np.geomspace(least, app.largest_batch, 50)
         each = samples / gpus
         accumulated = np.ceil(each / largest - 1e-8) - 1.0
@@ -284,7 +284,7 @@ class _Goodput:
         gain = (variance + squared) / (variance * app.initial_batch / samples + squared)
         rate = np.where(may, gain / seconds, 0.0)
         at = int(np.argmax(rate))
-        return float(rate[at]), Batch(int(local[at]), int(accumulated[at]))
+        return float(rate[at]), T4Batch(int(local[at]), int(accumulated[at]))
 
 
 def least(costs: Floats) -> list[int]:
@@ -315,12 +315,12 @@ class _Kind:
     model: AllReduceModel | None = None
     goodputs: dict[tuple[int, tuple[float, float]], _Goodput] = field(default_factory=dict)
 
-    def learn(self, job: Job) -> None:
+    def learn(self, job: T4Job) -> None:
         self.seen.update(job.seen)
         if job.noise is not None:
             self.noise[job.epoch] = job.noise
 
-    def goodput(self, job: Job) -> _Goodput | None:
+    def goodput(self, job: T4Job) -> _Goodput | None:
         """None: nobody has trained it."""
         noise = job.noise or self.noise.get(job.epoch)
         if noise is None:
@@ -339,7 +339,7 @@ class _GoodputPolicy:
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
 
-    def gpus(self, jobs: Sequence[Job], now: int) -> Sequence[int]:
+    def gpus(self, jobs: Sequence[T4Job], now: int) -> Sequence[int]:
         for job in jobs:
             self._kind(job).learn(job)
         fair = max(1, _GPUS // len(jobs))
@@ -355,7 +355,7 @@ class _GoodputPolicy:
             row[: most + 1] = _weight(job) / np.maximum(relative, _NOTHING)
         return least(costs)
 
-    def batch(self, job: Job) -> Batch:
+    def batch(self, job: T4Job) -> T4Batch:
         app = job.application
         if app.name == _ONE_GPU:
             return app.split(app.largest_batch, job.gpus, one_accumulates=True)
@@ -365,10 +365,10 @@ class _GoodputPolicy:
             return app.split(max(app.initial_batch, app.local_range[0] * job.gpus), job.gpus, one_accumulates=False)
         return one.best(job.gpus, len(job.placement))[1]
 
-    def _kind(self, job: Job) -> _Kind:
+    def _kind(self, job: T4Job) -> _Kind:
         return self._kinds.setdefault(job.application.name, _Kind())
 
-    def _most(self, job: Job) -> int:
+    def _most(self, job: T4Job) -> int:
         """Twice what any of its kind has tried; as many as hold the smallest parts of its largest batch."""
         if job.application.name == _ONE_GPU:
             return 1
@@ -386,7 +386,7 @@ def _rates(one: _Goodput | None, most: int) -> Floats:
     return np.array(one.known[: most + 1])
 
 
-def _weight(job: Job) -> float:
+def _weight(job: T4Job) -> float:
     return float(min(1.0, _WEIGHED_FROM / max(job.service_s, 1.0)) ** _DECAY)
 
 

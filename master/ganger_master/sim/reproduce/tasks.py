@@ -38,7 +38,7 @@ class TaskJobs:
 
 
 @dataclass(eq=False)
-class Live:
+class LiveTasks:
     """What a rule may look at: of jobs that have come, tasks that have not begun, and what is free on each node.
     `changed`: nodes on which something was freed, or None: a job came, so that all are to be looked at."""
 
@@ -55,13 +55,13 @@ class Live:
 
 
 # Which tasks begin now: (job, node) one after the other, each of which fits.
-Rule: TypeAlias = Callable[[Live], list[tuple[int, int]]]
+Rule: TypeAlias = Callable[[LiveTasks], list[tuple[int, int]]]
 
 
 def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, Floats]:
     """(makespan, time of each job from arrival to the end of its last task), seconds; the first arrival is at 0."""
     count, tasks = jobs.seconds.shape
-    live = Live(
+    live = LiveTasks(
         jobs, np.zeros(count, np.int64), np.ones((nodes, jobs.demands.shape[1])), np.zeros(count, np.int64), None
     )
     ends: list[tuple[float, int, int]] = []
@@ -103,7 +103,7 @@ def best_node(kind: Alignment) -> Rule:
 def tetris(knobs: Knobs) -> Rule:
     """Tetris's own: each node takes the task that suits it best."""
 
-    def rule(live: Live) -> list[tuple[int, int]]:
+    def rule(live: LiveTasks) -> list[tuple[int, int]]:
         jobs = live.jobs
         nodes = np.arange(len(live.free)) if live.changed is None else np.array([live.changed])
         left = live.pending + live.running
@@ -120,7 +120,7 @@ def tetris(knobs: Knobs) -> Rule:
 
 
 def _one_by_one(score: Callable[[Floats, Floats], Floats], is_strict: bool) -> Rule:
-    def rule(live: Live) -> list[tuple[int, int]]:
+    def rule(live: LiveTasks) -> list[tuple[int, int]]:
         free = live.free.copy()
         begun: list[tuple[int, int]] = []
         for job in live.come:

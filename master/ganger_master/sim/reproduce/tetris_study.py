@@ -27,7 +27,7 @@ from ganger_master.policies.place.alignment import Alignment
 from ganger_master.policies.place.tetris_pass import Knobs
 from ganger_master.sim.report.seeds import interval
 from ganger_master.sim.reproduce.claims import claims
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.reproduce.tasks import Rule, TaskJobs, best_node, fifo, simulated, tetris
 
 _JOBS, _TASKS, _NODES, _RESOURCES, _ARRIVALS_S = 40, 30, 20, 4, 3000.0
@@ -90,7 +90,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     def named(row: Row) -> str:
         shortest, longest = row["seconds"]
         return f"{row['demands']}, {shortest:g}-{longest:g} s"
@@ -138,7 +138,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         return {f"{rule}_jct_p{share}_s": float(np.percentile(every, share)) for share in (10, 30, 50, 70, 90)}
 
     cosine, of_pass = interval(gains("makespan_s", "cosine")), interval(gains("makespan_s", "pass"))
-    return Found(
+    return MeasuredRows(
         {
             "makespan_gain": cosine,
             "jct_gain": interval(gains("jct_s", "cosine")),

@@ -26,7 +26,7 @@ from ganger_master.policies.order.registry import ORDERS
 from ganger_master.sim.report.seeds import interval, paired_ratio
 from ganger_master.sim.reproduce.claims import claims
 from ganger_master.sim.reproduce.counted import in_turns
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.transform import scaled_to_load
 from ganger_master.sim.traces.workload import Workload, workload
 
@@ -62,7 +62,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     table = {(row["durations"], row["load"], row["policy"], row["seed"]): row["avg_jct_s"] for row in rows}
     cells = list(dict.fromkeys((row["durations"], row["load"]) for row in rows))
     seeds = sorted({row["seed"] for row in rows})
@@ -74,7 +74,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     by_fifo = {cell: paired_ratio(jcts(cell, "fifo"), jcts(cell, "tiresias")) for cell in cells}
     compared = min(cells, key=lambda cell: abs(np.log(by_fifo[cell].mean / _PAPER_FIFO_RATIO)))
     enough = claims()["B18"].holds["jct_ratio"]["at_least"]
-    return Found(
+    return MeasuredRows(
         {
             "jct_ratio": ratios[compared],
             "share_of_cells": float(np.mean([ratio.mean >= enough for ratio in ratios.values()])),

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ganger_master.models.classes import ModelClass
-from ganger_master.policies.tune import Gangs, Nodes, gangs, profiles_of, proportional_rates, rates, runnable
+from ganger_master.policies.tune import Gangs, TuningNodes, gangs, profiles_of, proportional_rates, rates, runnable
 from ganger_master.policies.tune.catalogue import TUNINGS
 from ganger_master.policies.tune.synergy_opt import upper_bound
 from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, Found, Row, Setting
+from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
 from ganger_master.sim.traces.profiles import synergy_profiles, with_models
 from ganger_master.sim.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
 
@@ -41,7 +41,7 @@ def parts(setting: Setting) -> Sequence[Row]:
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
-    nodes = Nodes(np.full(_SERVERS, 8), np.full(_SERVERS, 24.0), np.full(_SERVERS, 500e9))
+    nodes = TuningNodes(np.full(_SERVERS, 8), np.full(_SERVERS, 24.0), np.full(_SERVERS, 500e9))
     drawn = drawn_gangs(part["seed"], _SPLITS[part["split"]], _SIZES[part["sizes"]], nodes)
     bound = upper_bound(drawn, nodes)
     rows: list[Row] = [{"tuning": "proportional", "of_bound": len(drawn) / bound}]
@@ -56,7 +56,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
     return rows
 
 
-def conclude(rows: Sequence[Row]) -> Found:
+def conclude(rows: Sequence[Row]) -> MeasuredRows:
     seeds = sorted({row["seed"] for row in rows})
 
     def of(tuning: str, sizes: str, seed: int) -> float:
@@ -68,7 +68,7 @@ def conclude(rows: Sequence[Row]) -> Found:
         return [of(tuning, sizes, seed) for seed in seeds]
 
     tune, opt = over_seeds("synergy-tune"), over_seeds("synergy-opt")
-    return Found(
+    return MeasuredRows(
         {
             "tune_of_bound": interval(tune),
             "tune_of_opt": interval([one / other for one, other in zip(tune, opt, strict=True)]),
@@ -84,7 +84,7 @@ def conclude(rows: Sequence[Row]) -> Found:
     )
 
 
-def drawn_gangs(seed: int, split: Sequence[float], sizes: Mapping[int, float], nodes: Nodes) -> Gangs:
+def drawn_gangs(seed: int, split: Sequence[float], sizes: Mapping[int, float], nodes: TuningNodes) -> Gangs:
     """Gangs that hold all GPUs of the nodes, or all but a few that no next gang fits."""
     gpus = int(nodes.gpus.sum())
     jobs = synthetic(4 * gpus, 1.0, seed, sizes)

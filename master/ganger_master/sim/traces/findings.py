@@ -17,7 +17,7 @@ LINES_NAMED = 5
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
-class Kind(Enum):
+class RowFindingKind(Enum):
     """MISTAKE: a row that says something impossible. SKIPPED: a row left out. CHANGED: a row kept, not as it stood."""
 
     MISTAKE = "mistake"
@@ -26,10 +26,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class RowFinding:
     """`lines` are the first few; rows that came from no file have none. No rows: it is about the file."""
 
-    kind: Kind
+    kind: RowFindingKind
     what: str
     rows: int
     lines: tuple[int, ...] = ()
@@ -48,20 +48,20 @@ class Finding:
 class TraceError(ValueError):
     """The trace cannot be used; the message names file and lines, `findings` are the same as values."""
 
-    def __init__(self, name: str, findings: Sequence[Finding]) -> None:
+    def __init__(self, name: str, findings: Sequence[RowFinding]) -> None:
         self.name = name
         self.findings = tuple(findings)
         super().__init__("\n".join(f"{name}: {finding}" for finding in self.findings))
 
 
-class Tally:
+class RowFindingCounts:
     """Collects findings while rows go by."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[Kind, str], int] = {}
-        self._lines: dict[tuple[Kind, str], list[int]] = {}
+        self._rows: dict[tuple[RowFindingKind, str], int] = {}
+        self._lines: dict[tuple[RowFindingKind, str], list[int]] = {}
 
-    def note(self, kind: Kind, what: str, lines: Sequence[int] | Integers) -> None:
+    def note(self, kind: RowFindingKind, what: str, lines: Sequence[int] | Integers) -> None:
         """One more row for each line; line 0 stands for a row that came from no file."""
         if not len(lines):
             return
@@ -71,9 +71,9 @@ class Tally:
         first = np.sort(there_are[there_are > 0])[:LINES_NAMED].tolist()
         self._lines[key] = sorted([*self._lines.get(key, ()), *first])[:LINES_NAMED]
 
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[RowFinding, ...]:
         """In the order in which each was first noted."""
-        return tuple(Finding(*key, rows, tuple(self._lines[key])) for key, rows in self._rows.items())
+        return tuple(RowFinding(*key, rows, tuple(self._lines[key])) for key, rows in self._rows.items())
 
 
 def shown(text: str) -> str:
@@ -81,7 +81,7 @@ def shown(text: str) -> str:
     return _CONTROL.sub("?", text)
 
 
-def rows_of(findings: Iterable[Finding], kind: Kind) -> int:
+def rows_of(findings: Iterable[RowFinding], kind: RowFindingKind) -> int:
     return sum(finding.rows for finding in findings if finding.kind is kind)
 
 

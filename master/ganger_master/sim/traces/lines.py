@@ -6,7 +6,7 @@ import io
 from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
-from ganger_master.sim.traces.findings import Finding, Kind, TraceError
+from ganger_master.sim.traces.findings import RowFinding, RowFindingKind, TraceError
 
 # The longest line of any known trace has 200 characters; a file without line ends must not be read as one.
 LONGEST_LINE = 64 * 1024
@@ -71,4 +71,4 @@ class RowLines:
 
 
 def _refused(name: str, line: int, what: str) -> TraceError:
-    return TraceError(name, [Finding(Kind.MISTAKE, what, 1, (line,))])
+    return TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (line,))])

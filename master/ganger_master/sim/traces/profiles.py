@@ -28,7 +28,7 @@ SYNERGY_SPLIT: Mapping[ModelClass, float] = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class ModelProfile:
     """A model on one V100. `matrix` holds its rate by cores and memory for each GPU, against what it makes with its
     share of a server (3 cores, 62.5 GB), where a step takes `step_s` seconds."""
 
@@ -40,7 +40,7 @@ class Profile:
 
 
 @cache
-def synergy_profiles() -> Mapping[str, Profile]:
+def synergy_profiles() -> Mapping[str, ModelProfile]:
     """Ten models by name, in the order image, language, speech."""
     rows: dict[str, list[dict[str, str]]] = {}
     for row in _rows("profiles_synergy.csv"):
@@ -71,7 +71,7 @@ def with_models(
     jobs: Workload,
     seed: int,
     split: Mapping[ModelClass, float] | None = None,
-    profiles: Mapping[str, Profile] | None = None,
+    profiles: Mapping[str, ModelProfile] | None = None,
 ) -> Workload:
     """Models for the jobs that name none; the others keep theirs. The same seed gives the same models.
 
@@ -93,7 +93,7 @@ def with_models(
     return jobs.with_columns(model=Labels.of(texts))
 
 
-def with_iterations(jobs: Workload, profiles: Mapping[str, Profile] | None = None) -> Workload:
+def with_iterations(jobs: Workload, profiles: Mapping[str, ModelProfile] | None = None) -> Workload:
     """Iterations where a trace gives run time and a profiled model, but not how many: run time by time of a step."""
     known = synergy_profiles() if profiles is None else profiles
     step_s = np.array([known[name].step_s if name in known else np.nan for name in jobs.model.names])
@@ -102,7 +102,7 @@ def with_iterations(jobs: Workload, profiles: Mapping[str, Profile] | None = Non
 
 
 def _by_split(
-    jobs: int, split: Mapping[ModelClass, float], profiles: Mapping[str, Profile], random: np.random.Generator
+    jobs: int, split: Mapping[ModelClass, float], profiles: Mapping[str, ModelProfile], random: np.random.Generator
 ) -> list[str]:
     total = sum(split.values())
     if not total > 0 or min(split.values()) < 0:
@@ -124,12 +124,12 @@ def _by_split(
     return chosen
 
 
-def _profile(model: str, rows: Sequence[Mapping[str, str]]) -> Profile:
+def _profile(model: str, rows: Sequence[Mapping[str, str]]) -> ModelProfile:
     cores = tuple(sorted({float(row["cores_per_gpu"]) for row in rows}))
     memory = tuple(sorted({float(row["memory_gb_per_gpu"]) for row in rows}))
     rates = {(float(row["cores_per_gpu"]), float(row["memory_gb_per_gpu"])): float(row["rate"]) for row in rows}
     first = rows[0]
-    return Profile(
+    return ModelProfile(
         model,
         ModelClass(first["class"]),
         int(first["batch_size"]),

@@ -32,7 +32,7 @@ from ganger_master.sim.traces.columns import (
     first_deadlines,
     understood,
 )
-from ganger_master.sim.traces.findings import Finding, Kind, Tally, TraceError, rows_of
+from ganger_master.sim.traces.findings import RowFinding, RowFindingCounts, RowFindingKind, TraceError, rows_of
 from ganger_master.sim.traces.lines import RowLines, lines_of
 from ganger_master.sim.traces.workload import Floats, Integers, Labels, Workload, workload
 
@@ -49,7 +49,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowFilter:
     """What to take from a file.
 
     `window_s`: only jobs submitted from the first to before the second, on the file's clock. `where`: only rows whose
@@ -69,11 +69,13 @@ class Reading:
 
     workload: Workload
     rows: int
-    findings: tuple[Finding, ...]
+    findings: tuple[RowFinding, ...]
     ignored_columns: tuple[str, ...]
 
 
-def read_trace(path: Path, wanted: Wanted | None = None, progress: Callable[[int, int], None] | None = None) -> Reading:
+def read_trace(
+    path: Path, wanted: RowFilter | None = None, progress: Callable[[int, int], None] | None = None
+) -> Reading:
     """Reads a file; `progress` gets the bytes read and the bytes there are. TraceError names the file, the lines and
     everything that is wrong with them; it is raised too for a file that cannot be opened."""
     try:
@@ -81,7 +83,7 @@ def read_trace(path: Path, wanted: Wanted | None = None, progress: Callable[[int
             return read_stream(stream, path.name, wanted)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
-        raise TraceError(str(path), [Finding(Kind.MISTAKE, what, 0)]) from error
+        raise TraceError(str(path), [RowFinding(RowFindingKind.MISTAKE, what, 0)]) from error
 
 
 class _Watched(io.FileIO):
@@ -102,13 +104,13 @@ class _Watched(io.FileIO):
         return count
 
 
-def read_stream(stream: BinaryIO, name: str, wanted: Wanted | None = None) -> Reading:
+def read_stream(stream: BinaryIO, name: str, wanted: RowFilter | None = None) -> Reading:
     """Reads a stream of bytes to its end; `name` is for messages."""
     with closing(lines_of(stream, name)) as lines:
-        return _read(RowLines(lines, name), name, wanted or Wanted())
+        return _read(RowLines(lines, name), name, wanted or RowFilter())
 
 
-def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
+def _read(lines: RowLines, name: str, wanted: RowFilter) -> Reading:
     rows = _numbered(lines, name)
     headers = [header.strip() for header in _first(rows, name)]
     found, ignored, wrong = understood(headers)
@@ -118,7 +120,7 @@ def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
         what = f"{'; '.join(wrong)} (found: {', '.join(headers)[:500]})"
         if len(headers) == 1 and (sign := _separator(headers[0])) is not None:
             what = f"columns are separated by {sign!r}: separate them by commas"
-        raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (1,))])
+        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (1,))])
     columns = _Columns(headers, found, wanted)
     seen, is_given_up = 0, False
     while block := list(islice(rows, _BLOCK_ROWS)):
@@ -126,30 +128,32 @@ def _read(lines: RowLines, name: str, wanted: Wanted) -> Reading:
         columns.add([line for line, _ in block], [row for _, row in block])
         if len(columns.ids) > wanted.most_jobs:
             what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace"
-            raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (block[-1][0],))])
-        is_given_up = not wanted.skip_mistakes and rows_of(columns.tally.findings(), Kind.MISTAKE) > _MOST_MISTAKES
+            raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (block[-1][0],))])
+        is_given_up = (
+            not wanted.skip_mistakes and rows_of(columns.tally.findings(), RowFindingKind.MISTAKE) > _MOST_MISTAKES
+        )
         if is_given_up:
             break
     made = columns.finish()
     findings = columns.tally.findings()
-    mistakes = [finding for finding in findings if finding.kind is Kind.MISTAKE]
+    mistakes = [finding for finding in findings if finding.kind is RowFindingKind.MISTAKE]
     if mistakes and not wanted.skip_mistakes:
-        given_up = [Finding(Kind.MISTAKE, "too many mistakes: reading ended here", 1, (lines.number,))]
+        given_up = [RowFinding(RowFindingKind.MISTAKE, "too many mistakes: reading ended here", 1, (lines.number,))]
         raise TraceError(name, mistakes + given_up * is_given_up)
     if wanted.skip_mistakes:
         findings = tuple(_as_skipped(finding) for finding in findings)
     if made is None or not len(made):
-        left_out = [finding for finding in findings if finding.kind is Kind.SKIPPED]
-        raise TraceError(name, [Finding(Kind.MISTAKE, "no job to run is left", seen), *left_out])
-    assert seen == len(made) + rows_of(findings, Kind.SKIPPED), "every row is a job or has a reason"
+        left_out = [finding for finding in findings if finding.kind is RowFindingKind.SKIPPED]
+        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, "no job to run is left", seen), *left_out])
+    assert seen == len(made) + rows_of(findings, RowFindingKind.SKIPPED), "every row is a job or has a reason"
     return Reading(made, seen, findings, tuple(ignored))
 
 
 class _Columns:
     """Grows by blocks of rows; each row is kept, or noted once."""
 
-    def __init__(self, headers: Sequence[str], found: Mapping[str, tuple[int, Column]], wanted: Wanted) -> None:
-        self.tally = Tally()
+    def __init__(self, headers: Sequence[str], found: Mapping[str, tuple[int, Column]], wanted: RowFilter) -> None:
+        self.tally = RowFindingCounts()
         self.ids: list[str] = []
         self.headers = headers
         self.found = found
@@ -162,7 +166,7 @@ class _Columns:
         width = len(self.headers)
         ragged = [line for line, row in zip(lines, rows, strict=True) if len(row) != width]
         if ragged:
-            self.tally.note(Kind.MISTAKE, f"not the {width} fields of the header", ragged)
+            self.tally.note(RowFindingKind.MISTAKE, f"not the {width} fields of the header", ragged)
             whole = [(line, row) for line, row in zip(lines, rows, strict=True) if len(row) == width]
             lines, rows = [line for line, _ in whole], [row for _, row in whole]
         if rows:
@@ -197,9 +201,13 @@ class _Columns:
             numbers = {name: column[first] for name, column in numbers.items()}
             labels = {name: column.take(first) for name, column in labels.items()}
         earlier = np.flatnonzero(numbers["submit_s"][1:] < np.maximum.accumulate(numbers["submit_s"])[:-1]) + 1
-        self.tally.note(Kind.CHANGED, "submitted before the row above: rows were sorted", numbers["lines"][earlier])
+        self.tally.note(
+            RowFindingKind.CHANGED, "submitted before the row above: rows were sorted", numbers["lines"][earlier]
+        )
         if "duration_s" not in numbers:
-            self.tally.note(Kind.CHANGED, "no duration_s: run times must follow from models", numbers["lines"])
+            self.tally.note(
+                RowFindingKind.CHANGED, "no duration_s: run times must follow from models", numbers["lines"]
+            )
         required = {name: numbers.pop(name) for name in ("submit_s", "gpus")}
         duration = numbers.pop("duration_s", None)
         return workload(ids, required["submit_s"], required["gpus"], duration, numbers=numbers, labels=labels)
@@ -211,7 +219,7 @@ class _Columns:
         seen: set[str] = set()
         first = np.array([not (job_id in seen or seen.add(job_id)) for job_id in self.ids])  # type: ignore[func-returns-value]
         what = "job_id was there before (does the file hold several workloads? choose one by its column)"
-        self.tally.note(Kind.MISTAKE, what, lines[~first])
+        self.tally.note(RowFindingKind.MISTAKE, what, lines[~first])
         return np.flatnonzero(first)
 
 
@@ -229,11 +237,11 @@ class _Block:
         columns, found = self._columns, self._columns.found
         for header, text in columns.wanted.where.items():
             chosen = self._column(columns.headers.index(header))
-            self._drop(Kind.SKIPPED, f"{header} is not {text}", np.array([value != text for value in chosen]))
+            self._drop(RowFindingKind.SKIPPED, f"{header} is not {text}", np.array([value != text for value in chosen]))
         ids = self._column(found[JOB_ID][0])
         if not all(map(str.strip, ids)) or max(map(len, ids)) > _LONGEST_ID:
             bad = np.array([not job_id.strip() or len(job_id) > _LONGEST_ID for job_id in ids])
-            self._drop(Kind.MISTAKE, f"job_id is blank or longer than {_LONGEST_ID} characters", bad)
+            self._drop(RowFindingKind.MISTAKE, f"job_id is blank or longer than {_LONGEST_ID} characters", bad)
         numbers: dict[str, NDArray[Any]] = {"lines": self._lines}
         numbers["submit_s"] = self._submissions()
         numbers["gpus"] = self._gangs()
@@ -243,37 +251,41 @@ class _Block:
             numbers[name] = self._optional(name, numbers)
         for name, wrong in (("min_gpus", np.greater), ("max_gpus", np.less)):
             if name in numbers:
-                self._drop(Kind.MISTAKE, f"gpus lies outside {name}", wrong(numbers[name], numbers["gpus"]))
+                self._drop(RowFindingKind.MISTAKE, f"gpus lies outside {name}", wrong(numbers[name], numbers["gpus"]))
         labels = {column.field: self._column(found[column.field][0]) for column in LABELS if column.field in found}
         texts = {name: list(map(str.strip, column)) for name, column in labels.items()}
         partly = self._lines[self._open & self._partly]
-        columns.tally.note(Kind.CHANGED, "asks for part of a GPU: counted as a whole one", partly)
+        columns.tally.note(RowFindingKind.CHANGED, "asks for part of a GPU: counted as a whole one", partly)
         columns.keep(self._open, ids, numbers, texts)
 
     def _submissions(self) -> Floats:
         header, values = self._parsed("submit_s", blank_is_mistake=True)
-        self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
         if self._columns.wanted.window_s is not None:
             first, end = self._columns.wanted.window_s
-            self._drop(Kind.SKIPPED, "submitted outside the window", ~((values >= first) & (values < end)))
+            self._drop(RowFindingKind.SKIPPED, "submitted outside the window", ~((values >= first) & (values < end)))
         return values
 
     def _gangs(self) -> Integers:
         header, values = self._parsed("gpus", blank_is_mistake=True)
-        self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(Kind.MISTAKE, f"{header} is more than {_MOST_GPUS:,}", values > _MOST_GPUS)
-        self._drop(Kind.SKIPPED, "asks for no GPU", values == 0)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is more than {_MOST_GPUS:,}", values > _MOST_GPUS)
+        self._drop(RowFindingKind.SKIPPED, "asks for no GPU", values == 0)
         whole = np.ceil(np.where(self._open, values, 1))
         self._partly = self._open & (whole != values)
         return whole.astype(np.int64)
 
     def _durations(self) -> Floats:
         header, values = self._parsed("duration_s")
-        self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(Kind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
-        self._drop(Kind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
-        self._drop(Kind.SKIPPED, f"{header} is less than a microsecond: nothing can be timed", values < _LEAST_SECONDS)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
+        self._drop(RowFindingKind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
+        self._drop(
+            RowFindingKind.SKIPPED,
+            f"{header} is less than a microsecond: nothing can be timed",
+            values < _LEAST_SECONDS,
+        )
         # What is blank may follow from iterations and model, or be drawn.
         return values
 
@@ -283,20 +295,20 @@ class _Block:
             values = values + numbers["submit_s"]
         whole, positive, signed = allowed(name)
         if not signed:
-            self._drop(Kind.MISTAKE, f"{header} is negative", values < 0)
+            self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
         if name == "deadline_s":
             what = f"{header} is before the submission: both are meant on the same clock"
-            self._drop(Kind.MISTAKE, what, values < numbers["submit_s"])
+            self._drop(RowFindingKind.MISTAKE, what, values < numbers["submit_s"])
         if positive:
-            self._drop(Kind.MISTAKE, f"{header} is zero", values == 0)
+            self._drop(RowFindingKind.MISTAKE, f"{header} is zero", values == 0)
         if name == "weight":
             return np.where(np.isnan(values), 1.0, values)
         if not whole:
             return values
         default = 0 if name == "priority" else numbers["gpus"]
         values = np.where(np.isnan(values), default, values)
-        self._drop(Kind.MISTAKE, f"{header} is not a whole number", values != np.rint(values))
-        self._drop(Kind.MISTAKE, f"{header} is beyond {_MOST_GPUS:,}", np.abs(values) > _MOST_GPUS)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is not a whole number", values != np.rint(values))
+        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond {_MOST_GPUS:,}", np.abs(values) > _MOST_GPUS)
         return np.where(self._open, values, 1).astype(np.int64)
 
     def _parsed(self, name: str, blank_is_mistake: bool = False) -> tuple[str, Floats]:
@@ -314,14 +326,16 @@ class _Block:
             values = np.array([_number(text) for text in texts])
             blank = np.array([not text.strip() for text in texts])
         if blank_is_mistake:
-            self._drop(Kind.MISTAKE, f"{column.header} is blank", blank)
-        self._drop(Kind.MISTAKE, f"{column.header} is not a finite number", ~blank & ~np.isfinite(values))
+            self._drop(RowFindingKind.MISTAKE, f"{column.header} is blank", blank)
+        self._drop(RowFindingKind.MISTAKE, f"{column.header} is not a finite number", ~blank & ~np.isfinite(values))
         with np.errstate(over="ignore"):
             scaled = values * column.scale
-        self._drop(Kind.MISTAKE, f"{column.header} is beyond any memory", np.isinf(scaled) & np.isfinite(values))
+        self._drop(
+            RowFindingKind.MISTAKE, f"{column.header} is beyond any memory", np.isinf(scaled) & np.isfinite(values)
+        )
         return column.header, scaled
 
-    def _drop(self, kind: Kind, what: str, rows: Mask) -> None:
+    def _drop(self, kind: RowFindingKind, what: str, rows: Mask) -> None:
         """Notes those of the rows that are still open."""
         dropped = rows & self._open
         if dropped.any():
@@ -340,7 +354,7 @@ def _separator(header: str) -> str | None:
 def _first(rows: Iterator[tuple[int, list[str]]], name: str) -> list[str]:
     for _, row in rows:
         return row
-    raise TraceError(name, [Finding(Kind.MISTAKE, "the file is empty: it needs a row of column names", 0)])
+    raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, "the file is empty: it needs a row of column names", 0)])
 
 
 def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
@@ -353,7 +367,7 @@ def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
                 yield rows.line_num, row
     except csv.Error as error:
         what = f"the row from here on is not readable as CSV: {error}"
-        raise TraceError(name, [Finding(Kind.MISTAKE, what, 1, (lines.next_line,))]) from error
+        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (lines.next_line,))]) from error
 
 
 def _number(text: str) -> float:
@@ -375,5 +389,9 @@ def _labels(codes: NDArray[np.int32], names: Mapping[str, int]) -> Labels:
     return Labels(codes, tuple(ordered))
 
 
-def _as_skipped(finding: Finding) -> Finding:
-    return Finding(Kind.SKIPPED, finding.what, finding.rows, finding.lines) if finding.kind is Kind.MISTAKE else finding
+def _as_skipped(finding: RowFinding) -> RowFinding:
+    return (
+        RowFinding(RowFindingKind.SKIPPED, finding.what, finding.rows, finding.lines)
+        if finding.kind is RowFindingKind.MISTAKE
+        else finding
+    )

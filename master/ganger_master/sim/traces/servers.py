@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ganger.resources.topology import parse_topology
 from ganger.resources.values import ConfigurationSet, NodeRow, Socket
-from ganger.resources.view import Mode, View
+from ganger.resources.view import LoadMode, View
 from ganger.units import parse_cores, parse_memory
 from msgspec.structs import replace
 
@@ -49,7 +49,7 @@ _KEYS = (
 )
 
 
-class ClusterError(ValueError):
+class ServersFileError(ValueError):
     """Every problem of a description, one a line."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -58,7 +58,7 @@ class ClusterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Room:
+class LargestServer:
     """What some servers have together."""
 
     gpus: int
@@ -112,7 +112,7 @@ class Servers:
     def memory_bytes(self) -> int:
         return self.of_types("").memory_bytes
 
-    def of_types(self, accepted: str) -> Room:
+    def of_types(self, accepted: str) -> LargestServer:
         """Of the servers whose GPUs a job accepts: types separated by "|", or any for ""."""
         types = {kind.strip() for kind in accepted.split("|")}
         gpus = millicores = memory = 0
@@ -122,9 +122,9 @@ class Servers:
                 gpus += group.nodes * made.devices
                 millicores += group.nodes * sum(socket.millicores for socket in made.sockets)
                 memory += group.nodes * made.memory_bytes
-        return Room(gpus, millicores, memory)
+        return LargestServer(gpus, millicores, memory)
 
-    def view(self, mode: Mode = Mode.SPREAD) -> View:
+    def view(self, mode: LoadMode = LoadMode.SPREAD) -> View:
         """All servers, idle."""
         view = View((group.configuration_set for group in self.groups), mode=mode)
         for group in self.groups:
@@ -139,7 +139,7 @@ def servers_from_flags(**flags: Any) -> Servers:
     reader = _Reader({key: value for key, value in flags.items() if value is not None}, _flag)
     group = _group(reader, default_name="node")
     if group is None or reader.problems:
-        raise ClusterError(reader.problems)
+        raise ServersFileError(reader.problems)
     return _checked([group], [])
 
 
@@ -149,27 +149,27 @@ def servers_from_file(path: Path) -> Servers:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:
-        raise ClusterError([f"{path}: cannot be read: {error.strerror or error}"]) from error
+        raise ServersFileError([f"{path}: cannot be read: {error.strerror or error}"]) from error
     if len(text) > _MOST_FILE_BYTES:
-        raise ClusterError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
+        raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     # Most clusters are described by a few flags.
     from ganger_master.sim.traces.yaml_text import YamlError, parsed
 
     try:
         description = parsed(text)
     except YamlError as error:
-        raise ClusterError([f"{path}:{error}"]) from error
+        raise ServersFileError([f"{path}:{error}"]) from error
     try:
         return servers_from_description(description)
-    except ClusterError as error:
-        raise ClusterError([f"{path}: {problem}" for problem in error.problems]) from None
+    except ServersFileError as error:
+        raise ServersFileError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
 def servers_from_description(description: object) -> Servers:
     """Groups of servers from what a YAML file holds: a mapping with one key, `servers`. ClusterError."""
     entries = description.get("servers") if isinstance(description, dict) else None
     if not isinstance(description, dict) or not isinstance(entries, list) or not entries:
-        raise ClusterError(["a cluster is a mapping with a list `servers`, one entry for each kind of server"])
+        raise ServersFileError(["a cluster is a mapping with a list `servers`, one entry for each kind of server"])
     problems = [f"{key}: there is no such key; there is servers" for key in description if key != "servers"]
     groups = []
     for index, entry in enumerate(entries):
@@ -196,7 +196,7 @@ def _checked(groups: list[ServerGroup], problems: list[str]) -> Servers:
     if groups and not servers.gpus and not problems:
         problems.append("servers: none of them has a GPU")
     if problems:
-        raise ClusterError(problems)
+        raise ServersFileError(problems)
     return servers
 
 

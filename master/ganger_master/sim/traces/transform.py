@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ganger_master.sim.traces.columns import MOST_SECONDS
-from ganger_master.sim.traces.findings import Finding, Kind, Tally
+from ganger_master.sim.traces.findings import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.sim.traces.servers import Servers
 from ganger_master.sim.traces.statistics import offered_load
 from ganger_master.sim.traces.workload import Floats, Workload
@@ -88,19 +88,21 @@ def with_sizes(jobs: Workload, times: float, most: int) -> Workload:
     )
 
 
-def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Finding, ...]]:
+def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
     """(jobs whose gang the idle cluster could hold, findings on those that are left out).
 
     A gang must fit into the GPUs of the types it accepts; cores and memory, where the trace states them, into what
     those servers have together. Whether it fits with all its wishes of locality is decided when it is placed.
     """
-    tally = Tally()
+    tally = RowFindingCounts()
     fits = np.ones(len(jobs), bool)
     for code, accepted in enumerate(jobs.gpu_type.names):
         of_type = jobs.gpu_type.codes == code
         room = servers.of_types(accepted)
         if not room.gpus:
-            tally.note(Kind.SKIPPED, f"needs GPUs of type {accepted}, of which there are none", jobs.lines[of_type])
+            tally.note(
+                RowFindingKind.SKIPPED, f"needs GPUs of type {accepted}, of which there are none", jobs.lines[of_type]
+            )
             fits &= ~of_type
             continue
         for what, needed, there in (
@@ -112,7 +114,7 @@ def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Finding,
             too_large = of_type & fits & (needed > there)
             kind = f" of type {accepted}" if accepted else ""
             tally.note(
-                Kind.SKIPPED,
+                RowFindingKind.SKIPPED,
                 f"needs more {what} than the {there:,.0f} of the cluster's servers{kind}",
                 jobs.lines[too_large],
             )
