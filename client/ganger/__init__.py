@@ -16,14 +16,15 @@ _HOMES = {
     "Client": "ganger.client",
     "Job": "ganger.job",
 }
-_MODULES = frozenset({"arrays"})
+# `arrays`: the name of versions up to 0.1.
+_MODULES = {"array_spec": "ganger.array_spec", "arrays": "ganger.array_spec"}
 
 __all__ = ["ApiError", "Client", "Job", "attach", "report"]
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
+        return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ganger' has no attribute {name!r}")

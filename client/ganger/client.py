@@ -34,7 +34,7 @@ from ganger.wire.errors import (
     from_rpc_error,
 )
 from ganger.wire.methods import largest_bytes
-from ganger.wire.names import (
+from ganger.wire.resource_names import (
     array_name,
     job_name_from_text,
     node_name_from_text,
@@ -104,7 +104,7 @@ class Client:
         _check_size(request, "CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._submitted(self._jobs.CreateJob, request))
-        from ganger.scheduling.detached import DetachedScheduler
+        from ganger.scheduling.detached_scheduler import DetachedScheduler
 
         with DetachedScheduler(spec.scheduler, self._master) as scheduler:
             message = self._submitted(self._jobs.CreateJob, request)
@@ -113,7 +113,7 @@ class Client:
     def submit_array(
         self, request: job_service_pb2.CreateArrayRequest, *, request_id: str | None = None
     ) -> array_pb2.Array:
-        """Submits the members of a job array, all or none: see `ganger.arrays.make_array`."""
+        """Submits the members of a job array, all or none: see `ganger.array_spec.make_array`."""
         import uuid
 
         asked = job_service_pb2.CreateArrayRequest()

@@ -355,7 +355,7 @@ def _locality(reader: _Reader) -> Locality:
     return locality
 
 
-# The wire's levels and not those of ganger.resources: the closer, the smaller, here too, and a submission loads less.
+# The wire's levels and not those of ganger.cluster: the closer, the smaller, here too, and a submission loads less.
 def _level(value: object) -> Level.ValueType:
     levels = {_level_text(number): number for number in Level.values() if number != Level.LEVEL_UNSPECIFIED}
     found = levels.get(str(value).lower())

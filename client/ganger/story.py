@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ganger import purposes
+from ganger import history as purposes
 from ganger.units import format_duration
 
 

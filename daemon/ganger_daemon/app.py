@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
-from ganger.wire.convert import configuration_set_to_wire
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
-from ganger.wire.names import is_node_id
+from ganger.wire.resource_messages import configuration_set_to_wire
+from ganger.wire.resource_names import is_node_id
 from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials, tell_end
@@ -30,26 +30,26 @@ from ganger.wire.tls import check_directory, server_credentials, tell_end
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from ganger_daemon.core import escalation
-from ganger_daemon.cores import CoreTable
-from ganger_daemon.devices.choose import choose_devices
+from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
-from ganger_daemon.files import read_json, write_json
-from ganger_daemon.gangs import GangSet
-from ganger_daemon.host import NodeContext, Storage
-from ganger_daemon.logs import LogStore
-from ganger_daemon.peers import PeerCalls, PeerServicer
-from ganger_daemon.session import Session
-from ganger_daemon.transfer.serving import ParkedArenas
-from ganger_daemon.transfer.stream import StreamServer
-from ganger_daemon.workers.directories import (
+from ganger_daemon.gang.launch_plan import own_user
+from ganger_daemon.node.core_table import CoreTable
+from ganger_daemon.node.directories import (
     DaemonPaths,
     DirectoryError,
     DirectoryNameError,
     choose_run_directory,
     make_private,
 )
-from ganger_daemon.workers.launch import own_user
-from ganger_daemon.workers.launchers import Launchers
+from ganger_daemon.node.gang_set import GangSet
+from ganger_daemon.node.launchers import Launchers
+from ganger_daemon.node.log_store import LogStore
+from ganger_daemon.node.node_context import NodeContext, Storage
+from ganger_daemon.node.peer_service import PeerCalls, PeerServicer
+from ganger_daemon.node.safe_files import read_json, write_json
+from ganger_daemon.node.session import Session
+from ganger_daemon.transfer.stream import StreamServer
+from ganger_daemon.transfer.stream_server import ParkedArenas
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from ganger.console.numbers import Within
+from ganger.console.parameter_types import Within
 from ganger.console.paths import Directory
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -100,7 +100,7 @@ def daemon(
     verbose: bool,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
-    from ganger.console.exits import CommandError, ExitCode
+    from ganger.console.exit_codes import CommandError, ExitCode
 
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
     from ganger_daemon.devices.virtual import VirtualSpec

@@ -22,14 +22,16 @@ from ganger.wire.tls import check_directory, server_context, tell_end
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import CoreSettings
+from ganger_master.decision_log import recorder
 from ganger_master.policies import Places, live_policy_named
 from ganger_master.quotas import as_settings
+from ganger_master.rpc.rate_limits import UserLimits
 from ganger_master.rpc.server import MasterServer
-from ganger_master.rpc.user_limits import UserLimits
-from ganger_master.runtime import failpoints, heap, recorder, retention
-from ganger_master.runtime.beside import Beside
-from ganger_master.runtime.progress import ProgressBoard
-from ganger_master.runtime.scheduler_process import SupervisedProcess, host_command, planner_command
+from ganger_master.runtime import failpoints, heap
+from ganger_master.runtime import storage_retention as retention
+from ganger_master.runtime.child_process import SupervisedProcess, host_command, planner_command
+from ganger_master.runtime.database_marks import Beside
+from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
     MasterObstacle,

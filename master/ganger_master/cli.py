@@ -43,10 +43,10 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     """
     import asyncio
 
-    from ganger.console.exits import CommandError, ExitCode
+    from ganger.console.exit_codes import CommandError, ExitCode
 
     from ganger_master import app, config
-    from ganger_master.runtime import logs
+    from ganger_master.runtime import log_format as logs
     from ganger_master.runtime.state_directory import MasterObstacle, StartError
 
     text = ""

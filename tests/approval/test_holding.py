@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
-from ganger.resources.values import Claim, NodeRow
+from ganger.cluster.resources import Claim, NodeRow
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SuspendJob
 from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, SuspendLevel

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim
-from ganger.resources.view import View
-from ganger_master.approval.protected import ProtectedPieces, protect, trespass
-from ganger_master.approval.reservations import Reservation
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
+from ganger.cluster.view import View
+from ganger_master.core.protected import ProtectedPieces, protect, trespass
+from ganger_master.core.reservations import Reservation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster

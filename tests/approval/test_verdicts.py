@@ -7,15 +7,15 @@ import time
 from typing import Any
 
 import pytest
-from ganger.placement.candidates import candidates, places
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, GangShape, LocalityLevel
-from ganger.resources.view import View
-from ganger_master.approval import explain as explain_module
-from ganger_master.approval.explain import Holder, estimate, explain, order
-from ganger_master.approval.protected import Protected, protect
-from ganger_master.approval.reservations import ReservationRequest, begins_at, reserve
-from ganger_master.approval.verdicts import CandidateApproval, CandidateRejection, approve
+from ganger.cluster.placement import candidates, places
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.view import View
+from ganger_master.core import approval_explain as explain_module
+from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve
+from ganger_master.core.approval_explain import Holder, estimate, explain, order
+from ganger_master.core.protected import Protected, protect
+from ganger_master.core.reservations import ReservationRequest, begins_at, reserve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from ganger.cli.bench import bench
-from ganger.cli.machine import stolen_share
-from ganger_master.bench.report import AtLeast, AtMost, report
+
+from benchmarks.bench_report import AtLeast, AtMost, report
+from benchmarks.machine import stolen_share
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.defrag import DefragJob, fewest
-from ganger_daemon.bench.notes import NOTE
+
+from benchmarks.defrag import DefragJob, fewest
+from benchmarks.step_notes import NOTE
 
 
 def test_the_fewest_moves_are_found_by_trying_all() -> None:

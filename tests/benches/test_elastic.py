@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.elastic import main
+
+from benchmarks.elastic import main
 
 
 @pytest.mark.torch

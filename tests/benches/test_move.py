@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.move import main
+
+from benchmarks.move import main
 
 
 @pytest.mark.torch

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_master.bench.plan import PASSES, main
+
+from benchmarks.plan import PASSES, main
 
 
 def test_every_policy_is_timed_on_an_idle_and_a_used_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

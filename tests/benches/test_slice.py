@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.notes import (
+
+from benchmarks.slice import main
+from benchmarks.step_notes import (
     NOTE,
     NotedStep,
     jain,
@@ -16,8 +18,7 @@ from ganger_daemon.bench.notes import (
     switches,
     turns_of,
 )
-from ganger_daemon.bench.slice import main
-from ganger_daemon.bench.switches import PageChange, SwitchTiming, parts, switch_of
+from benchmarks.switch_timing import PageChange, SwitchTiming, parts, switch_of
 
 
 def steps(*times: tuple[int, int]) -> list[NotedStep]:

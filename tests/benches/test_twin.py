@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger_daemon.bench.comparison import Costs, JobEvent, Ran, TwinError, compared, costs_of, step_seconds, trace_of
-from ganger_daemon.bench.twin import MOVES, _simulated, main
+
+from benchmarks.twin import MOVES, _simulated, main
+from benchmarks.twin_comparison import Costs, JobEvent, Ran, TwinError, compared, costs_of, step_seconds, trace_of
 
 EVENTS = [
     JobEvent(10.0, "jobs/1", "gang_approved"),

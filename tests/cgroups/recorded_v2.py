@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ganger_daemon.cgroups import files
-from ganger_daemon.cores import format_ids, parse_ids
+from ganger_daemon.node.core_table import format_ids, parse_ids
 
 ALWAYS = {
     "cgroup.procs": "",

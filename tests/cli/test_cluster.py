@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ganger.cli import cluster
-from ganger.cli.cluster import LocalClusterSettings, Started, programs, start_ticks
+from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
+from ganger.cli.local_cluster import LocalClusterSettings, Started, programs, start_ticks
 from ganger.cli.main import run
 from ganger.client import Client
 from ganger.wire.endpoints import EndpointError

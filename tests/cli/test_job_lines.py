@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from ganger.cli import array_lines, job_lines
+from ganger.cli import job_lines
+from ganger.cli import job_table as array_lines
 from ganger.cli.show import pairs
+from ganger.console.safe_text import bounded, cells, visible
 from ganger.console.tables import without_spare
-from ganger.console.visible import bounded, cells, visible
 from ganger.v1 import array_pb2, job_pb2, resources_pb2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ganger.arrays import from_flags, make_array
+from ganger.array_spec import from_flags, make_array
 from ganger.v1.array_pb2 import StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire.errors import SpecInvalid

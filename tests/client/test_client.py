@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ganger.arrays import make_array
+from ganger.array_spec import make_array
 from ganger.cli.main import run
 from ganger.client import Client
 from ganger.job import JobFailedError, JobState
@@ -37,7 +37,7 @@ def client(master: CannedMaster) -> Iterator[Client]:
 def test_what_the_documentation_says_of_python_needs_no_other_import() -> None:
     script = (
         "import ganger\n"
-        "assert ganger.arrays.make_array({'command': ['x'], 'array': {'indices': '0-3'}}) is not None\n"
+        "assert ganger.array_spec.make_array({'command': ['x'], 'array': {'indices': '0-3'}}) is not None\n"
         "assert issubclass(ganger.ApiError, Exception)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ganger.placement.candidates import candidates
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, Role, TaskShape
+from faultsim.state_invariants import violations
+from ganger.cluster.placement import candidates
+from ganger.cluster.resources import Claim, Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.invariants import violations
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import SERVER, Drive, job_of
 from ganger_master.core import machine
 from ganger_master.core.commands import MoveJob, OpenSession
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from core.drive import Drive, job_of
 from ganger_master.core.answers import ArrayAnswer, Done, Refused
+from ganger_master.core.array_members import Membership, RuleKind, StopRule
 from ganger_master.core.commands import (
     CancelArray,
     CancelJob,
@@ -17,7 +18,6 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.membership import Membership, RuleKind, StopRule
 from ganger_master.core.model import JobMetric, JobProgress, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ganger.resources.topology import Topology, innermost_groups, parse_topology
-from ganger.resources.values import Claim, Role, TaskShape
-from ganger_master.approval.reservations import Reservation, ReservationRequest, reserve
-from ganger_master.core import capacity, commands, desired, machine
+from faultsim.state_invariants import violations
+from ganger.cluster.resources import Claim, Role, TaskShape
+from ganger.cluster.topology import Topology, innermost_groups, parse_topology
+from ganger_master.core import capacity, commands, machine
+from ganger_master.core import desired_state as desired
 from ganger_master.core.answers import Approved, SessionAnswer
-from ganger_master.core.invariants import violations
 from ganger_master.core.model import JobSpec, Node
-from ganger_master.core.rows import row_of
+from ganger_master.core.node_index import row_of
+from ganger_master.core.reservations import Reservation, ReservationRequest, reserve
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from hypothesis import given, settings

@@ -6,10 +6,10 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from core.test_removed_nodes import restarted
 from core.test_taking_turns import Turns
-from ganger.placement.candidates import candidates
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import ConfigurationSet
-from ganger.resources.view import View
+from ganger.cluster.placement import candidates
+from ganger.cluster.resources import ConfigurationSet
+from ganger.cluster.topology import parse_topology
+from ganger.cluster.view import View
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, DeclareLost, OpenSession, SuspendJob
 from ganger_master.core.model import JobState, NodeState, ObservedPhase, SuspendLevel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master.core.commands import DeclareLost, ResumeJob, SuspendJob
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import Checkpoint, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from msgspec.structs import replace
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.resources.reasons import Reason
+from faultsim.state_invariants import violations
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Approved, Refused, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
-from ganger_master.core.invariants import violations
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core import capacity
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up

@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 
 from core.drive import GIB, Drive
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.model import JobSpec, ObservedPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st

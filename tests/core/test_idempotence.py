@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.changes import ELEMENT_TYPES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.placement.candidates import still_free
-from ganger.resources.reasons import Reason
+from ganger.cluster.placement import still_free
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from core.drive import job_of
 from core.test_taking_turns import Turns, blamed
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core.commands import Change
 from ganger_master.core.model import ObservedPhase
 

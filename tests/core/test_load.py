@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from core.drive import SERVER, Drive, job_of
-from ganger.resources.view import LoadMode
+from ganger.cluster.view import LoadMode
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
 from ganger_master.core.model import ObservedPhase

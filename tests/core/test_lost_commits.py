@@ -10,7 +10,7 @@ from ganger_master.core.model import Element, JobState
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
 from ganger_master.store.codec import Codec
-from ganger_master.store.memory import MemoryStore
+from kit.memory_store import MemoryStore
 
 
 class Store:

@@ -8,8 +8,8 @@ from core.test_packing import Packing
 from core.test_refused_suspends import FULL
 from core.test_taking_turns import Turns
 from core.worlds import World, elastic
-from ganger.placement.resized import resized
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resized import resized
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
     Change,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from core.drive import GIB, job_of
 from core.test_taking_turns import Turns, blamed
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, GangPhase, JobSpec, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.node_sets import filled
 from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace
 
 SMALL = replace(job_of(1, 2 * GIB), gpu_memory_bytes=GIB)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Locality, LocalityLevel
-from ganger_master.approval.reservations import SECONDS_BEFORE
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import Approved, Rejected
+from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

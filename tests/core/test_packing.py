@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.placement.claims import resplit_cores
-from ganger.resources.reasons import Reason, Refusal
+from faultsim.state_invariants import violations
+from ganger.cluster.claims import resplit_cores
+from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core import sharing
 from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan, ResumeJob
-from ganger_master.core.desired import desired_of
-from ganger_master.core.invariants import violations
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import Claim, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings

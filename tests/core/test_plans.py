@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan
 from ganger_master.core.model import Claim, JobState

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.change_reason import OnTheWay, kept_for, making_room_for
 from ganger_master.core.commands import Change, MoveJob, Promise, ProposePlan, Tick
-from ganger_master.core.making_room import OnTheWay, kept_for, making_room_for
 from ganger_master.core.model import Claim, GangPhase, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from msgspec.structs import replace

@@ -6,7 +6,10 @@ from collections import Counter
 
 import pytest
 from core.drive import SERVER, Drive, job_of
-from ganger.resources.reasons import Reason
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Refused
 from ganger_master.core.capacity import rules
 from ganger_master.core.commands import Change, ProposePlan, SubmitArray, SubmitJob, SuspendJob
@@ -15,9 +18,6 @@ from ganger_master.core.model import JobState, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.shares import Shares
 from ganger_master.core.state import State
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster
-from ganger_master.sim.engine import Engine
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace

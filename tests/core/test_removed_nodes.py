@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
+from faultsim.state_invariants import violations
 from ganger_master.core.answers import Done, Refused
 from ganger_master.core.commands import DeclareLost, RemoveNode
-from ganger_master.core.invariants import violations
 from ganger_master.core.model import JobState, NodeState, ObservedPhase
 from ganger_master.core.restoring import restored
 

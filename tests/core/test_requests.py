@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
-from ganger_master.approval.reservations import SECONDS_BEFORE
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
 from ganger_master.core.capacity import reservations_of
 from ganger_master.core.commands import (
@@ -20,6 +19,7 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

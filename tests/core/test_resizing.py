@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from core.worlds import SMALL, World, elastic
-from ganger.placement.resized import resized
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resized import resized
+from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.capacity import rules
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
+from ganger_master.core.elastic import judge_resize
 from ganger_master.core.model import (
     Gang,
     GangIntent,
@@ -22,7 +23,6 @@ from ganger_master.core.model import (
     ObservedPhase,
     SuspendLevel,
 )
-from ganger_master.core.resizing import judge_resize
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as some

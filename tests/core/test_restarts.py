@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from core.test_removed_nodes import restarted
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core.commands import Answer, CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
-from ganger_master.core.image import image_of, state_of
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.restarts import delay_after
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
+from ganger_master.core.state_image import image_of, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
-from ganger.resources.values import Claim
+from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import AdoptQuarantined, NoteEnds, ObservedGang, OpenStore
 from ganger_master.core.explain import explain

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core.drive import SERVER, Drive
-from ganger.resources.values import DeviceGroup, LocalityLevel, Socket
+from ganger.cluster.resources import DeviceGroup, LocalityLevel, Socket
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import OpenSession
 from msgspec.structs import replace

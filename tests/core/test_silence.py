@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from core.test_lost_commits import Store
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import Answer, DeclareLost, Tick
 from ganger_master.core.explain import explain

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.answers import PlanAnswer, Refused
 from ganger_master.core.commands import Change, ObservedGang, ProposePlan, ResumeJob, SubmitJob, SuspendJob
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
 from ganger_master.core.model import (
     Checkpoint,

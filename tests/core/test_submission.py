@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core.drive import job_of
-from ganger.resources.values import Locality, Role, TaskShape
+from ganger.cluster.resources import Locality, Role, TaskShape
 from ganger_master.core.submission import violations_of
 from msgspec.structs import replace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
-from ganger.resources.reasons import Reason
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import ChangeAnswer, JobAnswer, PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel

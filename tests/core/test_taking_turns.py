@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim
+from faultsim.state_invariants import violations
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import (
@@ -22,17 +23,16 @@ from ganger_master.core.commands import (
     RetuneJob,
     SuspendJob,
 )
-from ganger_master.core.desired import desired_of
-from ganger_master.core.image import image_of, state_of
-from ganger_master.core.invariants import violations
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
-from ganger_master.core.node_sets import charges
 from ganger_master.core.restoring import restored
 from ganger_master.core.rows_now import has_turn
+from ganger_master.core.state_image import image_of, state_of
+from ganger_master.core.timeslice_groups import charges
 from ganger_master.store.codec import Codec
-from ganger_master.store.memory import MemoryStore
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.memory_store import MemoryStore
 from msgspec.structs import replace
 
 ARENA = GIB + GIB // 10

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, Locality, LocalityLevel
-from ganger_master.core import queue
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, Locality, LocalityLevel
+from ganger_master.core import placement_leases as queue
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
 from ganger_master.core.model import JobState, ObservedPhase
-from ganger_master.core.queue import ASIDE, WINDOW
+from ganger_master.core.placement_leases import ASIDE, WINDOW
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
 from msgspec.structs import replace

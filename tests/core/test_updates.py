@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from core.test_taking_turns import Turns
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from faultsim.state_invariants import violations
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import JobAnswer, Refused, Rejected, UpdateAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -21,18 +22,17 @@ from ganger_master.core.commands import (
     UpdateArray,
     UpdateJob,
 )
-from ganger_master.core.desired import desired_of
-from ganger_master.core.image import image_of, state_of
-from ganger_master.core.invariants import violations
+from ganger_master.core.desired_state import desired_of
+from ganger_master.core.job_updates import Update
 from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
-from ganger_master.core.update import Update
+from ganger_master.core.state_image import image_of, state_of
 from ganger_master.store.codec import Codec
-from ganger_master.store.memory import MemoryStore
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.memory_store import MemoryStore
 from msgspec.structs import replace
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger_master.core.answers import Answer, ArrayAnswer, JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
-from ganger_master.core.holdings import spec_bytes
 from ganger_master.core.model import JobSpec
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.user_usage import spec_bytes
 from msgspec.structs import replace
 
 FEW = CoreSettings(pending_jobs_per_user=3, spec_bytes_per_user=100_000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import insort
 
 import pytest
-from ganger_master.core import waiting
-from ganger_master.core.waiting import Place, Waiting
+from ganger_master.core import queue as waiting
+from ganger_master.core.queue import Place, Waiting
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from core.drive import SERVER, Drive, job_of
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Locality, LocalityLevel
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,

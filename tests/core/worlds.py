@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.model import Gang, JobSpec, ObservedPhase, Outcome, OutcomeKind
 from msgspec.structs import replace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_daemon.cores import (
+from ganger_daemon.node.core_table import (
     CORE,
     Core,
     CoreMap,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.control.pinning import Pinning
-from ganger_daemon.cores import CoreTable, Grant, adopt, declared_cores
-from ganger_daemon.host import NodeContext
+from ganger_daemon.gang.core_pinning import Pinning
+from ganger_daemon.node.core_table import CoreTable, Grant, adopt, declared_cores
+from ganger_daemon.node.node_context import NodeContext
 
 
 class Node:

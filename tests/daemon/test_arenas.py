@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import resources_pb2
-from ganger_daemon.workers.launch import bytes_ahead_per_rank
+from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
 
 MIB = 1 << 20
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger.injob import image
-from ganger_daemon.checkpoints import keeper as keeper_module
-from ganger_daemon.checkpoints.collect import collect, collect_abandoned
-from ganger_daemon.checkpoints.keeper import Keeper, StorageError, publish_here
+from ganger.injob import state_image as image
+from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
+from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete
-from ganger_daemon.checkpoints.publish import Gathering, Shard, ShardReport, manifest
+from ganger_daemon.checkpoints.manifest import Gathering, Shard, ShardReport, manifest
+from ganger_daemon.checkpoints.retention import collect, collect_abandoned
 from ganger_daemon.checkpoints.shards import describe_shard
 from ganger_daemon.checkpoints.storage import room_missing
 from ganger_daemon.checkpoints.verify import Unreadable, Verified, verify
-from ganger_daemon.host import Storage
-from ganger_daemon.workers.desired import LocalPart
-from ganger_daemon.workers.launch import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
+from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.launch_plan import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
+from ganger_daemon.node.node_context import Storage
 
 UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 

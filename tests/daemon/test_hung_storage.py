@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon import host
 from ganger_daemon.checkpoints import storage as storage_checks
-from ganger_daemon.host import Storage
-from ganger_daemon.storage_work import StorageHungError, StorageWork
+from ganger_daemon.node import node_context as host
+from ganger_daemon.node.node_context import Storage
+from ganger_daemon.node.storage_work import StorageHungError, StorageWork
 
 
 @pytest.fixture

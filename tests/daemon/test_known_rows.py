@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
-from ganger_daemon.gangs import GangSet
+from ganger_daemon.node.gang_set import GangSet
 
 ROWS = agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)
 WANTED = agent_pb2.DesiredGang(

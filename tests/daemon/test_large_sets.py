@@ -8,7 +8,7 @@ import pytest
 from daemon.kit import Cluster, Observed, in_phase, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.wire.channels import MAX_MESSAGE_BYTES, PART_BYTES
-from ganger_daemon.session import _first_parts
+from ganger_daemon.node.session import _first_parts
 from rpc.kit import until
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from ganger_daemon import logs
-from ganger_daemon.logs import LogStore
+from ganger_daemon.node import log_store as logs
+from ganger_daemon.node.log_store import LogStore
 
 
 def write(store: LogStore, epoch: int, text: str) -> Path:

@@ -20,9 +20,9 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import Page, Word, now_ns
 from ganger.injob.processes import start_ticks
 from ganger.v1 import job_pb2
-from ganger_daemon.core import concern
-from ganger_daemon.workers import watching
-from ganger_daemon.workers.launchers import Launchers
+from ganger_daemon.core import stall_detection as concern
+from ganger_daemon.gang import watching
+from ganger_daemon.node.launchers import Launchers
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system

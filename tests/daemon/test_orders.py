@@ -13,8 +13,8 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger_daemon.checkpoints import storage as storage_checks
-from ganger_daemon.control import memory
-from ganger_daemon.workers.processes import anonymous_bytes
+from ganger_daemon.gang import device_memory as memory
+from ganger_daemon.node.processes import anonymous_bytes
 from rpc.kit import until
 
 pytestmark = pytest.mark.system

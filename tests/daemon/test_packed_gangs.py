@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 from ganger.v1 import resources_pb2
-from ganger_daemon.control import using
-from ganger_daemon.control.using import Using
-from ganger_daemon.gangs import collide
-from ganger_daemon.host import NodeContext
+from ganger_daemon.gang import using
+from ganger_daemon.gang.using import Using
+from ganger_daemon.node.gang_set import collide
+from ganger_daemon.node.node_context import NodeContext
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon.path_safety import path_trouble
-from ganger_daemon.workers.directories import DaemonPaths, DirectoryError, choose_run_directory
+from ganger_daemon.node.directories import DaemonPaths, DirectoryError, choose_run_directory
+from ganger_daemon.node.path_safety import path_trouble
 
 STRANGER = 12345
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from ganger.agent.v1 import peer_pb2
 from ganger.wire.errors import RequestInvalid
-from ganger_daemon.peers import PeerServicer
+from ganger_daemon.node.peer_service import PeerServicer
 
 
 @pytest.mark.parametrize("uid", ["", "..", "../../../root", "a/b", "\0", "x" * 5_000, "-", "\N{GRINNING FACE}"])

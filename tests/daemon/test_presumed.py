@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ganger.injob.page import PageProgress
-from ganger.injob.words import Capability
-from ganger_daemon.workers.observation import is_still_looking
+from ganger.injob.page_layout import Capability
+from ganger_daemon.gang.observation import is_still_looking
 
 EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from ganger.agent.v1 import peer_pb2
-from ganger_daemon.control.relaying import Link
+from ganger_daemon.gang.boundary_relay import Link
 
 
 class Away:

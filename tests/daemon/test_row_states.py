@@ -12,7 +12,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger_daemon.core.orders import PartPhase
 from ganger_daemon.core.rotation import Position, SliceMember, SliceSwitch
-from ganger_daemon.rotation import Rotation, member_from_wire, state_to_wire
+from ganger_daemon.node.slice_rotation import Rotation, member_from_wire, state_to_wire
 
 SAID = SliceMember(
     Position(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, in_turn=1),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.workers import segments
+from ganger_daemon.gang import shared_memory as segments
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ganger_daemon.transfer.arrival import Arrival, RankTransfer
-from ganger_daemon.transfer.fetching import fetch
+from ganger_daemon.gang.arrival import Arrival, RankTransfer
 from ganger_daemon.transfer.landing import Landing
+from ganger_daemon.transfer.receiver import fetch
 from ganger_daemon.transfer.request import StreamError, StreamRequest
 from ganger_daemon.transfer.stream import StreamServer
 

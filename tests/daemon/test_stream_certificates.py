@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from daemon.test_stream import UID, Arena, Sources, wait_for
 from ganger.wire.tls import client_context
-from ganger_daemon.transfer.fetching import fetch
 from ganger_daemon.transfer.landing import Landing
+from ganger_daemon.transfer.receiver import fetch
 from ganger_daemon.transfer.request import StreamError, StreamRequest, limit_silence, read_line
 from ganger_daemon.transfer.stream import StreamServer
 from kit.certified import Authority

@@ -11,8 +11,8 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger_daemon.core.orders import PartPhase
 from ganger_daemon.core.rotation import Position, SliceSwitch
-from ganger_daemon.rotation import LocalTimesliceGroup, Rotation, order_to_wire
-from ganger_daemon.workers.desired import wanted_of
+from ganger_daemon.gang.desired_messages import wanted_of
+from ganger_daemon.node.slice_rotation import LocalTimesliceGroup, Rotation, order_to_wire
 
 SECOND = 10**9
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.v1 import job_pb2
-from ganger_daemon.workers import launching
+from ganger_daemon.gang import rank_launch as launching
 
 pytestmark = pytest.mark.system
 

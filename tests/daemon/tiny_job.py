@@ -13,7 +13,7 @@ import sys
 import time
 
 import xxhash
-from ganger.injob import image
+from ganger.injob import state_image as image
 from ganger.injob.control import Control, Handlers
 from ganger.injob.page import Capability, PagePhase, PageState, Word
 from ganger.training import agent

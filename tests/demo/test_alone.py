@@ -7,7 +7,8 @@ import select
 from pathlib import Path
 
 import pytest
-from ganger.cli.demonstration.alone import Alone, AloneError
+
+from examples.demo.undisturbed_run import Alone, AloneError
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from ganger.cli.demonstration.losses import compare, largest_gap, read_training
+
+from examples.demo.losses import compare, largest_gap, read_training
 
 
 def written(directory: Path, losses: list[float], weights: str = "abc", repeat: int = 0) -> tuple[Path, Path]:

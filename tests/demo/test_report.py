@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ganger.cli.demonstration.losses import Comparison
-from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
-from ganger.cli.demonstration.stage import THREE_SUSPENDS_TWO_MOVES, find_examples, programme
-from ganger.cli.demonstration.trial import Action, DisturbedRun, Example
+
+from examples.demo.disturbed_run import Action, DisturbedRun, Example
+from examples.demo.losses import Comparison
+from examples.demo.programme import THREE_SUSPENDS_TWO_MOVES, find_examples, programme
+from examples.demo.report import checks_of, is_ok, print_tables, write_report
 
 EXAMPLE = Example("digits_cnn", "attached", Path("x.py"), 1, 100, (*THREE_SUSPENDS_TWO_MOVES, "repin"))
 ACTIONS = [

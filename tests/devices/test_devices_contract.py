@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from devices.fake_pynvml import FakeNvml
-from ganger.resources.values import LocalityLevel
-from ganger_daemon.cores import declared_cores
-from ganger_daemon.devices.choose import choose_devices
+from ganger.cluster.resources import LocalityLevel
+from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
 from ganger_daemon.devices.none import NoDevices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
+from ganger_daemon.node.core_table import declared_cores
 
 RECORDED = sorted(path.stem for path in FIXTURES.glob("*.json"))
 

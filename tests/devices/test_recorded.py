@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.resources.values import LocalityLevel
+from ganger.cluster.resources import LocalityLevel
 from ganger_daemon.devices.contract import UNREADABLE, HealthKind
 from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
 

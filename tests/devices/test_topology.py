@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.values import ConfigurationSet, LocalityLevel
+from ganger.cluster.resources import ConfigurationSet, LocalityLevel
 from ganger_daemon.devices.topology import device_type_of, groups_of, named
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ganger.resources.values import LocalityLevel
+from ganger.cluster.resources import LocalityLevel
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec, anonymous_bytes_of, parse_topology
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger.injob import obedience
+from ganger.injob import order_handler as obedience
 from ganger.injob.arena import arena_variable, inherited_arena, make_arena
-from ganger.injob.boundary import has_ended
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
+from ganger.injob.gang_pages import GangPages, page_path
 from ganger.injob.page import (
     EXIT_FENCED,
     EXIT_NO_STATE,
@@ -34,8 +34,8 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
-from ganger.injob.pages import GangPages, page_path
 from ganger.injob.processes import start_ticks
+from ganger.protocol.boundary_agreement import has_ended
 from kit.waiting import eventually
 
 WORKER = str(Path(__file__).with_name("worker.py"))

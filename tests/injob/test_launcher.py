@@ -207,7 +207,7 @@ def test_zygote_has_one_thread_and_children_that_compute(zygote: Place) -> None:
 @pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 def test_interpreter_that_has_computed_is_not_forked() -> None:
     poison = (
-        "import torch; from ganger.injob.launcher import zygote\n"
+        "import torch; from ganger.injob.launcher import preload as zygote\n"
         "torch.set_num_threads(2); a = torch.ones(500, 500); (a @ a).sum()\n"
         "print(zygote.is_fork_safe())"
     )
@@ -267,7 +267,7 @@ def test_numpy_computes_with_the_threads_of_the_rank_however_it_is_started(
 ) -> None:
     command = [sys.executable, *(["-X", "dev"] if starts == "executed" else []), "train.py"]
     body = (
-        "import ctypes, numpy\nfrom ganger.injob.launcher import blas\n"
+        "import ctypes, numpy\nfrom ganger.injob.launcher import child_process as blas\n"
         "(library,) = map(ctypes.CDLL, blas._libraries())\n"
         "names = [name.replace('_set_', '_get_') for name in blas._NAMES]\n"
         "print('threads', next(getattr(library, name)() for name in names if hasattr(library, name)))\n"

@@ -11,7 +11,7 @@ import pytest
 from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric, checked
 from ganger.injob.page import Page, Word, page_path
-from ganger.injob.words import METRICS_FIRST
+from ganger.injob.page_layout import METRICS_FIRST
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ganger.injob.boundary import RankPoint
+from ganger.injob.gang_pages import GangPages, page_path
 from ganger.injob.page import (
     CHECKPOINT_BIT,
     MAGIC,
@@ -26,7 +26,7 @@ from ganger.injob.page import (
     RawPoint,
     Word,
 )
-from ganger.injob.pages import GangPages, page_path
+from ganger.protocol.boundary_agreement import RankPoint
 from hypothesis import given
 from hypothesis import strategies as st
 

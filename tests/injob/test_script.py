@@ -17,7 +17,7 @@ _FORKED = """
 import os, sys
 sys.path[0:1] = []
 from ganger.injob.launcher import script
-from ganger.injob.launcher.launch import python_command
+from ganger.injob.launcher.launch_request import python_command
 argv = sys.argv[1:]
 pid = os.fork()
 if pid:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ganger.placement.candidates import places
-from ganger.resources.values import ConfigurationSet, DeviceGroup, GangShape, Locality, LocalityLevel, Role, TaskShape
-from ganger.resources.view import LoadMode, View
+from ganger.cluster.placement import places
+from ganger.cluster.resources import ConfigurationSet, DeviceGroup, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.view import LoadMode, View
 from hypothesis import strategies as st
 from kit.clusters import GIB, idle_row, server
 from msgspec.structs import replace

@@ -8,7 +8,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from ganger.certificates import AUTHORITY_KEY, issue, make_authority
+from ganger.wire.certificate_authority import AUTHORITY_KEY, issue, make_authority
 from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.tls import AUTHORITY, CERTIFICATE
 

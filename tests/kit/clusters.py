@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import (
+from ganger.cluster.resources import (
     Claim,
     ConfigurationSet,
     GangShape,
@@ -13,7 +12,8 @@ from ganger.resources.values import (
     Role,
     TaskShape,
 )
-from ganger.resources.view import LoadMode, View
+from ganger.cluster.topology import parse_topology
+from ganger.cluster.view import LoadMode, View
 from hypothesis import strategies as st
 
 GIB = 1 << 30

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ganger.placement.candidates import candidates
-from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import LoadMode, View
+from ganger.cluster.placement import candidates
+from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.view import LoadMode, View
 from hypothesis import strategies as st
 from kit.clusters import idle_row, parked, server
 from msgspec.structs import replace

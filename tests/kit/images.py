@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob import image
+from ganger.injob import state_image as image
 
 
 @dataclass(frozen=True)

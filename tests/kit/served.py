@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import JobOrder, next_change_s, ranked
+from ganger_master.policies.job_facts import Facts
+from ganger_master.policies.orders import JobOrder, next_change_s, ranked
 from ganger_master.policies.selection import selected
 from kit.facts import capacity_of, facts_of
 

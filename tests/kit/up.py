@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ganger.cli import cluster
+from ganger.cli import local_cluster as cluster
 from kit.leftovers import remove_leftovers
 from kit.waiting import eventually
 

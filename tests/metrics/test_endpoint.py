@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from ganger.console.exits import ExitCode
+from ganger.console.exit_codes import ExitCode
 from ganger.v1 import node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.tls import client_context
 from ganger_master.app import Master
 from ganger_master.config import Config
 from ganger_master.runtime.state_directory import MasterObstacle, StartError
 from ganger_master.store.contract import Problem, StoreError
-from ganger_master.store.memory import MemoryStore
 from kit.certified import Authority
+from kit.memory_store import MemoryStore
 from prometheus_client.parser import text_string_to_metric_families
 from rpc.kit import Served, Speaker, serving, spec_of, until
 

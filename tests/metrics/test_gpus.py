@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.values import NodeRow
+from ganger.cluster.resources import NodeRow
 from ganger_master.core.model import Node
 from ganger_master.metrics.families import gpus_of
 

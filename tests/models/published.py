@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ganger_master.models.allreduce import StepPoint
-from ganger_master.models.cpu import CpuPoint
-from ganger_master.models.interference import ColocationTrial, Pressure
-from ganger_master.models.server_speed import ServerPoint
+from ganger_master.estimators.cpu import CpuPoint
+from ganger_master.estimators.interference import ColocationTrial, Pressure
+from ganger_master.estimators.server_speed import ServerPoint
+from ganger_master.estimators.speed import StepPoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TRACES = SHARED / "traces"

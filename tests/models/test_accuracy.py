@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger_master.models.accuracy import NOT_FITTED, fit_error, is_usable, left_out_error
+from ganger_master.estimators.fitting import NOT_FITTED, fit_error, is_usable, left_out_error
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.models.allreduce import AllReduceModel, StepPoint, fit_allreduce, overlapped
+from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce, overlapped
 from hypothesis import given
 from hypothesis import strategies as st
 from models.published import step_points

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from ganger_master.models.convergence import (
+from ganger_master.estimators.convergence import (
     MOST_POINTS,
     ConvergenceModel,
     Curve,

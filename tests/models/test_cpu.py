@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ganger_master.models.accuracy import fit_error
-from ganger_master.models.cpu import CpuModel, CpuPoint, Shelf, averaged, fit_cpu, sweet_point_bracket
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, Shelf, averaged, fit_cpu, sweet_point_bracket
+from ganger_master.estimators.fitting import fit_error
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models.published import GRID, SYNERGY, synergy_points

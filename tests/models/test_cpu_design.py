@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from ganger_master.models.accuracy import fit_error
-from ganger_master.models.cpu import CpuModel, CpuPoint, fit_cpu
-from ganger_master.models.cpu_design import a_optimal, next_probe
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
+from ganger_master.estimators.cpu_design import a_optimal, next_probe
+from ganger_master.estimators.fitting import fit_error
 from models.published import GRID, SYNERGY
 
 # Mean error in percent after the sequential design, and the probes it may take.

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.models.interference import (
+from ganger_master.estimators.interference import (
     UNKNOWN_DEVICE,
     ColocationTrial,
     Contention,

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ganger.resources.values import LocalityLevel
-from ganger_master.models.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger.cluster.resources import LocalityLevel
+from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from hypothesis import given
 from hypothesis import strategies as st
 from models.published import CHRONUS

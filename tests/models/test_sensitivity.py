@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ganger_master.models.accuracy import fit_error
-from ganger_master.models.cpu import CpuPoint, averaged
-from ganger_master.models.sensitivity import MOST_POINTS, SensitivityMatrix, next_cores
+from ganger_master.estimators.cpu import CpuPoint, averaged
+from ganger_master.estimators.fitting import fit_error
+from ganger_master.estimators.memory_sensitivity import MOST_POINTS, SensitivityMatrix, next_cores
 from hypothesis import given
 from hypothesis import strategies as st
 from models.published import GRID, SYNERGY

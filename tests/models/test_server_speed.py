@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.models.accuracy import FitError, fit_error
-from ganger_master.models.server_speed import ServerPoint, ServerSpeed, UpdateMode, features, fit_server_speed
-from ganger_master.models.speed_design import first_placements
+from ganger_master.estimators.fitting import FitError, fit_error
+from ganger_master.estimators.server_speed import ServerPoint, ServerSpeed, UpdateMode, features, fit_server_speed
+from ganger_master.estimators.speed_design import first_placements
 from models.published import server_points
 
 # MAPE in percent of the dossier (section 3a.2): all rows, median of fits on 8 random rows.

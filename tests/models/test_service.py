@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from ganger_master.models.service import BUCKETS, EDGES_S, ServiceMemory, bucket_of, gittins, median_left
+from ganger_master.estimators.run_time import BUCKETS, EDGES_S, ServiceMemory, bucket_of, gittins, median_left
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from ganger.placement.candidates import candidates
-from ganger.placement.impossible import impossible
-from ganger.placement.load import choose_mode
-from ganger.resources.fit import fit
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
-from ganger.resources.view import LoadMode, View
+from ganger.cluster.fit import fit
+from ganger.cluster.impossible import impossible
+from ganger.cluster.load import choose_mode
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.view import LoadMode, View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, gangs, idle_row, server

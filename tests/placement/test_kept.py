@@ -6,15 +6,15 @@ from gc import collect
 from weakref import ref
 
 import pytest
-from ganger.placement import candidates as module
-from ganger.placement.candidates import Search, candidates
-from ganger.placement.census import Census
-from ganger.placement.kept import kept
-from ganger.placement.ranking import Ranking
-from ganger.placement.scan import Scan
-from ganger.resources.reasons import Reason
-from ganger.resources.values import GangShape, LocalityLevel
-from ganger.resources.view import LoadMode
+from ganger.cluster import placement as module
+from ganger.cluster.capacity_index import kept
+from ganger.cluster.census import Census
+from ganger.cluster.placement import Search, candidates
+from ganger.cluster.ranking import Ranking
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.scan import Scan
+from ganger.cluster.view import LoadMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, server

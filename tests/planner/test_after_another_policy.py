@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from core.test_packing import small
+from ganger.cluster.room import CapacityIndex
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import live_policy_named
-from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 from planner.test_leaving import InTurns
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.attained import Attained
+from ganger_master.planner.rate_registry import Attained
 
 
 @pytest.mark.parametrize(

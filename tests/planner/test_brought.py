@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.brought import next_look_s
+from ganger_master.planner.migration_outcomes import next_look_s
 
 
 @pytest.mark.parametrize(

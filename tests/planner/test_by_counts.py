@@ -7,8 +7,11 @@ from dataclasses import replace as replaced
 
 import numpy as np
 import pytest
-from ganger.resources.values import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.resources.view import View
+from ganger.cluster.anywhere import BY_COUNTS
+from ganger.cluster.counted import FreeDevices, is_counted
+from ganger.cluster.resources import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import View
 from ganger_master.core.model import (
     Gang,
     GangIntent,
@@ -20,18 +23,15 @@ from ganger_master.core.model import (
     Piece,
     SuspendLevel,
 )
-from ganger_master.planner.fitting import Fitting
-from ganger_master.planner.optimus import _yielding
-from ganger_master.planner.refused import NOTHING_KEPT_OUT
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft, plan
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.optimus_stage import _yielding
+from ganger_master.planner.place_stage import Fitting
+from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
 from ganger_master.planner.terms import AS_ASKED, Claims
-from ganger_master.policies.facts import Capacity
-from ganger_master.policies.order.registry import ORDERS
-from ganger_master.policies.place import PLACEMENTS, PlacementPreference
-from ganger_master.policies.place.anywhere import BY_COUNTS
-from ganger_master.policies.place.counted import FreeDevices, is_counted
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import gang

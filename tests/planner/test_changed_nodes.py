@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import SERVER, job_of
 from core.test_changed_hardware import KINDS, Changing
-from ganger.resources.values import ConfigurationSet
+from ganger.cluster.resources import ConfigurationSet
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.model import JobState, ObservedPhase
 from hypothesis import given

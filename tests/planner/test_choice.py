@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.planner.choice import RankedQueue, choose
-from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import JobOrder, ranks
-from ganger_master.policies.order.aging import with_aging
-from ganger_master.policies.order.registry import ORDERS
+from ganger_master.planner.order_stage import RankedQueue, choose
+from ganger_master.policies.job_facts import Facts
+from ganger_master.policies.orders import JobOrder, ranks
+from ganger_master.policies.orders.aging import with_aging
+from ganger_master.policies.orders.registry import ORDERS
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

@@ -6,19 +6,19 @@ import math
 
 from core.drive import job_of
 from core.worlds import World, elastic
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
-from ganger_master.planner.elastic import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
 from ganger_master.planner.trials import TrialPace
-from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 IDLE_S = 60.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec
-from ganger_master.planner.fairness import NOTHING, Fairness, credited
+from ganger_master.planner.timeslice_stage import NOTHING, Fairness, credited
 from msgspec.structs import replace
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from core.drive import GIB, job_of
-from ganger.resources.values import Locality, LocalityLevel
+from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import JobSpec
 from ganger_master.policies import NAMES, Places, policy_named
-from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from msgspec.structs import replace
 from planner.test_passes import Planned
 

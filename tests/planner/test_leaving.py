@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from core.drive import SERVER
 from core.test_packing import small
+from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan
 from ganger_master.core.model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow
 from ganger_master.planner.packs import with_refusals
 from ganger_master.planner.shared import NOTHING, plan_shared
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing
 from planner.test_packs_pass import HALF, SLOWER, STEADY

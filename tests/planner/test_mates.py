@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from core.drive import GIB
 from core.test_packing import Packing, small
-from ganger.resources.values import Locality, LocalityLevel
+from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState
-from ganger_master.planner.choice import _as_one
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.order_stage import _as_one
 from ganger_master.planner.totals import capacity_of
 from hypothesis import given
 from hypothesis import strategies as st

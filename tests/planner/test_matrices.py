@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.placement.claims import split_cores
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim
+from ganger.cluster.claims import split_cores
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
+from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.commands import (
@@ -24,20 +25,19 @@ from ganger_master.core.commands import (
     SuspendJob,
     UncordonNode,
 )
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import Capabilities, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
-from ganger_master.planner.fairness import NOTHING, Fairness
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SlicedJob, plan_matrices, rows_of
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.timeslice_stage import NOTHING, Fairness
 from ganger_master.policies import policy_named
-from ganger_master.policies.room import CapacityIndex
 from ganger_master.rpc import plan_messages
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -10,16 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core.drive import GIB, job_of
+from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Capabilities, JobSpec
-from ganger_master.planner.measured import CoreProfiles
+from ganger_master.planner.core_profiles import CoreProfiles
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from ganger_master.planner.trials import TrialPace
 from ganger_master.policies import live_policy_named
-from ganger_master.policies.room import CapacityIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from core.worlds import elastic
 from ganger_master.core.purpose import Goal
-from ganger_master.models.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
-from ganger_master.planner.acting import Moving
+from ganger_master.estimators.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
+from ganger_master.planner.colocation_rates import Together
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
+from ganger_master.planner.migration_context import Moving
 from ganger_master.planner.packs import Packs
+from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.shared import Shared
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.target import PlanDraft
-from ganger_master.planner.together import Together
 from ganger_master.planner.trials import TrialPace
 from hypothesis import given
 from hypothesis import strategies as st

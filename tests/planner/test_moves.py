@@ -7,22 +7,22 @@ import dataclasses
 
 import pytest
 from core.drive import GIB, job_of
-from ganger.resources.values import Locality, LocalityLevel
+from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.change_reason import kept_for, making_room_for
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
-from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal, TrialFinding
-from ganger_master.models.locality import LocalityPoint
-from ganger_master.planner.acting import MigrationTerms, Moving
-from ganger_master.planner.brought import Brought
-from ganger_master.planner.errands import LONGEST_S
+from ganger_master.estimators.locality import LocalityPoint
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_context import MigrationTerms, Moving
+from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.moves import moves_nobody, plan_moves
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft, plan
+from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.totals import capacity_of
-from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 from planner.test_passes import Planned
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from core.drive import GIB, job_of
-from ganger.resources.values import Locality, LocalityLevel
-from ganger_master.models.locality import LocalityPoint
-from ganger_master.planner.acting import MigrationTerms
-from ganger_master.planner.brought import Brought
-from ganger_master.planner.errands import LONGEST_S
+from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger_master.estimators.locality import LocalityPoint
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_context import MigrationTerms
+from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.shared import NOTHING, plan_shared
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
-from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 from planner.test_moves import Moved, Rates, together
 

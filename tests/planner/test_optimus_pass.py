@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
-from ganger_master.models.allreduce import AllReduceModel
-from ganger_master.models.convergence import StepsLeftEstimate
-from ganger_master.planner.optimus import plan_optimus
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
+from ganger_master.estimators.convergence import StepsLeftEstimate
+from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_belief import OptimusEstimate, first_sizes, steps_left
-from ganger_master.policies.room import CapacityIndex
 from msgspec.structs import replace
 
 RESIZED = replace(ALL_LEVELS, resize=True)

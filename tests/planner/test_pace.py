@@ -9,8 +9,8 @@ import pytest
 from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import Goal, Purpose
-from ganger_master.planner.pace import PlanPace, is_stop
-from ganger_master.planner.target import PlanDraft
+from ganger_master.planner.loop import PlanPace, is_stop
+from ganger_master.planner.plan import PlanDraft
 
 NOTHING = PlanDraft()
 SOMEBODY_WAITS = PlanDraft(line=np.array([7]))

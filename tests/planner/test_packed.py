@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import permutations
 
-from ganger_master.planner.packed import Place, keeping
+from ganger_master.planner.synergy_round import Place, keeping
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,18 +6,18 @@ import pytest
 from core.drive import GIB
 from core.test_packing import Packing as Drive
 from core.test_packing import small
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import TrialFinding
-from ganger_master.planner.packing import OrderColocation, plan_packing
+from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.introspect.packing import LEAST_SPEED
-from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.policies.colocation_choice import LEAST_SPEED
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_packs_pass import SLOWER, STEADY
 from planner.test_packs_pass import Seen as Measured

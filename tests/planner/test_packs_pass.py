@@ -12,10 +12,10 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.planner import packs as packs_of
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Packs, plan_packs, with_refusals
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.introspect.packing import ALONE_WINDOWS
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.policies.colocation_choice import ALONE_WINDOWS
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 STEADY = (9.9, 10.0, 10.1, 10.0) * 4

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.values import Claim
+from ganger.cluster.resources import Claim
 from ganger_master.core.commands import Change
-from ganger_master.planner.parts import parts_of
+from ganger_master.planner_process.shell import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 
 import pytest
 from core.drive import GIB, Drive, job_of
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.fitting import nodes_for
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
+from ganger_master.planner.place_stage import nodes_for
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
-from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
+from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 

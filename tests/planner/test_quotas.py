@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from core.drive import job_of
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, LocalityLevel, Role, TaskShape
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import Gang, GangPhase, GangRole, JobRecord, JobSpec, JobState, Piece
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.quotas import QuotaUse
-from ganger_master.planner.table import LiveTable
 from hypothesis import given
 from hypothesis import strategies as some
 from planner.test_passes import Planned

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, Drive, job_of
+from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import JobAnswer, PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
 from ganger_master.core.model import GangIntent, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.table import LiveTable
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
-from ganger_master.policies.facts import Capacity
-from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders.aging import WEEK_S
 
 LIVE = [name for name in NAMES if not policy_named(name).order.knows_durations and not policy_named(name).shares]
 LEVELS = [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT]

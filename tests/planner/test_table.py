@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection
 
 import pytest
-from ganger.resources.values import LocalityLevel, Role, TaskShape
+from ganger.cluster.resources import LocalityLevel, Role, TaskShape
 from ganger_master.core.model import Gang, GangIntent, GangPhase, GangRole, JobRecord, JobSpec, JobState
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.job_table import LiveTable
 from msgspec.structs import replace
 
 SPEC = JobSpec(("train",), (Role("worker", 2, TaskShape(gpus=2)),))

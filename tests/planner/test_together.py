@@ -17,7 +17,7 @@ from ganger_master.core.model import (
     LocalityLevel,
     Piece,
 )
-from ganger_master.planner.together import Together
+from ganger_master.planner.colocation_rates import Together
 from ganger_master.planner.trials import TrialPace
 from msgspec.structs import replace
 

@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.models.cpu import CpuPoint, fit_cpu
+from ganger_master.estimators.cpu import CpuPoint, fit_cpu
 from ganger_master.planner.profile import CoreProfile
 from ganger_master.planner.trials import CoresTrial, next_cores, shown
 from ganger_master.planner.windows import ProgressSample, RateWindows
-from ganger_master.policies.tune import TuningNodes
-from ganger_master.policies.tune.known import Known, known_gangs
-from ganger_master.policies.tune.predictor import predicted
-from ganger_master.policies.tune.synergy_greedy import SYNERGY_GREEDY
+from ganger_master.policies.tunings import TuningNodes
+from ganger_master.policies.tunings.known import Known, known_gangs
+from ganger_master.policies.tunings.predictor import predicted
+from ganger_master.policies.tunings.synergy_greedy import SYNERGY_GREEDY
 from hypothesis import given
 from hypothesis import strategies as st
 

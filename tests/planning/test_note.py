@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from ganger.wire.endpoints import Endpoint
-from ganger_master.planner.acting import Moving
 from ganger_master.planner.memory import PlannerMemory
-from ganger_master.planning.note import Note
-from ganger_master.planning.run import Planner
+from ganger_master.planner.migration_context import Moving
+from ganger_master.planner_process.note import Note
+from ganger_master.planner_process.run import Planner
 
 POLICY, NOW = "gandiva", 1_000.0
 

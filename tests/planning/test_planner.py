@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.model import JobSpec
-from ganger_master.planning.live import ClusterMirror
-from ganger_master.planning.run import NoPlannerError, Planner
+from ganger_master.planner_process.cluster_mirror import ClusterMirror
+from ganger_master.planner_process.run import NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
 PENDING, HOLDING = job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_HOLDING

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.policies.facts import Facts
-from ganger_master.policies.order import drf, ranked
-from ganger_master.policies.order.drf import DRF, filled
+from ganger_master.policies.job_facts import Facts
+from ganger_master.policies.orders import drf, ranked
+from ganger_master.policies.orders.drf import DRF, filled
 from ganger_master.policies.selection import selected
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.policies.facts import Facts
-from ganger_master.policies.history import ServiceHistory
-from ganger_master.policies.order import JobOrder, next_change_s, ranked
-from ganger_master.policies.order.aging import with_aging
-from ganger_master.policies.order.registry import ORDERS, order_named, summary
-from ganger_master.policies.order.tiresias import tiresias
-from ganger_master.policies.order.tiresias_gittins import tiresias_gittins
+from ganger_master.policies.job_facts import Facts
+from ganger_master.policies.orders import JobOrder, next_change_s, ranked
+from ganger_master.policies.orders.aging import with_aging
+from ganger_master.policies.orders.registry import ORDERS, order_named, summary
+from ganger_master.policies.orders.tiresias import tiresias
+from ganger_master.policies.orders.tiresias_gittins import tiresias_gittins
+from ganger_master.policies.service_history import ServiceHistory
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

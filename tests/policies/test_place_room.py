@@ -8,16 +8,16 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger.placement.candidates import places
-from ganger.placement.scan import Scan
-from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.resources.view import View
-from ganger_master.policies import tally
-from ganger_master.policies.alike import each, each_from_last, together
-from ganger_master.policies.place import PLACEMENTS, Want
-from ganger_master.policies.place.search import fitting_spans
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster import tally
+from ganger.cluster.fit import fit, gang_level
+from ganger.cluster.node_classes import each, each_from_last, together
+from ganger.cluster.placement import places
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.scan import Scan
+from ganger.cluster.search import fitting_spans
+from ganger.cluster.view import View
+from ganger_master.policies.placements import PLACEMENTS, Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -147,7 +147,7 @@ def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[lis
 
 
 # So that a view forgets changes which the room has not followed.
-@patch("ganger.resources.view._MOST_NOTED", 0)
+@patch("ganger.cluster.view._MOST_NOTED", 0)
 @settings(max_examples=100)
 @given(views(), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShape], data: st.DataObject) -> None:

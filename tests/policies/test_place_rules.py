@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger.placement.claims import make_claim
-from ganger.resources.fit import demand
-from ganger.resources.values import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
-from ganger.resources.view import LoadMode, View
-from ganger_master.policies.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
-from ganger_master.policies.place import PLACEMENTS, Want, placement_named
-from ganger_master.policies.place.optimus import traffic_per_card, traffic_per_server_task
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.claims import make_claim
+from ganger.cluster.fit import demand
+from ganger.cluster.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
+from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import LoadMode, View
+from ganger_master.policies.placements import PLACEMENTS, Want, placement_named
+from ganger_master.policies.placements.optimus import traffic_per_card, traffic_per_server_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import SETS, shapes, views

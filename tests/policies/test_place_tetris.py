@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 import pytest
-from ganger.resources.fit import fit
-from ganger.resources.values import GangShape
-from ganger.resources.view import View
-from ganger_master.policies.place.alignment import Alignment, aligned, scores, within_fairness
-from ganger_master.policies.place.tetris import TETRIS
-from ganger_master.policies.place.tetris_gangs import alignment_of, tetris_gangs
-from ganger_master.policies.place.tetris_pass import Knobs, tetris_pass
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.fit import fit
+from ganger.cluster.resources import GangShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import View
+from ganger_master.policies.placements.alignment import Alignment, aligned, scores, within_fairness
+from ganger_master.policies.placements.tetris import TETRIS
+from ganger_master.policies.placements.tetris_gangs import alignment_of, tetris_gangs
+from ganger_master.policies.placements.tetris_pass import Knobs, tetris_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.models.cpu import CpuModel, fit_cpu
-from ganger_master.models.sensitivity import SensitivityMatrix
-from ganger_master.policies.tune import (
+from ganger_master.estimators.cpu import CpuModel, fit_cpu
+from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
+from ganger_master.policies.tunings import (
     Gangs,
     Pieces,
     Profiles,
@@ -19,9 +19,9 @@ from ganger_master.policies.tune import (
     runnable,
     sampled,
 )
-from ganger_master.policies.tune.catalogue import TUNINGS
-from ganger_master.policies.tune.demand import ENOUGH, demands
-from ganger_master.policies.tune.predictor import predicted, shared_out
+from ganger_master.policies.tunings.catalogue import TUNINGS
+from ganger_master.policies.tunings.demand import ENOUGH, demands
+from ganger_master.policies.tunings.predictor import predicted, shared_out
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models.published import synergy_points

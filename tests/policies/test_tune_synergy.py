@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ganger_master.policies.tune import (
+from ganger_master.policies.tunings import (
     Gangs,
     Pieces,
     Profiles,
@@ -23,10 +23,10 @@ from ganger_master.policies.tune import (
     synergy_opt,
     synergy_tune,
 )
-from ganger_master.policies.tune.demand import demands
-from ganger_master.policies.tune.knapsack import Choices, best_choice
-from ganger_master.policies.tune.options import options
-from ganger_master.policies.tune.packing import RoundPacking
+from ganger_master.policies.tunings.demand import demands
+from ganger_master.policies.tunings.knapsack import Choices, best_choice
+from ganger_master.policies.tunings.options import options
+from ganger_master.policies.tunings.round_packing import RoundPacking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.tune_cases import NAMES, SYNERGY, assert_fits, clusters, drawn, profiles, rounds, servers

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.recording.reader import read_lines
-from ganger_master.recording.rerun import Decided, Differs, Happening, Rerun
-from ganger_master.runtime.recorder import DecisionRecording, Recorded
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster
-from ganger_master.sim.engine import Engine
+from ganger_master.decision_log.reader import read_lines
+from ganger_master.decision_log.recorder import DecisionRecording, Recorded
+from ganger_master.decision_log.rerun import Decided, Differs, Happening, Rerun
 
 GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * GIB, device_memory_bytes=2 * GIB)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.resources.values import Role, TaskShape
+from faultsim import faults
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
+from ganger_master.decision_log.counterfactual import Otherwise
+from ganger_master.decision_log.reader import read_lines
+from ganger_master.decision_log.rerun import Rerun
 from ganger_master.policies import NAMES, policy_named
-from ganger_master.recording.otherwise import Otherwise
-from ganger_master.recording.reader import read_lines
-from ganger_master.recording.rerun import Rerun
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster
 from recording.kit import GIB, SERVER, recorded
 from sim.rows_of_daemons import DaemonTurns
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger_master.recording.lines import LineError
-from ganger_master.recording.reader import RecordingUnreadable
+from ganger_master.decision_log.lines import LineError
+from ganger_master.decision_log.reader import RecordingUnreadable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recording.kit import busy, recorded, rerun_of, stormy

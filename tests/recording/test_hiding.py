@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.image import image_of
 from ganger_master.core.model import ConfigurationSet, JobSpec
+from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
-from ganger_master.recording.hiding import Hiding
+from ganger_master.decision_log.redaction import Hiding
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace

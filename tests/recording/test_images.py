@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from ganger.resources.reasons import Reason
-from ganger.resources.view import View
-from ganger.resources.view_image import ViewImage, image_of_view, view_of_image
+from ganger.cluster.refusals import Reason
+from ganger.cluster.view import View
+from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
 from ganger_master.core.explain import explain
-from ganger_master.core.image import Image, image_of, state_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
+from ganger_master.core.state_image import Image, image_of, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import idle_row, server

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger.wire.errors import AlreadyRecording, Internal, NotReady
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import CancelJob, SubmitJob
 from ganger_master.core.decide import decide
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.recording.rerun import Begun, Broke, Ended
-from ganger_master.runtime import recorder
-from ganger_master.runtime.recorder import DecisionRecording, Recorded, RecordingError
+from ganger_master.decision_log import recorder
+from ganger_master.decision_log.recorder import DecisionRecording, Recorded, RecordingError
+from ganger_master.decision_log.rerun import Begun, Broke, Ended
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import Problem, StoreBatch, StoreError
-from ganger_master.store.memory import MemoryStore
+from kit.memory_store import MemoryStore
 from recording.kit import SECRET, rerun_of
 
 LONG = 60.0

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 from ganger.cli.main import run
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core import machine
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import Command, Line, ProposePlan, RequestGang, SubmitJob
-from ganger_master.core.image import image_of
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.recording.lines import FORMAT, BatchLine, CommandLine, Header, raw, state_lines
-from ganger_master.recording.otherwise import Otherwise
-from ganger_master.recording.reader import read_lines
-from ganger_master.recording.rerun import Differs, Rerun
-from ganger_master.recording.story import Story
+from ganger_master.core.state_image import image_of
+from ganger_master.decision_log.counterfactual import Otherwise
+from ganger_master.decision_log.job_history import Story
+from ganger_master.decision_log.lines import FORMAT, BatchLine, CommandLine, Header, raw, state_lines
+from ganger_master.decision_log.reader import read_lines
+from ganger_master.decision_log.rerun import Differs, Rerun
 from recording.kit import busy, busy_for, recorded, rerun_of, stormy
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_master.core.image import image_of
-from ganger_master.recording.lines import digest_of
+from ganger_master.core.state_image import image_of
+from ganger_master.decision_log.lines import digest_of
 from recording.kit import busy, busy_for, recorded, rerun_of, stormy
 
 

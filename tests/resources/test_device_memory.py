@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ganger.placement.candidates import candidates, places
-from ganger.placement.impossible import impossible
-from ganger.resources.fit import fit
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import View
+from ganger.cluster.fit import fit
+from ganger.cluster.impossible import impossible
+from ganger.cluster.placement import candidates, places
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, idle_row, parked, server

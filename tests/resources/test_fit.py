@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ganger.placement.candidates import candidates
-from ganger.resources.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level
-from ganger.resources.reasons import Reason
-from ganger.resources.values import Claim, GangShape, LocalityLevel, Role, TaskShape
-from ganger.resources.view import View
+from ganger.cluster.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, Role, TaskShape
+from ganger.cluster.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, idle_row, parked, server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.refusals import Reason, Refusal
 
 
 def test_figures_are_counted_as_people_count_them() -> None:

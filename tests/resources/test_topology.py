@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from ganger.resources.topology import Topology, bits, parse_topology
-from ganger.resources.values import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
+from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
+from ganger.cluster.topology import Topology, bits, parse_topology
 from hypothesis import given
 from hypothesis import strategies as st
 

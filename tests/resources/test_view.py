@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger.placement.candidates import candidates
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Socket
-from ganger.resources.view import View
+from ganger.cluster.placement import candidates
+from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, Socket
+from ganger.cluster.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import grpc.aio
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
-from ganger.resources.values import ConfigurationSet, Socket
+from ganger.cluster.resources import ConfigurationSet, Socket
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2_grpc, resources_pb2, scheduling_pb2_grpc
-from ganger.wire import convert, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger_master.app import Master

@@ -532,7 +532,7 @@ def test_a_daemon_whose_certificate_has_ended_is_named_where_its_logs_are_missed
 
 
 def test_progress_of_anothers_job_says_how_far_it_is_and_not_how_well_it_does() -> None:
-    from ganger_master.rpc.ownership import outline
+    from ganger_master.rpc.access import outline
 
     progress = job_pb2.Progress(step=7, loss=0.25, metrics=[job_pb2.Metric(name="accuracy", value=0.5)])
     seen = outline(job_pb2.Job(name="jobs/1", progress=progress, trouble="t", end_reason="r")).progress

@@ -12,13 +12,13 @@ from typing import Any
 
 import grpc
 import pytest
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
 from ganger_master.core.model import JobSpec
-from ganger_master.rpc.live_jobs import signature_of
+from ganger_master.rpc.live_job_messages import signature_of
 from ganger_master.rpc.plan_messages import plan_from_wire
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.values import Role, TaskShape
-from ganger.resources.view import View
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.view import View
 from ganger_master.core.model import JobRecord, JobSpec, JobState
 from ganger_master.rpc.deadline_advice import deadline_advice
 from kit.clusters import idle_row, server

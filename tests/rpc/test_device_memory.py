@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from ganger.agent.v1 import agent_pb2
-from ganger.resources.view import View
-from ganger.scheduling.default import DefaultScheduler
+from ganger.cluster.view import View
 from ganger.scheduling.host import _turn_of
+from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
-from ganger.wire import convert
+from ganger.wire import resource_messages as convert
 from rpc.kit import Served, Speaker, configuration_set, serving, spec_of
 from rpc.test_agent_and_scheduling_service import a_turn, approved, claim
 

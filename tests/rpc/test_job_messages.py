@@ -6,10 +6,10 @@ import math
 
 import msgspec
 import pytest
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.v1 import job_pb2
-from ganger_master.core.membership import Membership, RuleKind, StopRule
+from ganger_master.core.array_members import Membership, RuleKind, StopRule
 from ganger_master.core.model import (
     Agent,
     Capabilities,
@@ -28,7 +28,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire
-from ganger_master.runtime.progress import Sample
+from ganger_master.runtime.progress_board import Sample
 from google.protobuf.message import Message
 from msgspec.structs import replace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger.v1 import node_pb2
 from ganger.wire.channels import MAX_MESSAGE_BYTES, PART_BYTES
 from ganger.wire.errors import from_rpc_error

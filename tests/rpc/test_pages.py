@@ -11,7 +11,7 @@ import pytest
 from ganger.v1 import array_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.channels import PART_BYTES
 from ganger_master.core import commands
-from ganger_master.rpc import pages
+from ganger_master.rpc import list_pages as pages
 from ganger_master.store.contract import HistoryEntry
 from rpc.kit import Served, Speaker, serving, spec_of
 

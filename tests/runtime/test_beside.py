@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from ganger_master.core.model import Counters
-from ganger_master.runtime import beside
-from ganger_master.runtime.beside import Beside
+from ganger_master.runtime import database_marks as beside
+from ganger_master.runtime.database_marks import Beside
 
 
 def version(written: Beside) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ganger_master.core.model import Matrix, NodeSet, SuspendLevel
-from ganger_master.runtime.committed import Committed, Publication
+from ganger_master.runtime.publication import Committed, Publication
 
 MATRIX = Matrix(1, ((1,), (2,)), 60.0, SuspendLevel.OFFLOAD)
 

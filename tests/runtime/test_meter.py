@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core.answers import Approved, ChangeAnswer, PlanAnswer, Rejected
 from ganger_master.core.effects import HistoryRow
-from ganger_master.runtime.meter import Distribution, MasterCounters
+from ganger_master.metrics.counters import Distribution, MasterCounters
 
 
 def test_a_distribution_counts_what_is_at_most_each_bound() -> None:

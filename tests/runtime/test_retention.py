@@ -16,7 +16,7 @@ from ganger_master.app import Master
 from ganger_master.config import Config, ConfigError, load
 from ganger_master.core.commands import RecordedEnd
 from ganger_master.core.model import JobState
-from ganger_master.runtime.retention import (
+from ganger_master.runtime.storage_retention import (
     CHECKPOINTS,
     LOGS,
     expired,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from core.drive import SERVER, Drive
 from core.test_taking_turns import Turns
-from ganger.resources.values import Role, TaskShape
+from ganger.cluster.resources import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
@@ -20,7 +20,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.codec import Codec
 from ganger_master.store.contract import Problem, StoreBatch, StoreError
-from ganger_master.store.memory import MemoryStore
+from kit.memory_store import MemoryStore
 
 SPEC = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
 

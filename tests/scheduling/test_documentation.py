@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason, Refusal
 from ganger.scheduling import JobScheduler, PlacementLease
 from ganger.scheduling.cli import scheduler
-from ganger.scheduling.default import DefaultScheduler
+from ganger.scheduling.job_scheduler import DefaultScheduler
 from kit.clusters import cluster, gang
 
 PAGE = Path(__file__).parents[2] / "docs" / "job-schedulers.md"

@@ -11,16 +11,16 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import NodeRow
-from ganger.resources.view import View
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import NodeRow
+from ganger.cluster.topology import parse_topology
+from ganger.cluster.view import View
 from ganger.scheduling import JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.default import DefaultScheduler
 from ganger.scheduling.host import SchedulerHost
+from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
-from ganger.wire import convert
+from ganger.wire import resource_messages as convert
 from ganger.wire.endpoints import Endpoint
 from rpc.kit import Served, Speaker, serving, spec_of
 

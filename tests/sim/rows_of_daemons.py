@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from faultsim.node_daemon import SimDaemon
+from faultsim.rank_processes import Doing, Ranks
 from ganger_daemon.core import orders, turns
 from ganger_daemon.core import rotation as core
 from ganger_daemon.core.orders import DesiredOrder, OrderKey, ParkLevel
@@ -13,8 +15,6 @@ from ganger_daemon.core.turns import GangSlice, agreement
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.model import GangIntent, SuspendLevel
 from ganger_master.core.wanted import DesiredGang, DesiredRows
-from ganger_master.sim.nodes import SimDaemon
-from ganger_master.sim.ranks import Doing, Ranks
 from msgspec.structs import replace as other
 
 _ASK_SECONDS = 0.5
@@ -22,7 +22,8 @@ _ASK_SECONDS = 0.5
 
 @dataclass
 class Standing:
-    """A node set as a node knows it; as `ganger_daemon.rotation` has it. What is noted survives the daemon."""
+    """A node set as a node knows it; as `ganger_daemon.node.slice_rotation` has it. What is noted survives the
+    daemon."""
 
     number: int
     position: Position = field(default_factory=Position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.sim.checkers import Oracle, RuleBrokenError
+from faultsim.checkers import Oracle, RuleBrokenError
 
 
 def trained(to: int) -> Oracle:

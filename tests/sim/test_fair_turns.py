@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.topology import parse_topology
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.acting import MigrationTerms, Moving
-from ganger_master.planner.attained import Attained
+from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_context import MigrationTerms, Moving
 from ganger_master.planner.moves import plan_moves
-from ganger_master.planner.refused import NOTHING_KEPT_OUT
+from ganger_master.planner.rate_registry import Attained
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.together import Together
 from ganger_master.policies import policy_named
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.rpc.live_jobs import live_job_from_wire, live_job_to_wire
-from ganger_master.sim.cluster import FaultCluster
+from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30

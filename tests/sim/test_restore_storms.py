@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster, require_progress
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
 from ganger_master.core.model import JobSpec, OutcomeKind
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster, require_progress
-from ganger_master.sim.engine import Engine
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from ganger.resources.reasons import Reason
+from faultsim.checkers import RuleBrokenError
+from faultsim.fault_cluster import FaultCluster
+from faultsim.restored_state import VOLATILE
+from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Done, JobAnswer, Refused
 from ganger_master.core.commands import (
     AdoptQuarantined,
@@ -22,9 +25,6 @@ from ganger_master.core.explain import explain
 from ganger_master.core.model import GangPhase, JobState, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.sim.checkers import RuleBrokenError
-from ganger_master.sim.cluster import FaultCluster
-from ganger_master.sim.restored import VOLATILE
 from msgspec.structs import replace
 from sim.test_stories import SERVER, cluster_of, ends, gang, job, job_of, phase, started
 

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger.resources.reasons import Reason, RefusalKind
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.refusals import Reason, RefusalKind
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.topology import parse_topology
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobSpec, OutcomeKind, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import plan
-from ganger_master.policies.facts import Capacity
-from ganger_master.policies.order import ranked
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.sim.cluster import FaultCluster
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan import plan
+from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders import ranked
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 _GIB = 1 << 30

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster, require_progress
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core.effects import HistoryRow
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster, require_progress
-from ganger_master.sim.engine import Engine
 from msgspec.structs import replace
 
 _GIB = 1 << 30

@@ -6,16 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster, require_progress
+from faultsim.faults import Faults
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core.capacity import has_place
 from ganger_master.core.model import JobSpec
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster, require_progress
-from ganger_master.sim.engine import Engine
-from ganger_master.sim.faults import Faults
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30

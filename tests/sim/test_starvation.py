@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, Locality, LocalityLevel, Role, TaskShape
-from ganger.resources.view import View
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster, require_progress
+from faultsim.faults import NONE, Faults
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.topology import parse_topology
+from ganger.cluster.view import View
 from ganger.scheduling import JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.default import DefaultScheduler
-from ganger_master.approval.reservations import SECONDS_BEFORE
+from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger_master.core.commands import ResumeJob, SuspendJob
 from ganger_master.core.model import JobSpec, JobState, SuspendLevel
+from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster, require_progress
-from ganger_master.sim.engine import Engine
-from ganger_master.sim.faults import NONE, Faults
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=_GIB)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ganger.resources.reasons import Reason
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Locality, LocalityLevel, Role, TaskShape
+from faultsim.fault_cluster import FaultCluster
+from faultsim.faults import Faults, Network
+from faultsim.rank_processes import OPAQUE
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core.answers import JobAnswer, NodeAnswer, Refused
 from ganger_master.core.commands import (
     CancelJob,
@@ -20,9 +23,6 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim.cluster import FaultCluster
-from ganger_master.sim.faults import Faults, Network
-from ganger_master.sim.ranks import OPAQUE
 from msgspec.structs import replace
 
 _GIB = 1 << 30

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Claim, Role, TaskShape
+from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.resources import Claim, Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Change, ProposePlan
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim.cluster import FaultCluster
 from sim.rows_of_daemons import DaemonTurns
 
 _GIB = 1 << 30

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from ganger.resources.topology import parse_topology
-from ganger.resources.values import Role, TaskShape
+from faultsim import faults
+from faultsim.engine import Engine
+from faultsim.fault_cluster import FaultCluster, require_progress
+from faultsim.node_daemon import SimDaemon
+from faultsim.rank_processes import OPAQUE
+from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.topology import parse_topology
 from ganger_daemon.core.rotation import Position
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.sim import faults
-from ganger_master.sim.cluster import FaultCluster, require_progress
-from ganger_master.sim.engine import Engine
-from ganger_master.sim.nodes import SimDaemon
-from ganger_master.sim.ranks import OPAQUE
 from sim.rows_of_daemons import DaemonTurns, Standing
 
 _GIB = 1 << 30

@@ -7,10 +7,10 @@ import signal
 import threading
 from collections.abc import Callable
 
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.report.outcomes import Run, outcomes
-from ganger_master.sim.traces.servers import Servers
-from ganger_master.sim.traces.workload import Workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.report.outcomes import Run, outcomes
+from ganger_master.simulator.traces.servers import Servers
+from ganger_master.simulator.traces.workload import Workload
 
 Progress = Callable[[int, int], None]
 

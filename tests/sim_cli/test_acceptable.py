@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.sim.acceptable import acceptable
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.sim.traces.workload import Labels, Workload, workload
+from ganger_master.simulator.admission import acceptable
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
+from ganger_master.simulator.traces.workload import Labels, Workload, workload
 
 MIXED = servers_from_description(
     {

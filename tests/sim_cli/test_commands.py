@@ -17,7 +17,7 @@ import psutil
 import pytest
 from ganger.cli.main import run
 from ganger_master.policies import policy_named
-from ganger_master.sim.replay.options import SwitchCosts
+from ganger_master.simulator.options import SwitchCosts
 from kit.waiting import eventually
 from sim_cli import fakes
 
@@ -410,7 +410,7 @@ def test_moves_of_an_hour_may_be_auto_as_with_the_master(said: Said, trace: Path
 
 
 def test_a_run_that_dies_is_our_bug_and_named(said: Said, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ganger_master.sim.replay.run.simulate", fakes.killed_if_srtf)
+    monkeypatch.setattr("ganger_master.simulator.run.simulate", fakes.killed_if_srtf)
     code, out, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf")
     assert (code, out) == (7, "")
     assert "ganger: policy srtf, load as recorded, seed 0: its process was ended by SIGKILL" in err
@@ -496,7 +496,7 @@ def test_a_replay_loads_nothing_of_what_its_policy_does_not_do() -> None:
         "run('simulate example -p srtf --ideal --jobs 2 --nodes 24 --gpus-per-node 8'.split())\n"
         "others = ('shared', 'moves', 'elastic', 'packed', 'tuned', 'tetris', 'optimus')\n"
         "others = ['ganger_master.planner.' + one for one in others]\n"
-        "others += ['ganger_master.policies.tune', 'yaml', 'scipy', 'numpy.ma']\n"
+        "others += ['ganger_master.policies.tunings', 'yaml', 'scipy', 'numpy.ma']\n"
         "print([name for name in others if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

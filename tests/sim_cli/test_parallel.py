@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ganger_master.sim.asked import Load, Material, TraceSelection
-from ganger_master.sim.parallel import RunCell, RunError, run_all
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.report.outcomes import Run
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import workload
+from ganger_master.simulator.inputs import Load, Material, TraceSelection
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.parallel_runs import RunCell, RunError, run_all
+from ganger_master.simulator.report.outcomes import Run
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import workload
 from kit.waiting import eventually
 from sim_cli import fakes
 

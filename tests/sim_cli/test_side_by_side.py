@@ -9,10 +9,10 @@ from dataclasses import replace
 import click
 import pytest
 from ganger.console.tables import groups, print_side_by_side
-from ganger_master.sim.report.figures import Figures, figures
-from ganger_master.sim.report.outcomes import Run, outcomes
-from ganger_master.sim.report.side_by_side import as_json, by_best, side_by_side
-from ganger_master.sim.traces.workload import workload
+from ganger_master.simulator.report.figures import Figures, figures
+from ganger_master.simulator.report.outcomes import Run, outcomes
+from ganger_master.simulator.report.side_by_side import as_json, by_best, side_by_side
+from ganger_master.simulator.traces.workload import workload
 
 
 def run_of(average_jct: float, **changes: float) -> Figures:

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from ganger_master.bench.anchors import gone_on
-from ganger_master.sim.anchors import ANCHORS, TRACES, AnchorRow, figures, judged, prepared, table
+
+from benchmarks.anchor_cells import ANCHORS, TRACES, AnchorRow, figures, judged, prepared, table
+from benchmarks.anchors import gone_on
 
 CSV = "job_id,submit_time_s,gpus,duration_s,gpu_spec,priority,vc\n"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import workload
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import workload
 
 ONE_GPU = servers_from_flags(nodes=1, gpus_per_node=1)
 

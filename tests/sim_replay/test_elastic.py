@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ganger_master.core.invariants import violations
-from ganger_master.sim.replay.clock import INSTANT_S
-from ganger_master.sim.replay.losses import Losses
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.replay.scaling import Scaling
-from ganger_master.sim.traces.profiles import elasticflow_speeds
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from faultsim.state_invariants import violations
+from ganger_master.simulator.measurement_model import Losses
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.replay import INSTANT_S
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.scaling import Scaling
+from ganger_master.simulator.traces.profiles import elasticflow_speeds
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as some
 

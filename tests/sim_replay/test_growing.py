@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ganger_master.core.invariants import violations
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.report.outcomes import Outcomes
-from ganger_master.sim.traces.profiles import elasticflow_speeds
-from ganger_master.sim.traces.servers import Servers, servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from faultsim.state_invariants import violations
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.report.outcomes import Outcomes
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.traces.profiles import elasticflow_speeds
+from ganger_master.simulator.traces.servers import Servers, servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as some
 

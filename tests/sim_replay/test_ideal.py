@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ganger_master.policies.facts import Floats
-from ganger_master.sim.replay.options import FREE, ReplayOptions
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.reader import read_trace
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.job_facts import Floats
+from ganger_master.simulator.options import FREE, ReplayOptions
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.reader import read_trace
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.ideal import ORDERS, IdealJob, ideal

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command, ProposePlan, RequestGang
 from ganger_master.policies import NAMES, policy_named
-from ganger_master.sim.replay.clock import EPOCH_S
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.replay import EPOCH_S
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 
 JOBS = 60
 # Until then about half of them have ended.

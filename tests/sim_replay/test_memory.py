@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 import pytest
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import workload
 
 # More than twice as many as ended jobs are kept.
 JOBS = 2_200

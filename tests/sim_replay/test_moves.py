@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.sim.replay.moves import Moves
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.report.outcomes import Outcomes
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.moves import Moves
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.report.outcomes import Outcomes
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_replay.test_promises import ROWS, Watched

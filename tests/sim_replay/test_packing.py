@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from unittest.mock import patch
 
-from ganger.placement.claims import resplit_cores
-from ganger.resources.fit import demand
-from ganger.resources.view import View
+from ganger.cluster.claims import resplit_cores
+from ganger.cluster.fit import demand
+from ganger.cluster.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import packs as of_packs
 from ganger_master.planner.packs import JobRates, Packs, is_settled, whole_again
-from ganger_master.sim.replay.footprints import Footprints
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.report.figures import figures
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.report.figures import figures
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.true_rates import Footprints
 from msgspec.structs import replace
 
 SERVERS = servers_from_flags(nodes=1, gpus_per_node=4)

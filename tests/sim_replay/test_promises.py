@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core.invariants import violations
+from faultsim.state_invariants import violations
 from ganger_master.policies import NAMES
-from ganger_master.policies.order.aging import WEEK_S, with_aging
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.traces.servers import Servers, servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.orders.aging import WEEK_S, with_aging
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.traces.servers import Servers, servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.quotas import as_settings
-from ganger_master.sim.replay.options import FREE, ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.report.outcomes import Outcomes
-from ganger_master.sim.traces.servers import Servers, servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import FREE, ReplayOptions, SwitchCosts
+from ganger_master.simulator.report.outcomes import Outcomes
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import Servers, servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from sim_replay.test_promises import POLICIES, ROWS, Watched

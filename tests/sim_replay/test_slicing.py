@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.core.commands import ProposePlan
-from ganger_master.sim.replay.options import ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.traces.servers import Servers, servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.traces.servers import Servers, servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 
 QUANTUM_S = 60.0
 COSTS = SwitchCosts(start_s=5.0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import workload
 
 
 @pytest.mark.parametrize(("policy", "first_of_those_who_wait"), [("tetris-oracle", "short"), ("tetris-cos", "long")])

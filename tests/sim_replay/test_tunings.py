@@ -6,21 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faultsim.state_invariants import violations
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Command, ProposePlan
-from ganger_master.core.invariants import violations
-from ganger_master.policies.tune.catalogue import TUNINGS
-from ganger_master.sim.replay import run as replay
-from ganger_master.sim.replay.options import FREE, ReplayOptions, SwitchCosts
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.report.outcomes import Run
-from ganger_master.sim.reproduce.synergy_traces import ROUNDS, public_trace
-from ganger_master.sim.traces.profiles import synergy_profiles
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.tunings.catalogue import TUNINGS
+from ganger_master.simulator import run as replay
+from ganger_master.simulator.options import FREE, ReplayOptions, SwitchCosts
+from ganger_master.simulator.report.outcomes import Run
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.profiles import synergy_profiles
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.published import DATA, needs
+
+from experiments.synergy_traces import ROUNDS, public_trace
 
 MODELS = (*synergy_profiles(), "nobody-knows")
 # (trace, order, tuning): average JCT and makespan in hours by the authors' simulator (dossier, section 5b). All twelve

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from ganger_master.core.commands import Command
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.traces.servers import servers_from_flags
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
 
 from tests.sim_replay.test_vain_plans import crowd
 

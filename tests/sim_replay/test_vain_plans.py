@@ -7,15 +7,15 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from ganger.cluster.anywhere import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
-from ganger_master.policies.order.registry import ORDERS
-from ganger_master.policies.place.anywhere import ANYWHERE
-from ganger_master.sim.replay import run
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.planning import NOTHING_PLANNED, Planning
-from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.simulator import run
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.planner_shell import NOTHING_PLANNED, Planning
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 
 JOBS = 60
 OPTIONS = ReplayOptions()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.policies.order.aging import WEEK_S
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import simulate
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 
 DAY_S, EVERY_S = 86_400.0, 3_600.0
 SERVERS = servers_from_flags(nodes=2, gpus_per_node=4)

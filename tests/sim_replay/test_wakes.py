@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core import queue
+from ganger_master.core import placement_leases as queue
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.state import State
-from ganger_master.sim.replay.clock import Clock
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.replay import Clock
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 
 JOBS = 80
 AT = Clock.at

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.policies.fragmentation import GangMix, fragmented_gpus
-from ganger_master.sim.report.documents import as_json, write_jobs, write_series
-from ganger_master.sim.report.fairness import finish_time_fairness, mean_contention
-from ganger_master.sim.report.figures import figures
-from ganger_master.sim.report.fragmentation import demand_of
-from ganger_master.sim.report.outcomes import Outcomes, Run, outcomes
-from ganger_master.sim.report.seeds import interval, paired_ratio
-from ganger_master.sim.report.series import StepSeries
-from ganger_master.sim.report.tables import details, waiting_by_size
-from ganger_master.sim.traces.reader import read_trace
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger.cluster.fragmentation import GangMix, fragmented_gpus
+from ganger_master.simulator.report.documents import as_json, write_jobs, write_series
+from ganger_master.simulator.report.fairness import finish_time_fairness, mean_contention
+from ganger_master.simulator.report.figures import figures
+from ganger_master.simulator.report.fragmentation import demand_of
+from ganger_master.simulator.report.outcomes import Outcomes, Run, outcomes
+from ganger_master.simulator.report.seeds import interval, paired_ratio
+from ganger_master.simulator.report.series import StepSeries
+from ganger_master.simulator.report.tables import details, waiting_by_size
+from ganger_master.simulator.traces.reader import read_trace
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.ideal import IdealJob, ideal
@@ -245,7 +245,7 @@ def test_jobs_are_written_one_a_row_and_unknown_times_are_blank() -> None:
 
 
 def test_written_jobs_are_a_trace_again() -> None:
-    from ganger_master.sim.traces.reader import read_stream
+    from ganger_master.simulator.traces.reader import read_stream
 
     jobs, made = three()
     file = io.StringIO()

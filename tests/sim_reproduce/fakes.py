@@ -6,8 +6,9 @@ import os
 import signal
 from collections.abc import Sequence
 
-from ganger_master.sim.report.seeds import interval
-from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting
+from ganger_master.simulator.report.seeds import interval
+
+from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 
 
 def by_seed(setting: Setting) -> Sequence[Row]:

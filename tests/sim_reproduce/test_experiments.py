@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger_master.sim.reproduce.approvals import asked_of
-from ganger_master.sim.reproduce.claims import claims, meets, middle
-from ganger_master.sim.reproduce.cpu_poster import CORES
-from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Row, Setting, measured
-from ganger_master.sim.reproduce.migration import pause_s
-from ganger_master.sim.reproduce.registry import EXPERIMENTS
 from models.published import DATA, TRACES
+
+from experiments.approvals import asked_of
+from experiments.cpu_poster import CORES
+from experiments.experiment import Experiment, MeasuredRows, Row, Setting, measured
+from experiments.migration import pause_s
+from experiments.paper_claims import claims, meets, middle
+from experiments.registry import EXPERIMENTS
 
 QUICK = Setting(TRACES, DATA, is_quick=True)
 

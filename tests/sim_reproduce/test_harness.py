@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 from ganger.cli.main import run as ganger
-from ganger_master.sim.report.seeds import Interval
-from ganger_master.sim.reproduce.claims import PaperClaim, claims, meets
-from ganger_master.sim.reproduce.experiment import Experiment, MeasuredRows, Setting
-from ganger_master.sim.reproduce.journal import Journal
-from ganger_master.sim.reproduce.registry import EXPERIMENTS, UNRUN
-from ganger_master.sim.reproduce.results import HEADINGS, Result, as_cells, as_json, document
-from ganger_master.sim.reproduce.running import run
+from ganger_master.simulator.report.seeds import Interval
 from sim_reproduce import fakes
+
+from experiments.experiment import Experiment, MeasuredRows, Setting
+from experiments.journal import Journal
+from experiments.paper_claims import PaperClaim, claims, meets
+from experiments.registry import EXPERIMENTS, UNRUN
+from experiments.results import HEADINGS, Result, as_cells, as_json, document
+from experiments.runner import run
 
 NOWHERE = Setting(Path("nowhere"), Path("nowhere"))
 

@@ -8,22 +8,24 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ganger_master.models.server_speed import ServerPoint, UpdateMode
-from ganger_master.policies.order.registry import ORDERS
-from ganger_master.policies.place.alignment import Alignment
-from ganger_master.policies.place.tetris_pass import Knobs
-from ganger_master.policies.tune import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
-from ganger_master.policies.tune.proportional import PROPORTIONAL
-from ganger_master.policies.tune.synergy_tune import SYNERGY_TUNE
-from ganger_master.sim.reproduce import slots, t4_jobs, tasks
-from ganger_master.sim.reproduce.counted import in_turns
-from ganger_master.sim.reproduce.early_feedback import feedback_s
-from ganger_master.sim.reproduce.rounds import RoundJobs, ends, through_rounds
-from ganger_master.sim.reproduce.t4_workloads import least
-from ganger_master.sim.traces.workload import workload
+from ganger_master.estimators.server_speed import ServerPoint, UpdateMode
+from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.placements.alignment import Alignment
+from ganger_master.policies.placements.tetris_pass import Knobs
+from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
+from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
+from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
+from ganger_master.simulator.traces.workload import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.ideal import IdealJob, ideal
+
+from experiments import parameter_server_slots as slots
+from experiments import t4_jobs, tasks
+from experiments.counted_slices import in_turns
+from experiments.early_feedback import feedback_s
+from experiments.rounds import RoundJobs, ends, through_rounds
+from experiments.t4_workloads import least
 
 # --- rounds
 

@@ -9,15 +9,15 @@ import math
 from pathlib import Path
 
 import pytest
-from ganger_master.models.classes import ModelClass
-from ganger_master.sim.traces.profiles import (
+from ganger_master.simulator.traces.classes import ModelClass
+from ganger_master.simulator.traces.profiles import (
     SYNERGY_SPLIT,
     gavel_speeds,
     synergy_profiles,
     with_iterations,
     with_models,
 )
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, workload
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

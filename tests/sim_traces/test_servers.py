@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.resources.values import LocalityLevel
-from ganger_master.sim.traces.servers import (
+from ganger.cluster.resources import LocalityLevel
+from ganger_master.simulator.traces.servers import (
     ServersFileError,
     servers_from_description,
     servers_from_file,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger_master.sim.traces.findings import RowFindingKind
-from ganger_master.sim.traces.reader import read_trace
-from ganger_master.sim.traces.servers import servers_from_description
-from ganger_master.sim.traces.statistics import offered_load, percentile, size_class, statistics, text
-from ganger_master.sim.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
-from ganger_master.sim.traces.transform import (
+from ganger_master.simulator.traces.reader import read_trace
+from ganger_master.simulator.traces.row_findings import RowFindingKind
+from ganger_master.simulator.traces.servers import servers_from_description
+from ganger_master.simulator.traces.statistics import offered_load, percentile, size_class, statistics, text
+from ganger_master.simulator.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
+from ganger_master.simulator.traces.transform import (
     from_zero,
     sample,
     scaled_to_load,
@@ -23,7 +23,7 @@ from ganger_master.sim.traces.transform import (
     with_loads,
     with_sizes,
 )
-from ganger_master.sim.traces.workload import Labels, Workload, id_order, workload
+from ganger_master.simulator.traces.workload import Labels, Workload, id_order, workload
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from core.drive import Drive, job_of
 from ganger_master.store.codec import Codec
 from ganger_master.store.contract import StoredRow
-from ganger_master.store.memory import MemoryStore
+from kit.memory_store import MemoryStore
 from msgspec.structs import replace
 
 # Version 0.1 stored these two and never read them.

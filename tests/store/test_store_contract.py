@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 from ganger_master.store.contract import HistoryEntry, Problem, Row, Store, StoreBatch, StoreError
-from ganger_master.store.memory import MemoryStore
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import COLUMNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.memory_store import MemoryStore
 
 POSTGRESQL = "GANGER_TEST_POSTGRESQL"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from ganger.scheduling.running import until_stopped
 from ganger.wire.endpoints import find_endpoint
 from ganger_master.planner.trials import TrialPace
-from ganger_master.planning.run import Planner
-from ganger_master.runtime import logs
+from ganger_master.planner_process.run import Planner
+from ganger_master.runtime import log_format as logs
 
 HASTY = TrialPace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
 

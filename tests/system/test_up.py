@@ -129,11 +129,11 @@ def test_a_killed_part_is_started_again_and_no_job_is_harmed(up: Up, counting: C
     counting.check_unharmed()
 
 
-@pytest.mark.parametrize("part", ["ganger.scheduling.host", "ganger_master.planning"])
+@pytest.mark.parametrize("part", ["ganger.scheduling.host", "ganger_master.planner_process"])
 def test_a_killed_child_of_the_master_is_started_again_and_no_job_is_harmed(
     request: pytest.FixtureRequest, tmp_path: Path, part: str
 ) -> None:
-    up = request.getfixturevalue("up" if part == "ganger_master.planning" else "without_planner")
+    up = request.getfixturevalue("up" if part == "ganger_master.planner_process" else "without_planner")
     counting = Counting(up, tmp_path / "end")
     counting.begin()
 

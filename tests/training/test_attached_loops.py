@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.boundary import has_ended
+from ganger.injob.gang_pages import GangPages
 from ganger.injob.page import EXIT_NO_STATE, Capability, Word
-from ganger.injob.pages import GangPages
+from ganger.protocol.boundary_agreement import has_ended
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch

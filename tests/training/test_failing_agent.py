@@ -29,12 +29,12 @@ for epoch in range(2):
 # Where the agent works: as it takes the page, looks at the script, counts bytes, passes a boundary, publishes.
 FAILING = {
     "taking the page": "ganger.injob.control.Control.claim",
-    "the state's keeper": "ganger.training.offload.StateKeeper.handlers",
-    "the first look at a script": "ganger.training.unmodified.UnmodifiedScript._examine",
-    "finding what is trained": "ganger.training.discovery.Discovery.training",
-    "counting bytes": "ganger.training.offload._live_tensors",
-    "publishing": "ganger.training.progress.Progress.publish",
-    "a boundary": "ganger.injob.obedience.Obedience.attend",
+    "the state's keeper": "ganger.training.state_keeper.StateKeeper.handlers",
+    "the first look at a script": "ganger.training.unmodified_script.UnmodifiedScript._examine",
+    "finding what is trained": "ganger.training.object_discovery.Discovery.training",
+    "counting bytes": "ganger.training.state_keeper._live_tensors",
+    "publishing": "ganger.training.progress_reporter.Progress.publish",
+    "a boundary": "ganger.injob.order_handler.Obedience.attend",
     "the place of a fetch": "ganger.training.loops.fetch_place",
     "the place of a loop": "ganger.training.loops.places",
 }

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ganger.injob import image as form
-from ganger.injob.image import ImageError
-from ganger.training import codec
-from ganger.training.image import (
+from ganger.injob import state_image as form
+from ganger.injob.state_image import ImageError
+from ganger.training import state_codec as codec
+from ganger.training.image_io import (
     ArenaSink,
     ArenaSource,
     ArenaTooSmallError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ganger.training.job import attach
+from ganger.training.attached_job import attach
 from ganger.training.loader import ElasticLoader
 from ganger.training.sampler import SampleRange
 from hypothesis import given, settings

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ganger.training.image import ArenaSink, ArenaSource, open_image, write_image
-from ganger.training.job import attach
+from ganger.training.attached_job import attach
+from ganger.training.image_io import ArenaSink, ArenaSource, open_image, write_image
 from ganger.training.randomness import capture_random, restore_random
 from ganger.training.state import Restored, StateMismatchError, TrainingObjects, capture, restore
 from torch import nn

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import pytest
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import (
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import (
     Claim,
     ConfigurationSet,
     DeviceGroup,
@@ -19,7 +19,7 @@ from ganger.resources.values import (
     TaskShape,
 )
 from ganger.v1 import job_pb2, resources_pb2
-from ganger.wire import convert
+from ganger.wire import resource_messages as convert
 from ganger.wire.errors import RequestInvalid
 from hypothesis import given
 from hypothesis import strategies as st

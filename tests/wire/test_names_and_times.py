@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ganger.wire import names, times
+from ganger.wire import resource_names as names
+from ganger.wire import times
 from ganger.wire.errors import NameInvalid
 from hypothesis import given
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from ganger.certificates import CertificateError, issue, make_authority
+from ganger.wire.certificate_authority import CertificateError, issue, make_authority
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
 from ganger.wire.roles import CallerIdentity, CallerRole

@@ -39,7 +39,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 from ganger_master.core import machine
-from ganger_master.sim.replay.run import simulate
+from ganger_master.simulator.run import simulate
 from msgspec import Struct
 
 from restructure.replays import REPLAYS, ReplayCase

@@ -12,14 +12,14 @@ from importlib import resources
 from typing import Final
 
 import numpy as np
-from ganger_master.sim.acceptable import acceptable
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.traces.profiles import with_models
-from ganger_master.sim.traces.reader import read_trace
-from ganger_master.sim.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.sim.traces.synthetic import MULTI_GPU, synthetic
-from ganger_master.sim.traces.transform import scaled_to_load, with_sizes
-from ganger_master.sim.traces.workload import Labels, Workload
+from ganger_master.simulator.admission import acceptable
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.traces.profiles import with_models
+from ganger_master.simulator.traces.reader import read_trace
+from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
+from ganger_master.simulator.traces.synthetic import MULTI_GPU, synthetic
+from ganger_master.simulator.traces.transform import scaled_to_load, with_sizes
+from ganger_master.simulator.traces.workload import Labels, Workload
 
 SEED: Final = 1
 # Gangs of up to two servers.
@@ -87,7 +87,7 @@ def _elastic(count: int) -> Workload:
 
 def _example(count: int) -> Workload:
     """Return the first jobs of the example trace; each accepts one type of devices, the other, or both."""
-    with resources.as_file(resources.files("ganger_master.sim.traces") / "example.csv") as file:
+    with resources.as_file(resources.files("ganger_master.simulator.traces") / "example.csv") as file:
         jobs = read_trace(file).workload
     jobs = scaled_to_load(jobs.take(np.arange(min(count, len(jobs)))), _MIXED.gpus, 0.9)
     types = np.random.default_rng(SEED).integers(0, 3, len(jobs)).tolist()

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ganger.cli.checkout import is_of_a_checkout, needs_checkout
 from ganger.cli.failures import ExitCode
 
 _GROUP = "ganger.benches"
@@ -29,7 +30,12 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     import inspect
     from importlib.metadata import entry_points
 
-    from ganger.cli.machine import machine, processor_ticks
+    try:
+        from benchmarks.machine import machine, processor_ticks
+    except ModuleNotFoundError as error:
+        if not is_of_a_checkout(error):
+            raise
+        raise needs_checkout("bench") from None
 
     found = {point.name: point for point in entry_points(group=_GROUP)}
     if is_list:

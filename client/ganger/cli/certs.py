@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ganger.console.numbers import Within
+from ganger.console.parameter_types import Within
 from ganger.console.paths import Directory
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
@@ -24,8 +24,8 @@ def init(directory: Path) -> None:
 
     ca-key.pem there makes certificates: with it, every role in the cluster can be taken. Keep it where no job runs.
     """
-    from ganger.certificates import AUTHORITY_KEY, CertificateError, make_authority
-    from ganger.console.exits import CommandError
+    from ganger.console.exit_codes import CommandError
+    from ganger.wire.certificate_authority import AUTHORITY_KEY, CertificateError, make_authority
 
     try:
         made = make_authority(directory)
@@ -50,9 +50,9 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
 
     Masters and daemons accept connections and need --host; other roles have none.
     """
-    from ganger import certificates
-    from ganger.console.exits import CommandError
-    from ganger.wire.names import is_node_id
+    from ganger.console.exit_codes import CommandError
+    from ganger.wire import certificate_authority as certificates
+    from ganger.wire.resource_names import is_node_id
     from ganger.wire.roles import CallerIdentity, CallerRole, is_name
 
     if not is_name(name) or (role == CallerRole.DAEMON and not is_node_id(name)):

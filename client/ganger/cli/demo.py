@@ -13,6 +13,8 @@ from pathlib import Path
 
 import click
 
+from ganger.cli.checkout import is_of_a_checkout, needs_checkout
+
 
 @click.command()
 @click.option(
@@ -34,10 +36,15 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
     Takes two to three minutes on two cores. Exits with 0 only if every check holds.
     """
     # Loaded here: `ganger --help` must not pay for the demo.
-    from ganger.cli.demonstration.alone import Alone
-    from ganger.cli.demonstration.cluster import DemoCluster, DemoClusterError
-    from ganger.cli.demonstration.report import checks_of, is_ok, print_tables, write_report
-    from ganger.cli.demonstration.stage import find_examples, play, programme
+    try:
+        from examples.demo.demo_cluster import DemoCluster, DemoClusterError
+        from examples.demo.programme import find_examples, play, programme
+        from examples.demo.report import checks_of, is_ok, print_tables, write_report
+        from examples.demo.undisturbed_run import Alone
+    except ModuleNotFoundError as error:
+        if not is_of_a_checkout(error):
+            raise
+        raise needs_checkout("demo") from None
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

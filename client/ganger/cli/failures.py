@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from ganger.console.exits import CommandError, ExitCode
+from ganger.console.exit_codes import CommandError, ExitCode
 
 __all__ = ["CommandError", "ExitCode", "exit_code", "report"]
 
@@ -108,7 +108,7 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _say(message: str) -> None:
-    from ganger.console.visible import visible
+    from ganger.console.safe_text import visible
 
     sys.stdout.flush()
     print(f"ganger: {visible(message, lines=True)}", file=sys.stderr)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ganger.cli.job_selection import Selection, each_of, filter_options, split
 from ganger.cli.options import array_of, json_option, open_client
-from ganger.cli.selection import Selection, each_of, filter_options, split
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -49,7 +49,7 @@ def history(
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
 
     if subjects and (by_name or by_user or by_all):
         raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
@@ -81,8 +81,8 @@ def history(
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
     """Print the history of one job or array; of anything else its events."""
     from ganger.cli.change_lines import happening
-    from ganger.console.plain import print_json
-    from ganger.console.visible import print_line
+    from ganger.console.json_output import print_json
+    from ganger.console.safe_text import print_line
     from ganger.story import summary, tell
 
     if not name.startswith(("jobs/", "arrays/")):
@@ -114,7 +114,7 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
 def _print_failure(client: Client, name: str) -> None:
     """Print where a failed job ran and how its log ends, while the master still keeps the job."""
     from ganger.cli import failure_report
-    from ganger.console.visible import print_line
+    from ganger.console.safe_text import print_line
     from ganger.wire.errors import JobNotFound
 
     try:
@@ -128,7 +128,7 @@ def _print_failure(client: Client, name: str) -> None:
 def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
     from ganger.cli.change_lines import happening
-    from ganger.console.plain import plain
+    from ganger.console.json_output import plain
     from ganger.story import tell
 
     events = list(client.list_events(name))
@@ -145,7 +145,13 @@ def _subject(client: Client, subject: str | None) -> str:
     """Its name, of what there is or was: what is gone has a history still; what has none may never have been. Empty
     for everything."""
     from ganger.wire.errors import JobNotFound
-    from ganger.wire.names import array_name, job_name_from_text, node_name_from_text, parse_array_name, parse_member
+    from ganger.wire.resource_names import (
+        array_name,
+        job_name_from_text,
+        node_name_from_text,
+        parse_array_name,
+        parse_member,
+    )
 
     if subject is None:
         return ""
@@ -178,8 +184,8 @@ def _subject(client: Client, subject: str | None) -> str:
 
 
 def _print_events(client: Client, subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    from ganger.console.plain import print_json, print_json_line
-    from ganger.console.visible import print_line
+    from ganger.console.json_output import print_json, print_json_line
+    from ganger.console.safe_text import print_line
 
     known = client.list_events(subject, after) if limit is None else _newest(client, subject, after, limit)
     if as_json and not follow:

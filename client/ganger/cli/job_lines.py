@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Iterable
 
-from ganger.console.plain import short_enum
-from ganger.console.visible import bounded
+from ganger.console.json_output import short_enum
+from ganger.console.safe_text import bounded
 from ganger.job import FINISHED
 from ganger.units import format_duration
 from ganger.v1 import job_pb2, job_service_pb2, resources_pb2

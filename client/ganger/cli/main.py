@@ -26,14 +26,14 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "why": ("ganger.cli.why", "why", "Print why a job waits, and when it may start."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
     "update": ("ganger.cli.update", "update", "Change what was asked for: priority, time limit, name and wishes."),
-    "suspend": ("ganger.cli.control", "suspend", "Stop jobs between two mini-batches, keeping their state."),
-    "resume": ("ganger.cli.control", "resume", "Let suspended jobs go on."),
-    "move": ("ganger.cli.control", "move", "Move running jobs to other nodes without losing a step."),
-    "resize": ("ganger.cli.control", "resize", "Let a running elastic job go on with another number of GPUs."),
-    "retune": ("ganger.cli.control", "retune", "Give a running job other numbers of cores."),
-    "repin": ("ganger.cli.control", "repin", "Move a running job to other cores of the same number."),
-    "cancel": ("ganger.cli.control", "cancel", "End jobs for good."),
-    "wait": ("ganger.cli.control", "wait", "Wait until jobs have ended."),
+    "suspend": ("ganger.cli.job_orders", "suspend", "Stop jobs between two mini-batches, keeping their state."),
+    "resume": ("ganger.cli.job_orders", "resume", "Let suspended jobs go on."),
+    "move": ("ganger.cli.job_orders", "move", "Move running jobs to other nodes without losing a step."),
+    "resize": ("ganger.cli.job_orders", "resize", "Let a running elastic job go on with another number of GPUs."),
+    "retune": ("ganger.cli.job_orders", "retune", "Give a running job other numbers of cores."),
+    "repin": ("ganger.cli.job_orders", "repin", "Move a running job to other cores of the same number."),
+    "cancel": ("ganger.cli.job_orders", "cancel", "End jobs for good."),
+    "wait": ("ganger.cli.job_orders", "wait", "Wait until jobs have ended."),
     "nodes": ("ganger.cli.nodes", "nodes", "List nodes; drain, cordon, uncordon them, declare one lost, or remove it."),
     "drain": ("ganger.cli.nodes", "drain", "Move all jobs off a node and give it no new ones."),
     "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
@@ -93,7 +93,14 @@ class _Commands(click.Group):
         elif name in (added := _added()):
             # The program's own name for it is "module:attribute", as everywhere in packaging.
             module, _, attribute = added[name].partition(":")
-            command = getattr(import_module(module), attribute)
+            try:
+                command = getattr(import_module(module), attribute)
+            except ModuleNotFoundError as error:
+                from ganger.cli.checkout import is_of_a_checkout, unavailable
+
+                if not is_of_a_checkout(error):
+                    raise
+                command = unavailable(name)
         else:
             return None
         assert isinstance(command, click.Command), f"{name} is not a click command"

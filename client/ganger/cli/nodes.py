@@ -27,7 +27,7 @@ def nodes(context: click.Context, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
         return
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
     from ganger.console.tables import print_table
 
     with open_client() as client:
@@ -50,7 +50,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
     Reports of each job where it goes, or what it waits for; later `ganger why JOB` does.
     """
-    from ganger.console.visible import print_line
+    from ganger.console.safe_text import print_line
     from ganger.v1.job_pb2 import Job
     from ganger.wire.errors import JobNotFound
 
@@ -123,7 +123,7 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
 def show(node: str, as_json: bool) -> None:
     """Show all that is known of a node."""
     from ganger.cli.job_lines import devices
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
     from ganger.console.tables import print_pairs
     from ganger.units import format_cores, format_memory
 
@@ -160,7 +160,7 @@ def remove(node: str, as_json: bool) -> None:
     Its daemon must be stopped, and no job may have anything on it: drain it first, or declare it lost. If its daemon
     is started again all the same, it joins as a new node.
     """
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
 
     with open_client() as client:
         client.remove_node(node)
@@ -230,8 +230,8 @@ def launches_text(node: Node) -> str:
 
 
 def _tell(node: Node, as_json: bool) -> None:
-    from ganger.console.plain import print_json
-    from ganger.console.visible import print_line
+    from ganger.console.json_output import print_json
+    from ganger.console.safe_text import print_line
 
     if as_json:
         print_json(node)

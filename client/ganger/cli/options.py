@@ -45,7 +45,7 @@ class JobType(click.ParamType):  # type: ignore[type-arg]  # generic only in new
     name = "job"
 
     def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        from ganger.wire.names import job_name_from_text, parse_member
+        from ganger.wire.resource_names import job_name_from_text, parse_member
 
         text = str(value)
         return text if parse_member(text) is not None else job_name_from_text(text)
@@ -67,7 +67,7 @@ class JobOrArrayType(JobType):
     """The same, or "arrays/7": a number may be that of an array too."""
 
     def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        from ganger.wire.names import array_name, parse_array_name
+        from ganger.wire.resource_names import array_name, parse_array_name
 
         text = str(value)
         if text.startswith("arrays/"):
@@ -89,7 +89,7 @@ class NodeType(click.ParamType):  # type: ignore[type-arg]  # as above
     name = "node"
 
     def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        from ganger.wire.names import node_name_from_text
+        from ganger.wire.resource_names import node_name_from_text
 
         return node_name_from_text(str(value))
 

@@ -51,7 +51,7 @@ def list_gangs(as_json: bool) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
     from ganger.console.tables import print_table
 
     with open_client() as client:
@@ -146,8 +146,8 @@ def _description(gang: QuarantinedGang) -> str:
 
 
 def _print(fields: dict[str, object], line: str, as_json: bool) -> None:
-    from ganger.console.plain import print_json
-    from ganger.console.visible import print_line
+    from ganger.console.json_output import print_json
+    from ganger.console.safe_text import print_line
 
     if as_json:
         print_json(fields)

@@ -67,8 +67,9 @@ def queue(
     as_json: bool,
 ) -> None:
     """List jobs; without options those that have not ended. A job array is one line."""
-    from ganger.cli import array_lines, job_lines
-    from ganger.console.plain import print_json
+    from ganger.cli import job_lines
+    from ganger.cli import job_table as array_lines
+    from ganger.console.json_output import print_json
     from ganger.console.tables import print_table
     from ganger.v1.job_pb2 import Job
 

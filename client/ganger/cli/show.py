@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from ganger.cli.job_selection import Selection, chooses_jobs, each_of, print_answers
 from ganger.cli.options import array_of, json_option, number, open_client
-from ganger.cli.selection import Selection, chooses_jobs, each_of, print_answers
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -51,14 +51,14 @@ def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[
 
 
 def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
-    from ganger.console.plain import plain
+    from ganger.console.json_output import plain
 
     is_array = one.DESCRIPTOR.name == "Array"
     return {**plain(one), **({"members": [plain(member) for member in members]} if is_array else {})}
 
 
 def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) -> None:
-    from ganger.cli import array_lines
+    from ganger.cli import job_table as array_lines
     from ganger.console.tables import print_pairs, print_table
 
     if one.DESCRIPTOR.name == "Job":
@@ -127,8 +127,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
 
 
 def _member(job: Job) -> str:
-    from ganger.cli.array_lines import pairs
     from ganger.cli.job_lines import called
+    from ganger.cli.job_table import pairs
 
     if not job.HasField("array"):
         return ""
@@ -137,7 +137,7 @@ def _member(job: Job) -> str:
 
 
 def _reported(job: Job) -> str:
-    from ganger.cli.array_lines import value_text
+    from ganger.cli.job_table import value_text
 
     told = [f"{one.name} {value_text(one.value)} (step {one.step})" for one in job.progress.metrics]
     if job.array.rungs:

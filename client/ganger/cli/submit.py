@@ -130,21 +130,21 @@ def submit(
             description[key] = _with_pairs(description.get(key), given)
         wrong += mistakes
     if arrays or stop is not None:
-        from ganger.arrays import from_flags
+        from ganger.array_spec import from_flags
 
         description["array"], mistakes = from_flags(arrays, stop, description.get("array"))
         wrong += mistakes
     if description.get("array") is not None:
         if follow:
             raise click.UsageError("--follow goes with one job: `ganger logs -f 7_0` follows a member")
-        from ganger.arrays import make_array
+        from ganger.array_spec import make_array
 
         return _submit_array(make_array(description, None, origins, wrong), request_id, dry_run, as_json)
     return _submit_job(make_spec(description, None, origins, wrong), request_id, follow, dry_run, as_json)
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
 
     if dry_run:
         print_json(spec)
@@ -170,7 +170,7 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
 
 
 def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
 
     if dry_run:
         print_json(request)

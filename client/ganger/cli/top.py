@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ganger.cli.options import json_option, number, open_client
-from ganger.console.numbers import Within
+from ganger.console.parameter_types import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -112,7 +112,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def _print_json(client: Client) -> None:
-    from ganger.console.plain import plain, print_json
+    from ganger.console.json_output import plain, print_json
 
     cluster = client.get_cluster()
     print_json(

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from ganger.cli import cluster
+from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
 from ganger.console.paths import Directory
 

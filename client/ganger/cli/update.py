@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.failures import CommandError, ExitCode
+from ganger.cli.job_selection import Selection, chooses_jobs, each_of
 from ganger.cli.options import array_of, json_option, number, open_client
-from ganger.cli.selection import Selection, chooses_jobs, each_of
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -44,7 +44,7 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
     you have confirmed it.
     """
     from ganger.cli.failures import report
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
     from ganger.updates import make_update
 
     given = {key: value for key, value in flags.items() if value is not None}
@@ -100,7 +100,7 @@ def _update(
 
 def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
     from ganger.cli.job_lines import sentence
-    from ganger.console.visible import print_line
+    from ganger.console.safe_text import print_line
     from ganger.v1.job_pb2 import Job
 
     what = "".join(f", {key.replace('_', ' ')} {value}" for key, value in given.items())

@@ -14,7 +14,7 @@ def version(as_json: bool) -> None:
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    from ganger.console.plain import print_json
+    from ganger.console.json_output import print_json
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError
 

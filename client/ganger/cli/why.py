@@ -13,8 +13,8 @@ from ganger.cli.options import JobType, json_option, open_client
 def why(job: str, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
     from ganger.cli import failure_report, job_lines
-    from ganger.console.plain import print_json
-    from ganger.console.visible import print_line
+    from ganger.console.json_output import print_json
+    from ganger.console.safe_text import print_line
     from ganger.job import FINISHED
     from ganger.units import format_duration
     from ganger.v1.job_pb2 import Gang, Job

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from ganger.console.visible import cells, visible
+from ganger.console.safe_text import cells, visible
 
 _STYLES = {
     "running": "green",

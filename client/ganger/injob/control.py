@@ -18,10 +18,11 @@ import time
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
 
-from ganger.injob import arena, exitcode
-from ganger.injob.access import Words
-from ganger.injob.jobsocket import JobSocketClient
-from ganger.injob.obedience import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
+from ganger.injob import arena
+from ganger.injob import exit_code as exitcode
+from ganger.injob.gang_pages import GangPages
+from ganger.injob.job_socket import JobSocketClient
+from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
 from ganger.injob.page import (
     EXIT_NO_STATE,
     PAGE_BYTES,
@@ -35,7 +36,7 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
-from ganger.injob.pages import GangPages
+from ganger.injob.page_access import Words
 from ganger.injob.stacks import StackPrinter
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]

@@ -34,7 +34,7 @@ def _load_the_next_one():
 
 if os.environ.get("GANGER_PAGE"):
     try:
-        from ganger.injob.arm import arm
+        from ganger.injob.bootstrap import arm
     except ImportError as problem:
         print("ganger: the agent cannot be loaded:", problem, file=sys.stderr)
     else:

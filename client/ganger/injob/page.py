@@ -13,10 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ganger.injob.access import Access, Filed, Mapped, PageError, Words
-from ganger.injob.boundary import RankPoint
-from ganger.injob.processes import start_ticks
-from ganger.injob.words import (
+from ganger.injob.page_access import Access, Filed, Mapped, PageError, Words
+from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     EXIT_FENCED,
     EXIT_NO_STATE,
@@ -36,6 +34,8 @@ from ganger.injob.words import (
     PageState,
     Word,
 )
+from ganger.injob.processes import start_ticks
+from ganger.protocol.boundary_agreement import RankPoint
 
 __all__ = [
     "CHECKPOINT_BIT",

@@ -42,7 +42,7 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
 
     from ganger.scheduling.host import SchedulerHost, run_host
     from ganger.wire.endpoints import find_endpoint
-    from ganger.wire.names import job_name_from_text
+    from ganger.wire.resource_names import job_name_from_text
 
     if bool(jobs) == job_from_stdin:
         raise click.UsageError("name the jobs to serve: --job jobs/7")
@@ -58,7 +58,7 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
 
 def _read_job() -> list[str]:
     """The job that was submitted, once it is; none if the submission failed."""
-    from ganger.scheduling.detached import READY
+    from ganger.scheduling.detached_scheduler import READY
 
     os.write(sys.stdout.fileno(), READY)
     # Whoever waited for that goes away: what the user's code prints belongs to the log.

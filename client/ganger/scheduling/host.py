@@ -21,16 +21,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ganger.placement.candidates import candidates
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import GangShape, Role, TaskShape
-from ganger.scheduling.away import why, why_away
-from ganger.scheduling.default import DefaultScheduler
-from ganger.scheduling.mirror import Mirror
+from ganger.cluster.placement import candidates
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import GangShape, Role, TaskShape
+from ganger.scheduling.job_scheduler import DefaultScheduler
+from ganger.scheduling.program import why, why_away
 from ganger.scheduling.running import first_end, set_of, until_stopped
 from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, PlacementLease, Proposal
+from ganger.scheduling.view_mirror import Mirror
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
-from ganger.wire import convert, names, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
+from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import JobNotFound, from_rpc_error

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ganger.resources.reasons import Refusal
-from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import View
+from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.view import View
 
 # Candidates the master looks at in one request.
 MOST_CANDIDATES = 16

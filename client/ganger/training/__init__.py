@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ganger.training.job import TrainingJob, attach
+    from ganger.training.attached_job import TrainingJob, attach
 
 __all__ = ["TrainingJob", "attach"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from ganger.training import job
+        from ganger.training import attached_job as job
 
         return getattr(job, name)
     raise AttributeError(f"module 'ganger.training' has no attribute {name!r}")

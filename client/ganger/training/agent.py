@@ -17,10 +17,10 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
 from ganger.training import child_training
-from ganger.training.diversion import Diversion
+from ganger.training.output_replay import Diversion
 
 if TYPE_CHECKING:
-    from ganger.training.unmodified import UnmodifiedScript
+    from ganger.training.unmodified_script import UnmodifiedScript
 
 _script: UnmodifiedScript | None = None
 _diversion: Diversion | None = None
@@ -76,7 +76,7 @@ def _hook() -> None:
         if child_training.is_child():
             child_training.watch()
             return
-        from ganger.training.unmodified import UnmodifiedScript
+        from ganger.training.unmodified_script import UnmodifiedScript
 
         _script = UnmodifiedScript(_diversion)
         os.register_at_fork(after_in_child=child_training.watch_after_fork)
@@ -117,7 +117,7 @@ def _ended_too_early() -> None:
     """A script that ends before it is back where it was has lost its way: that must not look like success."""
     if _diversion is None or not _diversion.active:
         return
-    from ganger.injob import exitcode
+    from ganger.injob import exit_code as exitcode
     from ganger.injob.page import EXIT_NO_STATE
 
     tail = _diversion.tail()

@@ -13,7 +13,7 @@ import threading
 import torch
 
 from ganger.injob.pretouch import enter_pages
-from ganger.training.image import ArenaTooSmallError
+from ganger.training.image_io import ArenaTooSmallError
 
 
 class Arena:

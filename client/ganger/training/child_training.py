@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any, Callable
 
-from ganger.injob import exitcode
+from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control
 from ganger.injob.page import EXIT_NO_STATE, Error, Opaque, Page, PageError, Word
 from ganger.injob.processes import start_ticks

@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 
 from ganger.training.enumeration import count_from
 from ganger.training.randomness import capture_random, restore_random
-from ganger.training.repeating import fetch_place, places, site
-from ganger.training.variables import set_state_of_loader, state_of_loader
+from ganger.training.replay_safety import fetch_place, places, site
+from ganger.training.script_variables import set_state_of_loader, state_of_loader
 
 _clock = time.perf_counter_ns
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ganger.training.image import host_view
+from ganger.training.image_io import host_view
 
 
 def capture_random() -> dict[str, Any]:

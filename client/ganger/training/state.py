@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ganger.training import codec
-from ganger.training.codec import StateNotSupportedError, TensorRef, TensorTable
-from ganger.training.hardware import device_model, notice_of_change
-from ganger.training.image import ImagePlan, OpenImage, plan_image, read_tensors
+from ganger.training import state_codec as codec
+from ganger.training.device_model import device_model, notice_of_change
+from ganger.training.image_io import ImagePlan, OpenImage, plan_image, read_tensors
 from ganger.training.randomness import capture_random
+from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable
 
 
 class StateMismatchError(Exception):

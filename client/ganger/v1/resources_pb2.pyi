@@ -310,7 +310,7 @@ Global___Locality: typing_extensions.TypeAlias = Locality
 
 @typing.final
 class Refusal(google.protobuf.message.Message):
-    """Why something cannot be, with the figures. The vocabulary of `reason` is ganger.resources.reasons."""
+    """Why something cannot be, with the figures. The vocabulary of `reason` is ganger.cluster.refusals."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

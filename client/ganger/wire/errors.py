@@ -2,7 +2,7 @@
 
 A caller's mistake or a state that does not allow a call is an `ApiError` subclass with a stable reason; on the wire it
 is google.rpc.Status with one ErrorInfo (domain "ganger.v1") and, for a bad request, all field violations at once.
-Refusals of gangs are values (`ganger.resources.reasons`), not errors.
+Refusals of gangs are values (`ganger.cluster.refusals`), not errors.
 """
 
 # Classes carry the names of the reasons in the protos, which users see.

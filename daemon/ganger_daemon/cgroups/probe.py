@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from ganger_daemon.cgroups import files
 from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups
-from ganger_daemon.cgroups.hierarchy import (
+from ganger_daemon.cgroups.controllers import (
     SMALLEST_QUOTA_CORES,
     CgroupController,
     Cpus,
@@ -35,9 +35,9 @@ from ganger_daemon.cgroups.hierarchy import (
     UsageV1,
     UsageV2,
 )
-from ganger_daemon.cgroups.none import NoCgroups
-from ganger_daemon.cgroups.tree import GroupTree, Parts, remove_roots
-from ganger_daemon.cores import parse_ids
+from ganger_daemon.cgroups.group_tree import GroupTree, Parts, remove_roots
+from ganger_daemon.cgroups.no_cgroups import NoCgroups
+from ganger_daemon.node.core_table import parse_ids
 
 log = logging.getLogger(__name__)
 

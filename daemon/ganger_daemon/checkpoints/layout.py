@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ganger_daemon.files import read_plain
+from ganger_daemon.node.safe_files import read_plain
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1

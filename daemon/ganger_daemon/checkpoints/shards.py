@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-from ganger.injob import image
+from ganger.injob import state_image as image
 
-from ganger_daemon.files import open_plain
-
-from .publish import Shard
+from ganger_daemon.checkpoints.manifest import Shard
+from ganger_daemon.node.safe_files import open_plain
 
 # The state beside its tensors, as JSON, of which only a few fields are decoded here.
 _HEADER_MOST_BYTES = 128 << 20

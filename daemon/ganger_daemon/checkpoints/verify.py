@@ -6,9 +6,9 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob import image
+from ganger.injob import state_image as image
 
-from ganger_daemon.files import open_plain
+from ganger_daemon.node.safe_files import open_plain
 
 from .layout import MANIFEST, Entry, Manifest, parse_final, read_manifest
 from .shards import Described, describe_shard

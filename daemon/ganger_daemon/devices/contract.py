@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from ganger.resources.values import ConfigurationSet
+from ganger.cluster.resources import ConfigurationSet
 
-from ganger_daemon.cores import CoreMap
+from ganger_daemon.node.core_table import CoreMap
 
 UNREADABLE = -1
 """Used memory of a device that does not answer."""

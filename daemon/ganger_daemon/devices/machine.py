@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ganger_daemon.cores import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
+from ganger_daemon.node.core_table import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
 
 SYSTEM = Path("/sys/devices/system")
 MEMORY_FOR_JOBS = 0.9

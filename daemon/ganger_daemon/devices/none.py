@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ganger.resources.values import ConfigurationSet, Socket
+from ganger.cluster.resources import ConfigurationSet, Socket
 
-from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices.contract import HealthEvent, Inventory
 from ganger_daemon.devices.topology import named
+from ganger_daemon.node.core_table import CoreMap
 
 
 class NoDevices:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from ganger.resources.topology import bits
+from ganger.cluster.topology import bits
 
-from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices import machine
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
-from ganger_daemon.devices.server import (
+from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
     inventory_of,
@@ -29,6 +28,7 @@ from ganger_daemon.devices.server import (
     visible_devices,
     xid_event,
 )
+from ganger_daemon.node.core_table import CoreMap
 
 log = logging.getLogger(__name__)
 

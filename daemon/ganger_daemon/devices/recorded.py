@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ganger_daemon.cores import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, HealthKind, Inventory
-from ganger_daemon.devices.server import (
+from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
     inventory_of,
@@ -22,6 +21,7 @@ from ganger_daemon.devices.server import (
     visible_devices,
     xid_event,
 )
+from ganger_daemon.node.core_table import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FORMAT = 1

@@ -6,11 +6,11 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from ganger.resources.values import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
+from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
 from msgspec.structs import replace
 
-from ganger_daemon.cores import CoreMap
 from ganger_daemon.devices.contract import Device
+from ganger_daemon.node.core_table import CoreMap
 
 # What the driver says is the closest common ancestor of two devices, as a level.
 ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {

@@ -22,8 +22,8 @@ from typing import Protocol
 from ganger.wire.tls import server_context
 
 from ganger_daemon.failpoints import hit
+from ganger_daemon.transfer.stream_messages import check_daemon
 
-from .guarded import check_daemon
 from .request import StreamError, StreamRequest, limit_silence, line_of, parse_request, read_line
 
 log = logging.getLogger(__name__)

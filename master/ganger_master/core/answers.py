@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from ganger.resources.reasons import Refusal
-from ganger.resources.values import NodeRow
+from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import NodeRow
 from msgspec import Struct, field
 
 # gRPC status code by reason.

@@ -14,11 +14,8 @@ from ganger_master.core import (
     events,
     finished,
     moving,
-    node_sets,
     observation,
-    orders,
     quarantine,
-    queue,
     restarts,
     rollback,
     sharing,
@@ -28,6 +25,9 @@ from ganger_master.core import (
     updates,
     worlds,
 )
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import placement_leases as queue
+from ganger_master.core import timeslice_groups as node_sets
 from ganger_master.core.events import Event
 from ganger_master.core.model import JobRecord, JobState, Node
 from ganger_master.core.settle import settle

@@ -1,7 +1,7 @@
 """Job arrays: accepted as one, so many at once, and the rule that stops the worse ones.
 
 A member is a job like any other. What the array adds: members beyond the limit are held until others end, and what
-members report at the rungs of its rule decides who is stopped (`policies.stopping`). All of it is in the members, so
+members report at the rungs of its rule decides who is stopped (`core.early_stopping`). All of it is in the members, so
 there is nothing of an array to be lost but them.
 """
 
@@ -15,16 +15,16 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
 from ganger_master.core.answers import Refused
-from ganger_master.core.checks import find_job
+from ganger_master.core.array_members import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
+from ganger_master.core.early_stopping import Contender, EarlyStop, judge
 from ganger_master.core.events import Event
-from ganger_master.core.holdings import bytes_of_all, spec_bytes
-from ganger_master.core.membership import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
 from ganger_master.core.memberships import members_of, report_of
 from ganger_master.core.model import JobProgress, JobRecord, JobSpec, JobState
+from ganger_master.core.preconditions import find_job
 from ganger_master.core.state import State
 from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
 from ganger_master.core.substitution import Template, bytes_of
-from ganger_master.policies.stopping import Contender, EarlyStop, judge
+from ganger_master.core.user_usage import bytes_of_all, spec_bytes
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50

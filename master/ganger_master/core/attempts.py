@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, going_on, launches, moving, orders, sharing, withdrawal
+from ganger_master.core import ending, going_on, moving, sharing, withdrawal
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import moves as copies
+from ganger_master.core import retry as launches
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.model import (
     Claim,

@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from ganger.placement.candidates import candidates, places
-from ganger.resources.fit import Company, demand, fit, gang_level
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import GangShape
+from ganger.cluster.fit import Company, demand, fit, gang_level
+from ganger.cluster.placement import candidates, places
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import GangShape
 
-from ganger_master.approval import explain
-from ganger_master.approval.protected import NOTHING, Protected, protect, trespass
-from ganger_master.approval.reservations import Reservation, ReservationRequest, begins_at, reserve
-from ganger_master.approval.verdicts import CandidateApproval, CandidateRejection, approve
-from ganger_master.core import launches, orders, sharing
+from ganger_master.core import approval_explain as explain
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import retry as launches
+from ganger_master.core import sharing
+from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve
 from ganger_master.core.model import Claim, JobRecord, LocalityLevel, Node
+from ganger_master.core.protected import NOTHING, Protected, protect, trespass
+from ganger_master.core.queue import Blocked, ReservedPlaces
+from ganger_master.core.reservations import Reservation, ReservationRequest, begins_at, reserve
 from ganger_master.core.shares import limit_of
 from ganger_master.core.state import State
-from ganger_master.core.waiting import Blocked, ReservedPlaces
 
 
 def judge(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger.resources.values import ConfigurationSet
+from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct
 
 from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from ganger.resources.reasons import Refusal
+from ganger.cluster.refusals import Refusal
 from msgspec import Struct, field
 
-from ganger_master.core.membership import StopRule
+from ganger_master.core.array_members import StopRule
+from ganger_master.core.job_updates import Update
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -24,7 +25,6 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
-from ganger_master.core.update import Update
 
 
 class SubmitJob(Struct, frozen=True, gc=False):

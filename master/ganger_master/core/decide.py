@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ganger.placement.claims import resplit_cores
-from ganger.resources.values import ConfigurationSet
+from ganger.cluster.claims import resplit_cores
+from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import arrays, commands, events, quarantine, rollback, updates
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
-from ganger_master.core.arenas import per_device
 from ganger_master.core.capacity import judge_change, level_of
-from ganger_master.core.checks import busy, check_move, check_suspend, find_job, not_running, unfinished
+from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import Command
+from ganger_master.core.elastic import check_resize, place_resized
 from ganger_master.core.events import Event
-from ganger_master.core.holdings import spec_bytes
 from ganger_master.core.model import Claim, GangIntent, JobState, Node, SuspendLevel
 from ganger_master.core.plans import propose_plan
+from ganger_master.core.preconditions import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.requests import release_gang, request_gang
-from ganger_master.core.resizing import check_resize, place_resized
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_share, check_submission
+from ganger_master.core.user_usage import spec_bytes
 
 
 class Decision(Struct, frozen=True, gc=False):

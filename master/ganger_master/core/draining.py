@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.refusals import Reason, Refusal
 
 from ganger_master.core import attempts, capacity, moving
-from ganger_master.core.arenas import has_arenas
+from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import (
     Claim,
     Gang,

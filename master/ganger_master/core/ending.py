@@ -7,7 +7,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import checkpoints, copies, finished, launches, memberships, orders, restarts
+from ganger_master.core import checkpoints, finished, memberships, restarts
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import moves as copies
+from ganger_master.core import retry as launches
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.model import (
     Checkpoint,

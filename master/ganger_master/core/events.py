@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from ganger.resources.reasons import Refusal
+from ganger.cluster.refusals import Refusal
 from msgspec import Struct
 
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
+from ganger_master.core.job_updates import Update
 from ganger_master.core.model import Claim, JobSpec, LocalityLevel, SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
-from ganger_master.core.update import Update
 
 
 class JobSubmitted(Struct, frozen=True, gc=False):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import GangShape
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import GangShape
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.approval import explain as approval
+from ganger_master.core import approval_explain as approval
 from ganger_master.core import capacity, draining, restarts, silence, time_limits
+from ganger_master.core.array_members import Membership
 from ganger_master.core.lifecycle import trouble_of
-from ganger_master.core.membership import Membership
 from ganger_master.core.model import GangIntent, GangPhase, JobRecord, JobState, Node, NodeState, ObservedPhase
+from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.residues import holders_on
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
 from ganger_master.core.texts import END_UNKNOWN, FOUND_AT_REST
-from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ganger_master.core import orders
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.model import Gang
 from ganger_master.core.state import State
 

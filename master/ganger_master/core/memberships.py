@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ganger_master.core.membership import LOSS, MEMBERS_LIMIT, STEP, Membership, StopRule
+from ganger_master.core.array_members import LOSS, MEMBERS_LIMIT, STEP, Membership, StopRule
 from ganger_master.core.model import JobMetric, JobRecord
 from ganger_master.core.state import State
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import Final, TypeAlias
 
+from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role
 from ganger.job_state import JobState
-from ganger.resources.values import Claim, ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from ganger_master.core.membership import Membership
+from ganger_master.core.array_members import Membership
+from ganger_master.core.job_updates import Submitted, Updated
 from ganger_master.core.purpose import NO_PURPOSE, Purpose
-from ganger_master.core.update import Submitted, Updated
 
 __all__ = [
     "Agent",

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import copies, ending, going_on, orders, withdrawal
+from ganger_master.core import ending, going_on, withdrawal
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import moves as copies
 from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
 from ganger_master.core.model import (
     Claim,

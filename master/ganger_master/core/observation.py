@@ -12,7 +12,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, checkpoints, orders, quarantine
+from ganger_master.core import arrays, checkpoints, quarantine
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,

@@ -11,22 +11,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ganger.resources.reasons import Reason, Refusal
+from ganger.cluster.refusals import Reason, Refusal
 
-from ganger_master.approval.verdicts import CandidateApproval
-from ganger_master.core import answers, commands, events, orders
+from ganger_master.core import answers, commands, events
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Refused
-from ganger_master.core.arenas import per_device
+from ganger_master.core.approval import CandidateApproval
 from ganger_master.core.capacity import asked_memory, judge, judge_change, level_of
-from ganger_master.core.checks import check_move, check_suspend, unfinished
+from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
+from ganger_master.core.elastic import check_resize, judge_resize, shares_nothing
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.resizing import check_resize, judge_resize, shares_nothing
+from ganger_master.core.preconditions import check_move, check_suspend, unfinished
 from ganger_master.core.shares import limit_of
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
-from ganger_master.core.taking_turns import judge_rows
+from ganger_master.core.timeslice_admission import judge_rows
 from ganger_master.core.worlds import rests_for_any_size, taken_by
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

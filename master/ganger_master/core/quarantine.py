@@ -11,11 +11,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import commands, events, orders
+from ganger_master.core import commands, events
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
 from ganger_master.core.capacity import level_of
 from ganger_master.core.commands import ObservedGang
-from ganger_master.core.desired import threads_of
+from ganger_master.core.desired_state import threads_of
 from ganger_master.core.model import (
     Claim,
     Gang,

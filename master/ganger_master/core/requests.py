@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ganger.resources.reasons import Reason, Refusal, RefusalKind
+from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 
-from ganger_master.approval.verdicts import CandidateApproval
-from ganger_master.core import answers, commands, events, queue
+from ganger_master.core import answers, commands, events
+from ganger_master.core import placement_leases as queue
 from ganger_master.core.answers import Answer, JobAnswer, Refused
+from ganger_master.core.approval import CandidateApproval
 from ganger_master.core.capacity import forbidden_nodes, judge, rules
-from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
 from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.preconditions import find_job, unfinished
+from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.state import State
-from ganger_master.core.waiting import WAITS_FOR_PIECES
 from ganger_master.policies import Places
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ganger.resources.values import ConfigurationSet
-from ganger.resources.view import LoadMode
+from ganger.cluster.resources import ConfigurationSet
+from ganger.cluster.view import LoadMode
 from msgspec.structs import replace
 
 from ganger_master.core.changes import ELEMENT_TYPES, Dirty
-from ganger_master.core.desired import project
+from ganger_master.core.desired_state import project
 from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

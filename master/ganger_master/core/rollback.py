@@ -15,10 +15,11 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import checkpoints, commands, ending, events, observation, orders, quarantine
+from ganger_master.core import checkpoints, commands, ending, events, observation, quarantine
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Done, Refused
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, RecordedEnd
-from ganger_master.core.desired import undescribed
+from ganger_master.core.desired_state import undescribed
 from ganger_master.core.model import (
     Failure,
     Gang,

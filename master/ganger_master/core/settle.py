@@ -7,9 +7,13 @@ one request (`decide`).
 
 from __future__ import annotations
 
-from ganger.resources.view import LoadMode
+from ganger.cluster.view import LoadMode
 
-from ganger_master.core import arenas, arrays, attempts, desired, draining, node_sets, queue, rollback, time_limits
+from ganger_master.core import arrays, attempts, draining, rollback, time_limits
+from ganger_master.core import colocation as arenas
+from ganger_master.core import desired_state as desired
+from ganger_master.core import placement_leases as queue
+from ganger_master.core import timeslice_groups as node_sets
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 

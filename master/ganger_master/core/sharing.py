@@ -11,11 +11,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.topology import bits
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import orders
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.model import Claim, Gang, JobRecord, Piece
 from ganger_master.core.state import State
 from ganger_master.core.worlds import has_two_worlds

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganger.resources.reasons import Reason, Refusal
-from ganger.resources.values import Claim, GangShape
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, GangShape
 
 from ganger_master.core.model import JobRecord
 

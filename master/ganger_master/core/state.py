@@ -10,23 +10,23 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ganger.placement.load import choose_mode
-from ganger.resources.reasons import Refusal
-from ganger.resources.values import ConfigurationSet, NodeRow
-from ganger.resources.view import View
+from ganger.cluster.load import choose_mode
+from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import ConfigurationSet, NodeRow
+from ganger.cluster.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.changes import Dirty, StoredChanges
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
-from ganger_master.core.desired import Party, Projected
+from ganger_master.core.desired_state import Party, Projected
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.holdings import Holdings
 from ganger_master.core.model import Claim, Counters, Element, Gang, JobRecord, JobState, Node, NodeSet, Request
-from ganger_master.core.rows import row_of
+from ganger_master.core.node_index import row_of
+from ganger_master.core.queue import Blocked, GrantedLease, QueueSubset, ReservedPlaces, Waiting, is_lack, is_lasting
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.shares import Shares
 from ganger_master.core.texts import cut
-from ganger_master.core.waiting import Blocked, GrantedLease, QueueSubset, ReservedPlaces, Waiting, is_lack, is_lasting
+from ganger_master.core.user_usage import Holdings
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.policies import Places, policy_named
 

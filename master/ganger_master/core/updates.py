@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from ganger.resources.values import Locality, LocalityLevel
+from ganger.cluster.resources import Locality, LocalityLevel
 from ganger.units import format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events, time_limits
 from ganger_master.core.answers import Refused
 from ganger_master.core.arrays import no_array
-from ganger_master.core.checks import find_job, unfinished
 from ganger_master.core.events import Event
+from ganger_master.core.job_updates import Submitted, Update, Updated
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import JobRecord, JobSpec
+from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes
-from ganger_master.core.update import Submitted, Update, Updated
 
 # Of a job so many request ids are known: who repeats one does so within seconds.
 _KEPT: Final = 8

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from ganger.placement.resized import beside
-from ganger.resources.fit import MEMORY_SHARE
+from ganger.cluster.fit import MEMORY_SHARE
+from ganger.cluster.resized import beside
 from msgspec.structs import replace
 
-from ganger_master.core import orders
+from ganger_master.core import gang_orders as orders
 from ganger_master.core.model import (
     Claim,
     Gang,

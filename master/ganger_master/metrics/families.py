@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ganger.resources.reasons import Reason
-from ganger.resources.values import NodeRow
+from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import NodeRow
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobState, Node, NodeState, OutcomeKind
+from ganger_master.metrics.counters import Distribution
 from ganger_master.metrics.snapshot import Snapshot
-from ganger_master.runtime.meter import Distribution
 
 # The others have ended, and are counted as events.
 _LIVE = (JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED)

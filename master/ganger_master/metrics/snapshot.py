@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 
-from ganger.resources.values import ConfigurationSet, NodeRow
+from ganger.cluster.resources import ConfigurationSet, NodeRow
 
 from ganger_master.core.model import Gang, JobRecord, Node
-from ganger_master.runtime.meter import MasterCounters
+from ganger_master.metrics.counters import MasterCounters
 from ganger_master.runtime.writer import Writer
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.models.convergence import LossPoint
-from ganger_master.planner.fits import Fits
+from ganger_master.estimators.convergence import LossPoint
+from ganger_master.planner.job_estimates import Fits
 from ganger_master.policies.optimus_belief import NOTHING, Believed, OptimusEstimate, steps_left
 
 # Of a job; beyond, neighbours are averaged, so that there are half as many.

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from ganger.resources.view import View
+from ganger.cluster.view import View
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import (
     JobRates,
     Leaving,
@@ -30,7 +31,6 @@ from ganger_master.planner.packs import (
     whole_again,
 )
 from ganger_master.planner.slices import Claims
-from ganger_master.planner.table import LiveTable
 
 # Longer than any boundary and any copy: who is not there by then stays in turns.
 _LONGEST_S: Final = 120.0

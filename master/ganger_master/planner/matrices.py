@@ -17,30 +17,30 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.placement.claims import split_cores
-from ganger.resources.fit import MEMORY_SHARE, demand, share_of_memory
-from ganger.resources.topology import bits
-from ganger.resources.values import Claim
-from ganger.resources.view import View
+from ganger.cluster.claims import split_cores
+from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
+from ganger.cluster.resources import Claim
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.topology import bits
+from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.arenas import has_arenas
+from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, Change
+from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
-from ganger_master.core.orders import same_place
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
-from ganger_master.planner.errands import is_free
-from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
-from ganger_master.planner.fairness import Fairness, Pairs, can_go, going
 from ganger_master.planner.host_memory import Shortage, make_room
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_plans import is_free
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
-from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.place import PlacementPreference, Want
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
+from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
+from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.slicing import Seat
 
 # Of those who wait, as many are looked at in one pass; of those who join, as many at once.
 _WAITING_MOST: Final = 2_000
@@ -181,7 +181,7 @@ def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence
 
 
 def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
-    """Whether it would be let in (`core.taking_turns`), as far as can be told from here."""
+    """Whether it would be let in (`core.timeslice_admission`), as far as can be told from here."""
     if not takes_turns(job):
         return False
     offered = job.capabilities

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.planner import attained, foreseen, measured, speeds, together
-from ganger_master.planner.attained import Attained
+from ganger_master.planner import colocation_rates as together
+from ganger_master.planner import core_profiles as measured
+from ganger_master.planner import foreseen, speeds
+from ganger_master.planner import rate_registry as attained
+from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.foreseen import Foreseen, LossReport
-from ganger_master.planner.measured import CoreProfiles
+from ganger_master.planner.rate_registry import Attained
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.together import Together
 from ganger_master.planner.trials import TrialPace
 
 

@@ -19,11 +19,11 @@ from typing import Final, get_origin
 import msgspec
 import numpy as np
 
-from ganger_master.planner.acting import Moving
-from ganger_master.planner.elastic import GrowthTrials
-from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
+from ganger_master.planner.colocation_stage import OrderColocation
+from ganger_master.planner.growth_stage import GrowthTrials
+from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.measurements import RememberedRates
-from ganger_master.planner.packing import OrderColocation
+from ganger_master.planner.migration_context import Moving
 from ganger_master.planner.shared import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"

@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
-from ganger.resources.view import LoadMode
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+from ganger.cluster.view import LoadMode
 
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.purpose import TrialFinding
-from ganger_master.planner.acting import Acting, MigrationTerms, Moving
-from ganger_master.planner.brought import Brought
-from ganger_master.planner.emptying import bring_back, drain, parked
-from ganger_master.planner.errands import Errand, carry_on, is_free, keep
-from ganger_master.planner.holes import Holes
-from ganger_master.planner.refused import KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
-from ganger_master.planner.tidying import CLOSER_S, HOUR_S, Tidying
-from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.make_room import Holes
+from ganger_master.planner.migrate_stage import bring_back, drain, parked
+from ganger_master.planner.migration_context import Acting, MigrationTerms, Moving
+from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_plans import Errand, carry_on, is_free, keep
+from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, Tidying
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import KeptOut
 
 Inner = Callable[[KeptOut, bool], PlanDraft]
 

@@ -15,23 +15,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from ganger.placement.claims import resplit_cores
-from ganger.resources.fit import demand
-from ganger.resources.values import Claim
-from ganger.resources.view import View
+from ganger.cluster.claims import resplit_cores
+from ganger.cluster.fit import demand
+from ganger.cluster.resources import Claim
+from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.arenas import has_arenas
+from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moving import can_hand_over
 from ganger_master.core.purpose import Goal, Purpose, TrialFinding
-from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.mates import fits_beside
+from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.planner.context import fits_beside
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.slices import as_held, shares_all, takes_turns
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.introspect.failed import FailedTrials
-from ganger_master.policies.introspect.packing import (
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
     Berth,
     ColocationProposal,
@@ -42,8 +42,8 @@ from ganger_master.policies.introspect.packing import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
+from ganger_master.policies.slicing import Seat
+from ganger_master.policies.trial_test import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
 
 # Of all devices, one in so many is in a trial at once at most.
 _DEVICES_PER_TRIAL: Final = 8

@@ -7,24 +7,25 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ganger_master.planner.choice import within_quotas
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft, plan
+from ganger.cluster.room import CapacityIndex
+
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.order_stage import within_quotas
+from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.terms import PassTerms
 from ganger_master.policies import Policy
-from ganger_master.policies.facts import Capacity, Floats, Integers
+from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_belief import Believed, nothing_believed
-from ganger_master.policies.order import JobOrder
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
     # What makes a pass of its own is loaded for those policies alone: it takes longer than many passes.
-    from ganger.resources.values import GangShape
+    from ganger.cluster.resources import GangShape
 
     from ganger_master.core.model import JobRecord
-    from ganger_master.planner.in_place import Resizing
-    from ganger_master.policies.tune.known import Known
+    from ganger_master.planner.in_place_resize import Resizing
+    from ganger_master.policies.tunings.known import Known
 
 
 def plan_by(
@@ -51,21 +52,21 @@ def plan_by(
         kept_out = within_quotas(order, table, now, capacity, remaining_s, kept_out)
     if policy.resizes:
         # Its models need SciPy, for which no other policy's planner is to wait.
-        from ganger_master.planner.in_place import NOTHING_UNDER_WAY
-        from ganger_master.planner.optimus import plan_optimus
+        from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
+        from ganger_master.planner.optimus_stage import plan_optimus
 
         under_way = resizing or NOTHING_UNDER_WAY
         return plan_optimus(
             order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out, under_way
         )
     if policy.tetris is not None:
-        from ganger_master.planner.tetris import plan_tetris
+        from ganger_master.planner.tetris_stage import plan_tetris
 
         oracle = remaining_s if policy.order.knows_durations else None
         return plan_tetris(policy.tetris, order, table, now, capacity, room, oracle, kept_out)
     if policy.tuning is not None:
         from ganger_master.planner.tuned import plan_tuned
-        from ganger_master.policies.tune.known import NOTHING
+        from ganger_master.policies.tunings.known import NOTHING
 
         return plan_tuned(
             policy.tuning,
@@ -95,6 +96,6 @@ def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
 
 @cache
 def _shape_for_two() -> Callable[[JobRecord], GangShape]:
-    from ganger_master.planner.packing import shape_for_two
+    from ganger_master.planner.colocation_stage import shape_for_two
 
     return shape_for_two

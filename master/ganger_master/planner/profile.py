@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from ganger_master.models.cpu import CpuModel, CpuPoint, fit_cpu
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
 
 # A rate this far from what was measured or expected before says that the job is another one now, or never was like
 # those before it.

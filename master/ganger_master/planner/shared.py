@@ -8,21 +8,22 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+
 from ganger_master.core.commands import Change
 from ganger_master.core.purpose import Goal, TrialFinding
-from ganger_master.planner.errands import LONGEST_S, Errand, hold
-from ganger_master.planner.fairness import NOTHING as NOTHING_OWED
-from ganger_master.planner.fairness import Fairness, credited, moved, stayed
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
+from ganger_master.planner.migration_plans import LONGEST_S, Errand, hold
 from ganger_master.planner.packs import JobRates, Packs, plan_packs, with_refusals
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.slices import Turns, plan_slices
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
-from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import PlacementPreference
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
+from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
+from ganger_master.policies.placements import PlacementPreference
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,20 +19,22 @@ from operator import le
 from typing import Final
 
 import numpy as np
-from ganger.placement.claims import split_cores
-from ganger.resources.fit import demand, share_of_memory
-from ganger.resources.values import Claim, GangShape
-from ganger.resources.view import View
+from ganger.cluster.claims import split_cores
+from ganger.cluster.fit import demand, share_of_memory
+from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.arenas import has_arenas
+from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.planner.mates import fits_beside
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.planner.target import PlanDraft
-from ganger_master.policies.introspect.slicing import (
+from ganger_master.planner.context import fits_beside
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.slicing import (
     QUANTUM_S,
     Seat,
     SharedNode,
@@ -41,8 +43,6 @@ from ganger_master.policies.introspect.slicing import (
     next_row,
     node_sets,
 )
-from ganger_master.policies.place import PlacementPreference, Want
-from ganger_master.policies.room import CapacityIndex
 
 Claims = tuple[Claim, ...]
 
@@ -217,7 +217,7 @@ def seat_of(claims: Claims) -> Seat:
 
 
 def takes_turns(job: JobRecord) -> bool:
-    """Whether it is let into a matrix at all (`core.taking_turns`), whatever it does just now."""
+    """Whether it is let into a matrix at all (`core.timeslice_admission`), whatever it does just now."""
     spec = job.spec
     return (
         spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.planner.trials import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS
+from ganger_master.policies.trial_test import FIRST_WINDOWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ganger.resources.values import Claim, GangShape
+from ganger.cluster.resources import Claim, GangShape
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.planner.mates import ALONE, Mates, Unit
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.context import ALONE, Mates, Unit
+from ganger_master.planner.job_table import LiveTable
 
 Claims = tuple[Claim, ...]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from ganger.resources.view import View
+from ganger.cluster.view import View
 
-from ganger_master.planner.in_place import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.facts import Capacity
+from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies.job_facts import Capacity
 
 
 def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER_WAY) -> Capacity:

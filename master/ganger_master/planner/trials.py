@@ -1,8 +1,9 @@
 """Which number of cores to try next with a job, and what a trial has shown.
 
-Probes are chosen by optimal experiment design (`models.cpu_design`) among what the job has and what is free beside it:
+Probes are chosen by optimal experiment design (`estimators.cpu_design`) among what the job has and what is free beside
+it:
 nobody else gives anything for a trial. Each is measured in windows against those just before it, and judged as every
-other change (`policies.introspect.trial`). A gain that is not to be seen counts as none, and a loss likewise: the point
+other change (`policies.trial_test`). A gain that is not to be seen counts as none, and a loss likewise: the point
 is put where the rate was before, the curve is flat there, and the tuning takes the cores back that it gains nothing
 by. So a change is kept or undone by the tuning, from what was measured.
 """
@@ -15,10 +16,10 @@ from math import log
 from statistics import median
 from typing import Final
 
-from ganger_master.models.cpu import CpuPoint, sweet_point_bracket
-from ganger_master.models.cpu_design import next_probe
+from ganger_master.estimators.cpu import CpuPoint, sweet_point_bracket
+from ganger_master.estimators.cpu_design import next_probe
 from ganger_master.planner.profile import CoreProfile
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
+from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
 
 # Below that nobody can tell a gain from chance in a minute.
 LEAST_GAIN: Final = 0.02

@@ -19,23 +19,23 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-from ganger.resources.fit import demand, memory_named
-from ganger.resources.values import Claim, ConfigurationSet, GangShape
-from ganger.resources.view import View
+from ganger.cluster.fit import demand, memory_named
+from ganger.cluster.resources import Claim, ConfigurationSet, GangShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.planner.amounts import Amounts, Wish, fitted
-from ganger_master.planner.refused import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.table import LiveTable, shares_devices
-from ganger_master.planner.target import PlanDraft, plan
+from ganger_master.planner.job_table import LiveTable, shares_devices
+from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.terms import PassTerms, held_of
-from ganger_master.policies.facts import Capacity, Floats, Integers
-from ganger_master.policies.order import JobOrder
-from ganger_master.policies.place import PlacementPreference
-from ganger_master.policies.room import CapacityIndex
-from ganger_master.policies.tune import Tuning, TuningNodes, pieces
-from ganger_master.policies.tune.known import NOTHING, Known, known_gangs
+from ganger_master.planner.tune_stage import Amounts, Wish, fitted
+from ganger_master.policies.job_facts import Capacity, Floats, Integers
+from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.tunings import Tuning, TuningNodes, pieces
+from ganger_master.policies.tunings.known import NOTHING, Known, known_gangs
 
 NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 

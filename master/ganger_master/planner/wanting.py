@@ -6,24 +6,24 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ganger.resources.values import GangShape
+from ganger.cluster.place_placement import Claims
+from ganger.cluster.resources import GangShape
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.sizes import devices_of
-from ganger_master.planner.in_place import (
+from ganger_master.planner.in_place_resize import (
     Resizing,
     can_change,
     sizes_of,
 )
-from ganger_master.planner.refused import KeptOut
-from ganger_master.planner.table import LiveTable
-from ganger_master.policies.facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.optimus import allocated, allreduce_speeds, growing
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.refusal_backoff import KeptOut
+from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.optimus_belief import NOTHING, Believed, OptimusEstimate
-from ganger_master.policies.order import JobOrder
-from ganger_master.policies.place.placement import Claims
+from ganger_master.policies.optimus_sizes import allocated, allreduce_speeds, growing
+from ganger_master.policies.orders import JobOrder
 
 
 @dataclass(frozen=True, eq=False)

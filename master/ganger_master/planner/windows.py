@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from ganger_master.policies.introspect.trial import FIRST_WINDOWS, MOST_WINDOWS
+from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
 
 # Times of one clock are told with so much of an error.
 _CLOCK_S: Final = 0.01

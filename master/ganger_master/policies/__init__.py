@@ -12,16 +12,16 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ganger_master.core.model import JobRecord
-from ganger_master.policies.order import JobOrder
-from ganger_master.policies.order.aging import with_aging
-from ganger_master.policies.order.fifo import FIFO_BACKFILL
-from ganger_master.policies.order.registry import ORDERS, order_named
-from ganger_master.policies.place import PLACEMENTS, PlacementPreference, placement_named
-from ganger_master.policies.place.alignment import Alignment
-from ganger_master.policies.place.tetris_pass import Knobs
+from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.orders.aging import with_aging
+from ganger_master.policies.orders.fifo import FIFO_BACKFILL
+from ganger_master.policies.orders.registry import ORDERS, order_named
+from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
+from ganger_master.policies.placements.alignment import Alignment
+from ganger_master.policies.placements.tetris_pass import Knobs
 
 if TYPE_CHECKING:
-    from ganger_master.policies.tune import Tuning
+    from ganger_master.policies.tunings import Tuning
 
 
 class Places(Enum):
@@ -49,9 +49,10 @@ class Policy:
     shares: bool = False
     # Running jobs are moved, for others and for themselves: a pass around the others (`planner.moves`).
     moves: bool = False
-    # While some wait, jobs that run are tried on one device together: a pass beside the others (`planner.packing`).
+    # While some wait, jobs that run are tried on one device together: a pass beside the others
+    # (`planner.colocation_stage`).
     packs: bool = False
-    # Elastic jobs grow onto idle GPUs and give them back: a pass before the others (`planner.elastic`).
+    # Elastic jobs grow onto idle GPUs and give them back: a pass before the others (`planner.growth_stage`).
     grows: bool = False
 
     @property
@@ -191,6 +192,6 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 def _tunings() -> Mapping[str, Tuning]:
     # Most policies have none, and to load what they need takes longer than to replay a hundred jobs.
-    from ganger_master.policies.tune.catalogue import TUNINGS
+    from ganger_master.policies.tunings.catalogue import TUNINGS
 
     return TUNINGS

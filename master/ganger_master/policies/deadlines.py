@@ -14,8 +14,9 @@ from enum import Enum
 
 import numpy as np
 
-from ganger_master.policies.facts import Capacity, Facts, Floats, Integers
-from ganger_master.policies.order import SLACK_S, edf
+from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.orders import SLACK_S
+from ganger_master.policies.orders import earliest_deadline as edf
 
 
 class DeadlineVerdict(Enum):

@@ -12,8 +12,8 @@ from ganger_master.core.model import Gang, JobRecord
 
 # Fits need SciPy, for which nobody waits who believes nothing.
 if TYPE_CHECKING:
-    from ganger_master.models.allreduce import AllReduceModel
-    from ganger_master.models.convergence import StepsLeftEstimate
+    from ganger_master.estimators.convergence import StepsLeftEstimate
+    from ganger_master.estimators.speed import AllReduceModel
 
 # Epochs that a job is taken to need still as long as its losses say nothing (Optimus's public code).
 UNKNOWN_EPOCHS = 20.0

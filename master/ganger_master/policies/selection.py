@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ganger_master.policies.facts import Facts, Flags, Integers
-from ganger_master.policies.order import JobOrder
+from ganger_master.policies.job_facts import Facts, Flags, Integers
+from ganger_master.policies.orders import JobOrder
 
 
 def selected(

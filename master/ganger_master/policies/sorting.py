@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.facts import Flags, Floats, Integers
+from ganger_master.policies.job_facts import Flags, Floats, Integers
 
 # With fewer rows `lexsort` is faster: it makes use of columns that are nearly in order, as those by arrival are.
 _MANY = 2_000

@@ -7,7 +7,9 @@ from typing import Final
 
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands

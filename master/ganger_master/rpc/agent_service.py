@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
-from ganger.wire import errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_names as names
 from ganger.wire.channels import MAX_MESSAGE_BYTES
 from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
@@ -17,17 +18,17 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
+from ganger_master.core.array_members import StopRule
 from ganger_master.core.arrays import has_climbed, rule_of
-from ganger_master.core.membership import StopRule
 from ganger_master.core.memberships import report_of
 from ganger_master.core.model import JobRecord
 from ganger_master.core.wanted import DesiredSet
 from ganger_master.rpc import agent_messages
-from ganger_master.rpc.answers import expect
+from ganger_master.rpc.answer_messages import expect
 from ganger_master.rpc.membership_messages import metrics_from_wire
 from ganger_master.rpc.observed_parts import ObservedParts
 from ganger_master.rpc.session_refusals import SessionRefusals
-from ganger_master.runtime.progress import ProgressBoard, Sample
+from ganger_master.runtime.progress_board import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
 _LONGEST_CONCERN: Final = 500

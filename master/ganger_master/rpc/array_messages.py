@@ -12,13 +12,13 @@ from ganger.wire import errors, times
 from ganger.wire.roles import CallerIdentity
 
 from ganger_master.core import commands
-from ganger_master.core.membership import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule
+from ganger_master.core.array_members import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule
+from ganger_master.core.early_stopping import best
 from ganger_master.core.memberships import report_of
 from ganger_master.core.model import JobRecord
-from ganger_master.policies.stopping import best
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
-from ganger_master.runtime.progress import Sample
+from ganger_master.runtime.progress_board import Sample
 
 
 def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: CallerIdentity) -> commands.SubmitArray:

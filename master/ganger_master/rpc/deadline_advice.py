@@ -1,6 +1,7 @@
 """What to tell a user of the deadline of a job: can it be met beside those of the others, as far as anybody knows?
 
-How long a job runs is the median of what the jobs submitted next to it let expect (`models.service`), and no longer
+How long a job runs is the median of what the jobs submitted next to it let expect (`estimators.run_time`),
+and no longer
 than its time limit; of whom neither is known, nothing is promised.
 """
 
@@ -10,14 +11,14 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from ganger.resources.view import View
+from ganger.cluster.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord, JobState
-from ganger_master.planner.table import LiveTable
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies.deadlines import DeadlineVerdict, Newcomer, advice
-from ganger_master.policies.facts import Floats, Integers
+from ganger_master.policies.job_facts import Floats, Integers
 
 _NAMED = 5
 

@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ganger.resources.reasons import Refusal
-from ganger.resources.values import Locality
+from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import Locality
 from ganger.v1 import job_pb2, job_service_pb2
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 
-from ganger_master.core.desired import ranks_by_claim
+from ganger_master.core.desired_state import ranks_by_claim
+from ganger_master.core.job_updates import Update
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.model import (
     Agent,
@@ -28,9 +31,8 @@ from ganger_master.core.model import (
 )
 from ganger_master.core.substitution import resolved
 from ganger_master.core.texts import cut
-from ganger_master.core.update import Update
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
-from ganger_master.runtime.progress import Sample
+from ganger_master.runtime.progress_board import Sample
 
 STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
     state: job_pb2.Job.State.Value(f"STATE_{state.name}") for state in JobState

@@ -9,26 +9,28 @@ from typing import Any, Final
 
 import msgspec
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
+from ganger_master.core.change_reason import kept_for, making_room_for
 from ganger_master.core.explain import explain
-from ganger_master.core.making_room import kept_for, making_room_for
 from ganger_master.core.memberships import members_of
 from ganger_master.core.model import JobRecord
 from ganger_master.core.texts import cut
-from ganger_master.policies.order.edf import EDF
+from ganger_master.policies.orders.earliest_deadline import EDF
 from ganger_master.rpc import array_messages, job_messages
-from ganger_master.rpc.answers import Shown, expect
+from ganger_master.rpc.access import array_outline, check_jobs, check_owner, outline
+from ganger_master.rpc.answer_messages import Shown, expect
 from ganger_master.rpc.deadline_advice import deadline_advice
+from ganger_master.rpc.list_pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.log_proxy import LogProxy
-from ganger_master.rpc.ownership import array_outline, check_jobs, check_owner, outline
-from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
-from ganger_master.rpc.user_limits import UserLimits
+from ganger_master.rpc.rate_limits import UserLimits
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import HistoryEntry
 

@@ -22,9 +22,9 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.roles import CallerRole
 from ganger.wire.tls import trouble_with
 
-from ganger_master.core.desired import ranks_by_claim
+from ganger_master.core.desired_state import ranks_by_claim
 from ganger_master.core.model import JobRecord
-from ganger_master.rpc.answers import Shown
+from ganger_master.rpc.answer_messages import Shown
 from ganger_master.runtime.writer import Writer
 
 _BEYOND_EVERYTHING: Final = (1 << 63) - 1

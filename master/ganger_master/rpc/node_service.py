@@ -10,21 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ganger.resources.view import LoadMode
+from ganger.cluster.view import LoadMode
 from ganger.v1 import node_pb2, node_pb2_grpc
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
 from ganger_master.core.model import JobState
+from ganger_master.decision_log import recorder
 from ganger_master.rpc import quarantine_messages
-from ganger_master.rpc.answers import Shown, expect
-from ganger_master.rpc.node_set_messages import node_set_to_wire
-from ganger_master.rpc.pages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, page_token, place_of
+from ganger_master.rpc.answer_messages import Shown, expect
+from ganger_master.rpc.list_pages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, page_token, place_of
+from ganger_master.rpc.node_messages import node_set_to_wire
 from ganger_master.rpc.plan_messages import REASON_MOST
-from ganger_master.runtime import recorder
 from ganger_master.runtime.writer import Writer
 
 _MODES: Final = {

@@ -6,10 +6,12 @@ import math
 from typing import Final
 
 from ganger.v1 import job_service_pb2, scheduling_pb2
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 
 from ganger_master.core import commands
-from ganger_master.core.making_room import OnTheWay
+from ganger_master.core.change_reason import OnTheWay
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose, TrialFinding
 from ganger_master.rpc import job_messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ganger.v1 import node_pb2
-from ganger.wire import names
+from ganger.wire import resource_names as names
 
 from ganger_master.core import quarantine
 from ganger_master.core.model import Stray

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from ganger.resources.values import NodeRow
-from ganger.resources.view import LoadMode
+from ganger.cluster.resources import NodeRow
+from ganger.cluster.view import LoadMode
 from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
-from ganger.wire import convert, errors, names, times
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
 from ganger.wire.roles import CallerIdentity
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
@@ -17,18 +19,18 @@ from msgspec.structs import replace
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.model import JobRecord
+from ganger_master.core.queue import GrantedLease
 from ganger_master.core.restarts import is_backing_off
-from ganger_master.core.waiting import GrantedLease
 from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
-from ganger_master.rpc.answers import Shown, change_verdict_of, expect, verdict_of
+from ganger_master.rpc.access import check_jobs
+from ganger_master.rpc.answer_messages import Shown, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_SECONDS
-from ganger_master.rpc.live_jobs import live_job_to_wire
-from ganger_master.rpc.ownership import check_jobs
-from ganger_master.rpc.pages import PageRoom
+from ganger_master.rpc.list_pages import PageRoom
+from ganger_master.rpc.live_job_messages import live_job_to_wire
 from ganger_master.rpc.plan_messages import plan_from_wire
-from ganger_master.rpc.user_limits import UserLimits
-from ganger_master.runtime.progress import ProgressBoard
+from ganger_master.rpc.rate_limits import UserLimits
+from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16

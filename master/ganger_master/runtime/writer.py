@@ -24,22 +24,22 @@ from msgspec.structs import replace
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, OpenStore, Tick
-from ganger_master.core.desired import desired_of
+from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import Effects
+from ganger_master.core.queue import GrantedLease
 from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.standstill import ClockReading, noticed
 from ganger_master.core.state import State
-from ganger_master.core.waiting import GrantedLease
+from ganger_master.decision_log.recorder import DecisionRecording, Recorded
+from ganger_master.metrics.counters import MasterCounters
 from ganger_master.runtime import failpoints
-from ganger_master.runtime.beside import Beside
-from ganger_master.runtime.committed import Committed, Publication
-from ganger_master.runtime.meter import MasterCounters
-from ganger_master.runtime.ownership import Ownership
-from ganger_master.runtime.pace import CommitPace
-from ganger_master.runtime.recorder import DecisionRecording, Recorded
+from ganger_master.runtime.commit_batch import CommitPace
+from ganger_master.runtime.database_marks import Beside
+from ganger_master.runtime.lease_streams import TurnStreams
+from ganger_master.runtime.publication import Committed, Publication
+from ganger_master.runtime.store_access import Ownership
 from ganger_master.runtime.store_thread import StoreThread
-from ganger_master.runtime.turn_streams import TurnStreams
 from ganger_master.store.codec import Codec
 from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ganger_daemon.core import gang as core
-from ganger_daemon.core.gang import GangPart, Rank, RankExit, RankState, Todo, judge
+from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, RankState, Todo, judge
 from ganger_daemon.core.orders import (
     DesiredOrder,
     OrderIntent,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from ganger_daemon.core.gang import Judgement, may_be_on_devices
+from ganger_daemon.core.gang_judgement import Judgement, may_be_on_devices
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, PartPhase
 from ganger_daemon.core.rotation import SliceSwitch
 from ganger_daemon.core.turns import GangSlice, agreement, next_order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.policies.introspect.balance import Going, ServiceBalance, balanced
+from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced
 
 QUANTUM_S = 10.0
 

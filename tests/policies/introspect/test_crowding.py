@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from ganger.resources.view import View
-from ganger_master.policies.introspect.crowding import Crowded, at_most, relieved
-from ganger_master.policies.introspect.failed import FailedTrials
-from ganger_master.policies.introspect.migration import MigrationReason, Tried, tried
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import View
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.interference_relief import Crowded, at_most, relieved
+from ganger_master.policies.migration_choice import MigrationReason, Tried, tried
 from kit.clusters import cluster
 from policies.introspect.test_migration import put, rows
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ganger.placement.claims import make_claim
-from ganger.resources.fit import fit
-from ganger.resources.values import Claim, GangShape, LocalityLevel
-from ganger.resources.view import LoadMode, View
-from ganger_master.policies.introspect.elastic import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
-from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.claims import make_claim
+from ganger.cluster.fit import fit
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import LoadMode, View
+from ganger_master.policies.elastic_growth import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
+from ganger_master.policies.trial_test import TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server

@@ -9,14 +9,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from ganger.placement.claims import make_claim
-from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.resources.view import LoadMode, View
-from ganger_master.policies.introspect.hole import Displacement, Hole, Movable, Movables, hole_for, in_order
-from ganger_master.policies.place import Want
-from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.claims import make_claim
+from ganger.cluster.fit import fit, gang_level
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.view import LoadMode, View
+from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, in_order
+from ganger_master.policies.placements import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger.placement.claims import make_claim
-from ganger.resources.fit import fit, gang_level
-from ganger.resources.values import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.resources.view import LoadMode, View
-from ganger_master.models.locality import LocalityModel
-from ganger_master.policies.introspect.failed import FailedTrials
-from ganger_master.policies.introspect.hole import Displacement, Movable, Movables, hole_for, in_order
-from ganger_master.policies.introspect.migration import (
+from ganger.cluster.claims import make_claim
+from ganger.cluster.fit import fit, gang_level
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+from ganger.cluster.view import LoadMode, View
+from ganger_master.estimators.locality import LocalityModel
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, in_order
+from ganger_master.policies.migration_choice import (
     GangDistance,
     MigrationProposal,
     MigrationReason,
@@ -30,9 +32,7 @@ from ganger_master.policies.introspect.migration import (
     verdict,
     worth_going_back,
 )
-from ganger_master.policies.introspect.trial import TrialRates, TrialVerdict
-from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.room import CapacityIndex
+from ganger_master.policies.trial_test import TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server

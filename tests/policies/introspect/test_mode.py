@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger.placement.load import choose_mode
-from ganger.resources.view import LoadMode
+from ganger.cluster.load import choose_mode
+from ganger.cluster.view import LoadMode
 from ganger_master.core import state
-from ganger_master.sim.replay.options import ReplayOptions
-from ganger_master.sim.replay.run import _Replay, simulate
-from ganger_master.sim.traces.servers import servers_from_flags
-from ganger_master.sim.traces.workload import Workload, workload
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.traces.servers import servers_from_flags
+from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,9 +10,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from ganger_master.models.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
-from ganger_master.policies.introspect.failed import FailedTrials
-from ganger_master.policies.introspect.packing import (
+from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
     Berth,
     ColocationProposal,
@@ -24,8 +24,8 @@ from ganger_master.policies.introspect.packing import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.introspect.slicing import Seat
-from ganger_master.policies.introspect.trial import MOST_WINDOWS, TrialRates, TrialVerdict
+from ganger_master.policies.slicing import Seat
+from ganger_master.policies.trial_test import MOST_WINDOWS, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.published import GANDIVA, TRACES, needs

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from ganger.resources.topology import Topology
-from ganger_master.policies.introspect.slicing import (
+from ganger.cluster.topology import Topology
+from ganger_master.policies.slicing import (
     SharedNode,
     SliceShare,
     TimeSlice,

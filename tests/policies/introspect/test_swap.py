@@ -6,14 +6,14 @@ import heapq
 import math
 from itertools import combinations
 
-from ganger.resources.values import GangShape, LocalityLevel
-from ganger.resources.view import View
-from ganger_master.policies.introspect.hole import Hole, Movable, Movables, hole_for
-from ganger_master.policies.introspect.swap import swap_for
-from ganger_master.policies.introspect.whatif import WhatIf
-from ganger_master.policies.place import Want
-from ganger_master.policies.place.best_fit import BEST_FIT
-from ganger_master.policies.room import CapacityIndex
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+from ganger.cluster.view import View
+from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
+from ganger_master.policies.park_and_move import swap_for
+from ganger_master.policies.placements import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server

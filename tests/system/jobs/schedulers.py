@@ -8,13 +8,13 @@ import threading
 import time
 
 import grpc
-from ganger.placement.candidates import candidates
-from ganger.resources.values import Claim
-from ganger.resources.view import View
+from ganger.cluster.placement import candidates
+from ganger.cluster.resources import Claim
+from ganger.cluster.view import View
 from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.v1 import scheduling_pb2
 from ganger.v1.scheduling_pb2_grpc import SchedulingServiceStub
-from ganger.wire import convert
+from ganger.wire import resource_messages as convert
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import find_endpoint
 

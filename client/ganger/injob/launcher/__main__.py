@@ -18,7 +18,7 @@ def main() -> None:
     path = os.path.abspath(arguments.socket)
 
     from ganger.injob.launcher import child, starter
-    from ganger.injob.launcher.launch import parse_launch
+    from ganger.injob.launcher.launch_request import parse_launch
 
     # While this process is small, and before it has anything that no other may keep.
     helper = starter.make_starter(
@@ -39,7 +39,7 @@ def main() -> None:
     # From here on callers can connect; they are answered when the imports are done.
     listener.listen(64)
 
-    from ganger.injob.launcher import zygote
+    from ganger.injob.launcher import preload as zygote
     from ganger.injob.launcher.server import ChildTask, LauncherServer
 
     preloaded = [] if arguments.no_preload else zygote.preload()

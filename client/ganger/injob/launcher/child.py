@@ -13,8 +13,8 @@ from functools import partial
 from typing import BinaryIO, Callable, NoReturn, cast
 
 from ganger.injob.arena import VARIABLE, arena_variable
-from ganger.injob.launcher.blas import set_blas_threads
-from ganger.injob.launcher.launch import Launch, LaunchError, PythonCommand, python_command
+from ganger.injob.launcher.child_process import set_blas_threads
+from ganger.injob.launcher.launch_request import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.script import run_as_main
 from ganger.injob.launcher.sources import sets_library_variables
 from ganger.injob.page import Page, PageError, Word
@@ -92,7 +92,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
         _execute(launch, environment)
     _adopt_environment(environment, command)
     _use_threads(launch, environment)
-    from ganger.injob.arm import arm
+    from ganger.injob.bootstrap import arm
 
     arm()
     settled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Callable
 
-from ganger.injob.launcher.keeper import LeaseKeeper
+from ganger.injob.launcher.lease_keeper import LeaseKeeper
 from ganger.injob.processes import start_ticks
 
 

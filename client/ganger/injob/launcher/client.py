@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ganger.injob.launcher.exits import ExitRecord
-from ganger.injob.launcher.launch import LAUNCHER_BLAS_THREADS
-from ganger.injob.peer import peer_of
+from ganger.injob.launcher.exit_record import ExitRecord
+from ganger.injob.launcher.launch_request import LAUNCHER_BLAS_THREADS
+from ganger.injob.process_identity import peer_of
 
 
 class LauncherError(Exception):

@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ganger.injob.launcher.exits import sync_directory, write_durably
-from ganger.injob.launcher.launch import LaunchError
+from ganger.injob.launcher.exit_record import sync_directory, write_durably
+from ganger.injob.launcher.launch_request import LaunchError
 
 MANIFEST = "MANIFEST.json"
 

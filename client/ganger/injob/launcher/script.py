@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from ganger.injob import exitcode
-from ganger.injob.launcher.launch import PythonCommand
+from ganger.injob import exit_code as exitcode
+from ganger.injob.launcher.launch_request import PythonCommand
 
 _interrupted = False
 

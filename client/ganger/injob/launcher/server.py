@@ -20,13 +20,13 @@ from typing import Any, Callable, NoReturn
 from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child
 from ganger.injob.launcher.children import LauncherChild
-from ganger.injob.launcher.exits import ExitRecord, from_page, from_wait, record
-from ganger.injob.launcher.keeper import LeaseKeeper
-from ganger.injob.launcher.launch import Launch, LaunchError, parse_launch, python_command, shortened
+from ganger.injob.launcher.exit_record import ExitRecord, from_page, from_wait, record
+from ganger.injob.launcher.launch_request import Launch, LaunchError, parse_launch, python_command, shortened
+from ganger.injob.launcher.lease_keeper import LeaseKeeper
 from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.launcher.store import open_listener, serve_store
-from ganger.injob.peer import peer_of
+from ganger.injob.process_identity import peer_of
 from ganger.injob.processes import start_ticks
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ganger.injob.launcher.launch import PythonCommand
+from ganger.injob.launcher.launch_request import PythonCommand
 
 _VARIABLE = re.compile(rb"\b(?:OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|TORCH|PYTORCH|TORCHINDUCTOR|TORCHDYNAMO)_[A-Z]")
 _SETS = re.compile(rb"\b(?:environ|putenv)\b")

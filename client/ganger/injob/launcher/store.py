@@ -10,7 +10,7 @@ import sys
 import time
 from typing import NoReturn
 
-from ganger.injob.launcher.exits import write_durably
+from ganger.injob.launcher.exit_record import write_durably
 from ganger.injob.processes import start_ticks
 
 _LOOK_EVERY_SECONDS = 2.0

@@ -1,0 +1,185 @@
+"""What one shape of gang means to nodes alike: which could host it whole, how many of its tasks, at which level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger.cluster.fit import Demand as Needs
+from ganger.cluster.fit import demand
+from ganger.cluster.fragmentation import GangMix, demand_of_shapes
+from ganger.cluster.node_classes import Alike, Entries, Family
+from ganger.cluster.placement_search import PLENTY
+from ganger.cluster.resources import GangShape, LocalityLevel, Role, TaskShape
+from ganger.cluster.topology import FAR, Topology
+from ganger.cluster.view import View
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class Answers(dict[K, T]):
+    """Made when they are asked for."""
+
+    def __init__(self, answer: Callable[[K], T]) -> None:
+        self._answer = answer
+
+    def __missing__(self, key: K) -> T:
+        found = self[key] = self._answer(key)
+        return found
+
+
+# Entries for which there is room at first, and so many that are asked about one by one.
+_FIRST_ROOM, _FEW = 64, 8
+
+
+class TaskKind(NamedTuple):
+    task: TaskShape
+    device_type: str
+    # What each device must have left.
+    device_memory_bytes: int
+
+
+class TaskRoom:
+    """How many tasks of one kind nodes alike could take, were they asked for nothing else."""
+
+    def __init__(self, kind: TaskKind) -> None:
+        self.kind = kind
+        self._single = GangShape((Role("", 1, kind.task),))
+        self._needs: dict[Topology, Needs] = {}
+        self.of: Answers[Alike, int] = Answers(self._room)
+        # By number of the entry of the index.
+        self._known, self._count = np.zeros(1, np.int64), 1
+
+    def by_number(self, entries: Entries) -> NDArray[np.int64]:
+        """Of all entries; 0 for none. Not to be written to."""
+        known, count = self._known, len(entries.alikes) + 1
+        if self._count < count:
+            if len(known) < count:
+                known = self._known = np.concatenate((known, np.zeros(max(count, _FIRST_ROOM), np.int64)))
+            # Most times few are new, and each column has a price of its own.
+            known[self._count : count] = (
+                [self.of[alike] for alike in entries.alikes[self._count - 1 :]]
+                if count - self._count <= _FEW
+                else self._of_all(entries, self._count)
+            )
+            self._count = count
+        return known[:count]
+
+    def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
+        """From that number on."""
+        some = entries.alikes[first - 1 :]
+        topologies = {alike.family.topology for alike in some}
+        if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
+            return np.array([self.of[alike] for alike in some], np.int64)
+        (topology,) = topologies
+        if self.kind.device_type not in ("", topology.configuration_set.device_type):
+            return np.zeros(len(some), np.int64)
+        one = self.needs(topology)
+        free, millicores, memory = entries.amounts(first)
+        room: NDArray[np.int64] = free // one.gpus
+        if one.millicores:
+            room = np.minimum(room, millicores // one.millicores)
+        if one.memory_bytes:
+            room = np.minimum(room, memory // one.memory_bytes)
+        return room
+
+    def needs(self, topology: Topology) -> Needs:
+        """Of one task."""
+        found = self._needs.get(topology)
+        if found is None:
+            found = self._needs[topology] = demand(topology.configuration_set, self._single, (1,))
+        return found
+
+    def _room(self, alike: Alike) -> int:
+        family = alike.family
+        gpus = self.kind.task.gpus
+        room = PLENTY
+        if gpus:
+            if self.kind.device_type not in ("", family.topology.configuration_set.device_type):
+                return 0
+            room = family.takable(self.kind.device_memory_bytes).bit_count() // gpus
+        one = self.needs(family.topology)
+        if one.millicores:
+            room = min(room, alike.millicores // one.millicores)
+        if one.memory_bytes:
+            room = min(room, alike.memory // one.memory_bytes)
+        return room
+
+
+class Ask:
+    """One shape of gang. What it finds out it remembers, as long as the entries of the room's index live. `levels`: of
+    all gangs with as many devices of the same kind, see `closest`."""
+
+    def __init__(
+        self,
+        view: View,
+        shape: GangShape,
+        task_room: Callable[[TaskKind], TaskRoom],
+        levels: Callable[[GangShape], Answers[Family, int]],
+    ) -> None:
+        self._view = view
+        self.shape = shape
+        self.gpus = shape.gpus
+        self.tasks = shape.tasks
+        self.everything = tuple(role.tasks for role in shape.roles)
+        # Roles with the most devices first: how a gang is spread over nodes.
+        self.by_weight = sorted(range(len(shape.roles)), key=lambda index: -shape.roles[index].shape.gpus)
+        # Nodes with fewer free devices take no task of it.
+        self.least_free = min(role.shape.gpus for role in shape.roles)
+        # By role.
+        self.rooms = [task_room(kind) for kind in map(self._kind, shape.roles)]
+        self._whole: dict[Topology, Needs] = {}
+        # Of the closest devices for the whole gang, FAR where there are not so many; cores and memory left aside.
+        self.level = levels(shape)
+        self._memos: dict[Hashable, Answers[Any, Any]] = {}
+
+    def whole(self, topology: Topology) -> Needs:
+        """What the whole gang takes of one such node."""
+        found = self._whole.get(topology)
+        if found is None:
+            found = self._whole[topology] = demand(topology.configuration_set, self.shape, self.everything)
+        return found
+
+    def takable(self, family: Family) -> int:
+        """The free devices that have as much memory left as the gang needs of each."""
+        return family.takable(self.shape.device_memory_bytes)
+
+    def spread_room(self, alike: Alike) -> int:
+        """By which nodes go first when the gang is spread over several: the tasks of its heaviest role. A node for
+        lesser roles alone comes after all that take the heaviest."""
+        first, *others = self.by_weight
+        room = self.rooms[first].of[alike]
+        if others:
+            room = room * PLENTY + min(sum(self.rooms[index].of[alike] for index in others), PLENTY - 1)
+        return room
+
+    def memo(self, key: Hashable, answer: Callable[[K], T]) -> dict[K, T]:
+        """What `answer` says of nodes alike, asked once for each: index it. The key stands for the question."""
+        known = self._memos.get(key)
+        if known is None:
+            known = self._memos[key] = Answers(answer)
+        return known
+
+    @cached_property
+    def own_kind(self) -> GangMix:
+        """As if all gangs were like this one."""
+        return demand_of_shapes((self.shape,), self._view.sets.values())
+
+    def _kind(self, role: Role) -> TaskKind:
+        shape = self.shape
+        return TaskKind(role.shape, *((shape.device_type, shape.device_memory_bytes) if role.shape.gpus else ("", 0)))
+
+
+def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int) -> int:
+    """The level of so many devices of a node that are as close as can be; FAR where there are not so many."""
+    topology = family.topology
+    if not gpus:
+        return LocalityLevel.NVLINK
+    if device_type not in ("", topology.configuration_set.device_type):
+        return FAR
+    return topology.closest(family.takable(device_memory_bytes), gpus)

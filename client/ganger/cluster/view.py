@@ -1,0 +1,614 @@
+"""The cluster as one table: what is free on every node, in lists for single questions and NumPy columns for scans.
+
+Lists are the truth (a NumPy scalar costs ten times a list element, and verdicts touch few nodes); columns follow when a
+scan asks for them. Whoever owns a view may change it; a what-if works on `copy()`, or takes and gives back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from operator import add, sub
+from typing import Any
+
+from ganger.cluster.columns import Columns
+from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
+from ganger.cluster.topology import Topology, bits
+
+
+class LoadMode(Enum):
+    """SPREAD under light load, PACK under heavy load."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
+@dataclass(slots=True)
+class DerivedValue:
+    """What somebody worked out of a view. `at`: the changes there had been when it was last asked for; `what`: None
+    until it is asked for again after a change."""
+
+    at: int
+    what: Any = None
+
+
+class View:
+    """All nodes. `version` rises with every change; a row carries the version of its last change."""
+
+    def __init__(
+        self, sets: Iterable[ConfigurationSet] = (), version: int = 0, mode: LoadMode = LoadMode.SPREAD
+    ) -> None:
+        self.sets: dict[str, ConfigurationSet] = {}
+        self.version = version
+        # The version of the last change that made room anywhere: what found none since then still finds none.
+        self.freed = version
+        self.mode = mode
+        self.slots: dict[str, int] = {}
+        # By slot; read by fit and placement, written only here.
+        self.nodes: list[str] = []
+        self.free: list[int] = []
+        self.millicores: list[tuple[int, ...]] = []
+        self.memory: list[int] = []
+        self.available: list[bool] = []
+        self.topologies: list[Topology] = []
+        self.racks: list[str] = []
+        self.fabrics: list[str] = []
+        self.socket_jobs: list[tuple[int, ...]] = []
+        self.group_jobs: list[tuple[int, ...]] = []
+        # Devices that a claim holds.
+        self.held: list[int] = []
+        self.affinity: list[int] = []
+        # Only of slots where parked gangs keep memory of devices: bytes by device.
+        self.parked: dict[int, tuple[int, ...]] = {}
+        # Only of slots where that is not one claim each: how many hold each device.
+        self.shared: dict[int, tuple[int, ...]] = {}
+        self._in_service: list[int] = []
+        self._versions: list[int] = []
+        # By slot: how many changes there were with its last one.
+        self._changed_at: list[int] = []
+        self._topology_of: dict[str, Topology] = {}
+        self._vacant: list[int] = []
+        self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
+        self._set_codes: dict[str, int] = {}
+        self._columns: Columns | None = None
+        # How many changes there were when the columns were last brought up to date.
+        self._columns_at = 0
+        # They are a copy's, too: whoever writes to them takes its own first.
+        self._shares_columns = False
+        # Slots in the order in which they changed, and how many came before the first that is kept.
+        self._journal: list[int] = []
+        self._forgotten = 0
+        # What `idle` made; gone when a node comes, leaves or becomes another.
+        self._idle: View | None = None
+        # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
+        self._bare: View | None = None
+        # By whatever names it; a copy begins with nothing (`cluster.capacity_index`).
+        self.kept: dict[Hashable, DerivedValue] = {}
+        for configuration_set in sets:
+            self.put_configuration_set(configuration_set)
+
+    def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
+        """Sets are immutable: one that is known already is left alone."""
+        if configuration_set.name not in self.sets:
+            self.sets[configuration_set.name] = configuration_set
+            self._topology_of[configuration_set.name] = Topology(configuration_set)
+            self._set_codes[configuration_set.name] = len(self._set_codes)
+
+    def put(self, row: NodeRow, in_service: int | None = None) -> bool:
+        """Adds or replaces a node; whether anything but its version changed. KeyError for an unknown configuration set.
+
+        A row without a version gets the next one. `in_service`: devices that may ever be free; all when not told.
+        """
+        topology = self._topology_of[row.configuration_set]
+        slot = self.slots.get(row.node)
+        if slot is not None and self._same(slot, row, topology):
+            if row.version > self._versions[slot]:
+                self._versions[slot] = row.version
+                self.version = max(self.version, row.version)
+            return False
+        place = (topology, row.rack, row.fabric)
+        if slot is None or (self.topologies[slot], self.racks[slot], self.fabrics[slot]) != place:
+            self._idle = self._bare = None
+            # Numbered as they come: ties between racks go by number, and who looks when must make no difference.
+            self._place(row.fabric, row.rack)
+            self._place(row.fabric, "")
+        if slot is None:
+            slot = self._vacant.pop() if self._vacant else self._grow()
+            self.slots[row.node] = slot
+            makes_room = True
+        else:
+            makes_room = self._makes_room(slot, row) or self.topologies[slot] is not topology
+        serves = topology.all_mask if in_service is None else in_service
+        if (self.available[slot], self._in_service[slot]) != (row.available, serves):
+            self._bare = None
+        self.nodes[slot] = row.node
+        self.free[slot] = row.free_mask
+        self.millicores[slot] = tuple(row.free_millicores)
+        self.memory[slot] = row.free_memory_bytes
+        self.available[slot] = row.available
+        self.topologies[slot] = topology
+        self.racks[slot] = row.rack
+        self.fabrics[slot] = row.fabric
+        self.socket_jobs[slot] = _padded(row.socket_jobs, len(topology.sockets))
+        self.group_jobs[slot] = _padded(row.group_jobs, len(topology.groups))
+        self._hold(slot, _padded(row.device_rows, topology.devices))
+        self.affinity[slot] = row.affinity
+        self._keep_parked(slot, row.parked_bytes and _padded(row.parked_bytes, topology.devices))
+        self._in_service[slot] = serves
+        self._versions[slot] = row.version or self.version + 1
+        self.version = max(self.version, self._versions[slot])
+        if makes_room:
+            self.freed = self.version
+        self._note(slot)
+        return True
+
+    def remove(self, name: str) -> None:
+        """The node is gone; its slot is reused. Unknown names are ignored."""
+        slot = self.slots.pop(name, None)
+        if slot is None:
+            return
+        self._idle = self._bare = None
+        self.nodes[slot] = ""
+        self.available[slot] = False
+        self.free[slot] = 0
+        self.parked.pop(slot, None)
+        self.shared.pop(slot, None)
+        self._vacant.append(slot)
+        self._note(slot)
+        self.version += 1
+        self._versions[slot] = 0
+
+    def take(self, claim: Claim, gang_gpus: int = 0) -> None:
+        """Holds the claim's pieces. `gang_gpus`: devices of the whole gang, which become an idle node's affinity.
+
+        Whoever calls has asked `fit`: a claim that does not fit is our mistake.
+        """
+        slot = self.slots[claim.node]
+        mask, free = claim.device_mask, self.free[slot]
+        held = mask & ~free
+        assert not held & ~claim.shared_mask, f"devices {held:#x} of {claim.node} are held already, or not there"
+        self._move(slot, claim, +1)
+        self.free[slot] = free & ~mask
+        if mask and not self.affinity[slot]:
+            self.affinity[slot] = gang_gpus or mask.bit_count()
+
+    def take_all(self, claims: Iterable[Claim], gang_gpus: int = 0) -> list[list[int]]:
+        """Takes all claims of a gang; the slots, together those of neighbours that were alike and are alike again: what
+        becomes of one of them becomes of the others."""
+        runs: list[list[int]] = []
+        before: tuple[object, ...] = ()
+        first = 0
+        for claim in claims:
+            slot = self.slots[claim.node]
+            now = (
+                self.topologies[slot],
+                self.free[slot],
+                self.millicores[slot],
+                self.memory[slot],
+                self.socket_jobs[slot],
+                self.group_jobs[slot],
+                self.held[slot],
+                self.shared.get(slot),
+                self.affinity[slot],
+                self.parked.get(slot),
+                claim.device_mask,
+                claim.millicores,
+                claim.memory_bytes + claim.arena_bytes,
+            )
+            if now != before or claim.shared_mask or claim.parked_bytes:
+                self.take(claim, gang_gpus)
+                before, first = now, slot
+                runs.append([slot])
+                continue
+            self.free[slot] = self.free[first]
+            self.millicores[slot] = self.millicores[first]
+            self.memory[slot] = self.memory[first]
+            self.socket_jobs[slot] = self.socket_jobs[first]
+            self.group_jobs[slot] = self.group_jobs[first]
+            self.held[slot] = self.held[first]
+            if self.shared:
+                self._hold(slot, self.device_rows(first))
+            self.affinity[slot] = self.affinity[first]
+            self._touch(slot)
+            runs[-1].append(slot)
+        return runs
+
+    def give(self, claim: Claim, affinity: int | None = None) -> None:
+        """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
+        a device that several hold is free once the last of them lets go. `affinity`: of those who stay, if it is
+        known."""
+        slot = self.slots.get(claim.node)
+        if slot is None:
+            return
+        assert self.free[slot] & claim.device_mask == 0, f"devices of {claim.node} were given back twice"
+        held = self._move(slot, claim, -1)
+        self.free[slot] |= claim.device_mask & self._in_service[slot] & ~held
+        if affinity is not None:
+            self.affinity[slot] = affinity
+        elif not self.held[slot]:
+            self.affinity[slot] = 0
+        self.freed = self.version
+
+    def roomy(self, slot: int, needed: int, own: Sequence[int] = ()) -> int:
+        """The devices that have `needed` bytes left, `own` bytes of what is kept there counted as left.
+
+        All of them if nothing is needed, or if the configuration set does not say how much memory they have.
+        """
+        topology = self.topologies[slot]
+        capacity = topology.configuration_set.device_memory_bytes
+        if not needed or not capacity:
+            return topology.all_mask
+        most = capacity - needed
+        if most < 0:
+            return 0
+        kept = self.parked.get(slot)
+        if kept is None or max(kept) <= most:
+            return topology.all_mask
+        if own:
+            kept = tuple([size - mine for size, mine in zip(kept, _padded(tuple(own), len(kept)), strict=True)])
+        return sum([1 << at for at, size in enumerate(kept) if size <= most])
+
+    def device_memory_left(self, slot: int, own: Sequence[int] = ()) -> tuple[int, ...]:
+        """Bytes of each device beside what parked gangs keep of it; `own` bytes of that count as left."""
+        topology = self.topologies[slot]
+        capacity = topology.configuration_set.device_memory_bytes
+        if not own and slot not in self.parked:
+            return (capacity,) * topology.devices
+        kept, ours = (_padded(tuple(some), topology.devices) for some in (self.parked.get(slot, ()), own))
+        return tuple([max(0, capacity - size + mine) for size, mine in zip(kept, ours, strict=True)])
+
+    def device_rows(self, slot: int) -> tuple[int, ...]:
+        """How many claims hold each device."""
+        shared = self.shared.get(slot)
+        if shared is not None:
+            return shared
+        held = self.held[slot]
+        return tuple([held >> device & 1 for device in range(self.topologies[slot].devices)])
+
+    def set_available(self, name: str, available: bool) -> None:
+        slot = self.slots[name]
+        if self.available[slot] != available:
+            self._bare = None
+            self.available[slot] = available
+            self._touch(slot)
+            if available:
+                self.freed = self.version
+
+    @property
+    def changed_at(self) -> Sequence[int]:
+        """By slot: how many changes there were (`changes`) with its last one; not to be written to. No two changes have
+        one number, which versions may have: rows bring those of another view."""
+        return self._changed_at
+
+    @property
+    def changes(self) -> int:
+        """How often anything changed at any node."""
+        return self._forgotten + len(self._journal)
+
+    def changed_since(self, changes: int) -> Sequence[int] | None:
+        """Slots of the nodes that changed since there were so many changes, some of them several times; None: too many
+        to remember."""
+        if changes < self._forgotten:
+            return None
+        return self._journal[changes - self._forgotten :]
+
+    def row(self, name: str) -> NodeRow:
+        """KeyError for an unknown node."""
+        return self._row(self.slots[name])
+
+    def total(self, name: str) -> NodeRow:
+        """The row as if nothing were held."""
+        slot = self.slots[name]
+        topology = self.topologies[slot]
+        configuration_set = topology.configuration_set
+        return NodeRow(
+            node=name,
+            configuration_set=configuration_set.name,
+            free_mask=self._in_service[slot],
+            free_millicores=tuple(socket.millicores for socket in configuration_set.sockets),
+            free_memory_bytes=configuration_set.memory_bytes,
+            version=self._versions[slot],
+            available=self.available[slot],
+            rack=self.racks[slot],
+            fabric=self.fabrics[slot],
+            socket_jobs=(0,) * len(topology.sockets),
+            group_jobs=(0,) * len(topology.groups),
+            device_rows=(0,) * topology.devices,
+        )
+
+    def idle(self) -> View:
+        """The cluster with nothing held and every node available, made once while its nodes stay; not to be changed."""
+        if self._idle is None:
+            self._idle = self.emptied(everywhere_available=True)
+        return self._idle
+
+    def vacant(self) -> View:
+        """The cluster with nothing held, made once while its nodes serve as they do. Whoever takes of it gives back."""
+        if self._bare is None:
+            self._bare = self.emptied()
+        return self._bare
+
+    def emptied(self, everywhere_available: bool = False) -> View:
+        """The same nodes in the same slots with nothing held; `everywhere_available` counts cordoned and lost ones."""
+        empty = self.copy()
+        sets = [topology.configuration_set for topology in self.topologies]
+        cores = {name: tuple(socket.millicores for socket in one.sockets) for name, one in self.sets.items()}
+        zeros = {name: _zeros(topology) for name, topology in self._topology_of.items()}
+        empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
+        empty.millicores = [cores[one.name] for one in sets]
+        empty.memory = [one.memory_bytes for one in sets]
+        empty.affinity = [0] * len(sets)
+        empty.socket_jobs = [zeros[one.name][0] for one in sets]
+        empty.group_jobs = [zeros[one.name][1] for one in sets]
+        empty.held = [0] * len(sets)
+        empty.parked, empty.shared = {}, {}
+        if everywhere_available:
+            empty.available = [bool(name) for name in self.nodes]
+        empty._columns = None
+        return empty
+
+    def rows(self) -> Iterator[NodeRow]:
+        """In the order in which nodes came (a reused slot takes the place of the node that left)."""
+        return (self._row(slot) for slot, name in enumerate(self.nodes) if name)
+
+    def names(self) -> Iterator[str]:
+        return (name for name in self.nodes if name)
+
+    def topology(self, name: str) -> Topology:
+        return self.topologies[self.slots[name]]
+
+    def topology_named(self, configuration_set: str) -> Topology:
+        """KeyError for an unknown configuration set."""
+        return self._topology_of[configuration_set]
+
+    def copy(self) -> View:
+        """Independent of this one; 16,000 nodes take about a millisecond."""
+        twin = View((), self.version, self.mode)
+        twin.freed = self.freed
+        twin.sets = dict(self.sets)
+        twin.slots = dict(self.slots)
+        for name in _LISTS:
+            setattr(twin, name, getattr(self, name).copy())
+        # It counts its own changes; the first are those that the columns do not show yet.
+        twin._changed_at = [0] * len(self.nodes)
+        unseen = None if self._columns is None else self.changed_since(self._columns_at)
+        if unseen is not None:
+            twin._columns, twin._journal = self._columns, list(unseen)
+            self._shares_columns = twin._shares_columns = True
+        twin._topology_of = dict(self._topology_of)
+        twin._place_codes = dict(self._place_codes)
+        twin._set_codes = dict(self._set_codes)
+        return twin
+
+    def columns(self) -> Columns:
+        """The table for scans, brought up to date; not to be written to."""
+        size = len(self.nodes)
+        columns = self._columns
+        if columns is None or len(columns.free) < size:
+            columns = self._columns = Columns.empty(max(16, size * 5 // 4))
+            self._shares_columns = False
+            changed = None
+        else:
+            changed = self.changed_since(self._columns_at)
+            if self._shares_columns and changed != []:
+                columns = self._columns = columns.copy()
+                self._shares_columns = False
+        slots = range(size) if changed is None else set(changed)
+        if len(slots) * 4 > size:
+            self._fill_columns(columns, slice(0, size), range(size))
+        else:
+            for slot in slots:
+                self._fill_columns(columns, slice(slot, slot + 1), (slot,))
+        self._columns_at = self.changes
+        return columns
+
+    def set_code(self, name: str) -> int:
+        """Number of a configuration set in `Columns.sets`."""
+        return self._set_codes[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def _move(self, slot: int, claim: Claim, sign: int) -> int:
+        """The devices of the claim that claims hold then; none where no device or core changes hands."""
+        held = 0
+        topology = self.topologies[slot]
+        mask, millicores = claim.device_mask, claim.millicores
+        uses_cores = any(millicores)
+        if uses_cores:
+            have = self.millicores[slot]
+            assert len(have) == len(millicores), f"{claim.node} has {len(have)} sockets, not those of the claim"
+            cores = self.millicores[slot] = tuple(map(sub if sign > 0 else add, have, millicores))
+            assert min(cores) >= 0, f"cores of {claim.node} are over-committed"
+        memory = self.memory[slot] = self.memory[slot] - sign * (claim.memory_bytes + claim.arena_bytes)
+        assert memory >= 0, f"host memory of {claim.node} is over-committed"
+        if claim.parked_bytes:
+            kept = self.parked.get(slot, (0,) * topology.devices)
+            changes = zip(kept, claim.parked_bytes, strict=True)
+            self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
+        if uses_cores or mask & topology.neighbours:
+            counts = (self.socket_jobs[slot], self.group_jobs[slot])
+            self.socket_jobs[slot], self.group_jobs[slot] = _counted(topology, counts, mask, millicores, sign)
+        if uses_cores or mask:
+            held = self._recount(slot, mask, sign)
+        self._touch(slot)
+        return held
+
+    def _recount(self, slot: int, mask: int, sign: int) -> int:
+        """One claim more, or less, on each of these devices; those of them that claims hold then."""
+        held = self.held[slot]
+        if slot not in self.shared and mask & held == (0 if sign > 0 else mask):
+            # Nobody else was on them, or is: as nearly always.
+            self.held[slot] = held ^ mask
+            return mask if sign > 0 else 0
+        rows = list(self.device_rows(slot))
+        for device in bits(mask):
+            rows[device] += sign
+        self._hold(slot, tuple(rows))
+        return mask & self.held[slot]
+
+    def _hold(self, slot: int, rows: tuple[int, ...]) -> None:
+        """So many claims hold each of its devices."""
+        self.held[slot] = sum([1 << device for device, claims in enumerate(rows) if claims > 0])
+        if all(map(_ONE_OR_NONE.__contains__, rows)):
+            self.shared.pop(slot, None)
+        else:
+            self.shared[slot] = rows
+
+    def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
+        slots = tuple(slots)
+        columns.free[where] = [self.free[slot] for slot in slots]
+        columns.available[where] = [self.available[slot] for slot in slots]
+        columns.millicores[where] = [sum(self.millicores[slot]) for slot in slots]
+        columns.memory[where] = [self.memory[slot] for slot in slots]
+        columns.affinity[where] = [self.affinity[slot] for slot in slots]
+        columns.jobs[where] = [sum(self.socket_jobs[slot]) for slot in slots]
+        columns.sets[where] = [self._set_codes[self.topologies[slot].configuration_set.name] for slot in slots]
+        columns.racks[where] = [
+            self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0 for slot in slots
+        ]
+        columns.fabrics[where] = [self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0 for slot in slots]
+
+    def _keep_parked(self, slot: int, kept: tuple[int, ...]) -> None:
+        if any(kept):
+            self.parked[slot] = kept
+        else:
+            self.parked.pop(slot, None)
+
+    def _note(self, slot: int) -> None:
+        journal = self._journal
+        journal.append(slot)
+        self._changed_at[slot] = self._forgotten + len(journal)
+        if len(journal) > _MOST_NOTED + 4 * len(self.nodes):
+            self._forgotten += len(journal)
+            journal.clear()
+
+    def _touch(self, slot: int) -> None:
+        self.version += 1
+        self._versions[slot] = self.version
+        self._note(slot)
+
+    def _grow(self) -> int:
+        self.nodes.append("")
+        self.free.append(0)
+        self.millicores.append(())
+        self.memory.append(0)
+        self.available.append(False)
+        self.topologies.append(next(iter(self._topology_of.values())))
+        self.racks.append("")
+        self.fabrics.append("")
+        self.socket_jobs.append(())
+        self.group_jobs.append(())
+        self.held.append(0)
+        self.affinity.append(0)
+        self._in_service.append(0)
+        self._versions.append(0)
+        self._changed_at.append(0)
+        return len(self.nodes) - 1
+
+    def _same(self, slot: int, row: NodeRow, topology: Topology) -> bool:
+        return (
+            self.free[slot] == row.free_mask
+            and self.millicores[slot] == tuple(row.free_millicores)
+            and self.memory[slot] == row.free_memory_bytes
+            and self.available[slot] == row.available
+            and self.topologies[slot] is topology
+            and self.racks[slot] == row.rack
+            and self.fabrics[slot] == row.fabric
+            and self.socket_jobs[slot] == _padded(row.socket_jobs, len(topology.sockets))
+            and self.group_jobs[slot] == _padded(row.group_jobs, len(topology.groups))
+            and self.device_rows(slot) == _padded(row.device_rows, topology.devices)
+            and self.affinity[slot] == row.affinity
+            and self.parked.get(slot, ()) == row.parked_bytes
+        )
+
+    def _makes_room(self, slot: int, row: NodeRow) -> bool:
+        """Whether anything is freer in the row than it was."""
+        return bool(
+            row.free_mask & ~self.free[slot]
+            or row.free_memory_bytes > self.memory[slot]
+            or (row.available and not self.available[slot])
+            or len(row.free_millicores) != len(self.millicores[slot])
+            or any(now > before for now, before in zip(row.free_millicores, self.millicores[slot], strict=True))
+            or (row.rack, row.fabric) != (self.racks[slot], self.fabrics[slot])
+            or slot in self.parked
+        )
+
+    def _row(self, slot: int) -> NodeRow:
+        return NodeRow(
+            node=self.nodes[slot],
+            configuration_set=self.topologies[slot].configuration_set.name,
+            free_mask=self.free[slot],
+            free_millicores=self.millicores[slot],
+            free_memory_bytes=self.memory[slot],
+            version=self._versions[slot],
+            available=self.available[slot],
+            rack=self.racks[slot],
+            fabric=self.fabrics[slot],
+            socket_jobs=self.socket_jobs[slot],
+            group_jobs=self.group_jobs[slot],
+            device_rows=self.device_rows(slot),
+            affinity=self.affinity[slot],
+            parked_bytes=self.parked.get(slot, ()),
+        )
+
+    def _place(self, fabric: str, rack: str) -> int:
+        return self._place_codes.setdefault((fabric, rack), len(self._place_codes))
+
+
+# Changes that are remembered, beside a few for each node.
+_MOST_NOTED = 1024
+_ONE_OR_NONE = frozenset({0, 1})
+_LISTS = (
+    "nodes",
+    "free",
+    "millicores",
+    "memory",
+    "available",
+    "topologies",
+    "racks",
+    "fabrics",
+    "socket_jobs",
+    "group_jobs",
+    "held",
+    "affinity",
+    "parked",
+    "shared",
+    "_in_service",
+    "_versions",
+    "_vacant",
+)
+
+
+def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0,) * len(topology.sockets), (0,) * len(topology.groups)
+
+
+@lru_cache(16_384)
+def _counted(
+    topology: Topology,
+    counts: tuple[tuple[int, ...], tuple[int, ...]],
+    mask: int,
+    millicores: tuple[int, ...],
+    sign: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Jobs at each socket and in each group with a claim more or less. Many nodes are filled alike."""
+    at_sockets, in_groups = counts
+    return (
+        tuple(
+            jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
+            for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
+        ),
+        tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
+    )
+
+
+def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    if len(counts) == length:
+        return counts
+    return tuple(counts[:length]) + (0,) * (length - len(counts))

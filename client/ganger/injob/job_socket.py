@@ -1,0 +1,132 @@
+"""The job's side of its socket: rare, large messages to the daemon, without ever making training wait.
+
+Messages are JSON, one per packet. While the daemon is away they wait in a bounded queue (the oldest go first when it is
+full), and the connection is tried again with growing pauses; every new connection begins with the hello. What the
+daemon sends is empty: it has changed the page, and who waits for that may look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from ganger.injob.process_identity import peer_of
+
+_QUEUE_LIMIT = 64  # packets; a job that says more while its daemon is away loses the oldest
+_PACKET_LIMIT = 60_000  # bytes; below the default send buffer, so that a packet goes whole or not at all
+_FIRST_RETRY_NS = 50_000_000
+_LAST_RETRY_NS = 5_000_000_000
+
+
+class JobSocketClient:
+    """One connection to ``path`` (SOCK_SEQPACKET); an empty path means that nobody listens and messages are dropped.
+
+    Nothing here blocks and nothing raises: progress and state are in the page, the socket only explains them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._connection: socket.socket | None = None
+        self._hello: dict[str, Any] | None = None
+        self._queue: deque[bytes] = deque(maxlen=_QUEUE_LIMIT)
+        self._retry_ns = _FIRST_RETRY_NS
+        self._next_try_ns = 0
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    def hello(self, message: dict[str, Any], now: int) -> None:
+        """Say who this is, now and after every reconnection; ``now`` is a time in ns of any clock, always the same."""
+        self._hello = message
+        self._drop()
+        # rare, and perhaps the last word of a short job: it does not wait its turn
+        self._next_try_ns = 0
+        self.tend(now)
+
+    def send(self, message: dict[str, Any], now: int) -> None:
+        if not self._path:
+            return
+        self._queue.append(_encode(message))
+        self.tend(now)
+
+    def tend(self, now: int) -> None:
+        """Reconnect if it is time to, send what waits, notice that the daemon has gone."""
+        if not self._path or self._hello is None:
+            return
+        if self._connection is None and now >= self._next_try_ns:
+            self._connect(now)
+        if self._connection is None:
+            return
+        try:
+            while self._queue:
+                self._connection.send(self._queue[0])
+                self._queue.popleft()
+            if now >= self._next_try_ns:
+                # What it says is that the page changed; no packet at all means that it has gone.
+                self._next_try_ns = now + _LAST_RETRY_NS
+                if not self._connection.recv(4096):
+                    self._drop()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop()
+
+    def wait(self, seconds: float) -> None:
+        """Until the daemon says that the page changed, at most so long; meanwhile nothing is used of the processor."""
+        if self._connection is None:
+            time.sleep(seconds)
+            return
+        looking = select.poll()
+        looking.register(self._connection, select.POLLIN)
+        if not looking.poll(1000.0 * seconds):
+            return
+        try:
+            if not self._connection.recv(4096):
+                self._drop()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop()
+
+    def close(self) -> None:
+        self._drop()
+        self._path = ""
+
+    def _connect(self, now: int) -> None:
+        self._next_try_ns = now + self._retry_ns
+        self._retry_ns = min(self._retry_ns * 2, _LAST_RETRY_NS)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection.setblocking(False)
+        try:
+            connection.connect(self._path)
+            if peer_of(connection).uid not in (0, os.getuid()):
+                raise OSError("no daemon of this user")
+            connection.send(_encode(self._hello or {}))
+        except OSError:
+            connection.close()
+            return
+        self._connection = connection
+        self._retry_ns = _FIRST_RETRY_NS
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _encode(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message, separators=(",", ":"), default=str).encode()
+    if len(data) <= _PACKET_LIMIT:
+        return data
+    shortened: dict[str, Any] = {}
+    texts: list[str] = [key for key, value in message.items() if isinstance(value, str)]
+    for key, value in message.items():
+        shortened[key] = value[: _PACKET_LIMIT // (2 * max(1, len(texts)))] if key in texts else value
+    data = json.dumps(shortened, separators=(",", ":"), default=str).encode()
+    return data if len(data) <= _PACKET_LIMIT else b'{"event":"note","message":"a message was too long to send"}'

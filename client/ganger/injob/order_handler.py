@@ -1,0 +1,470 @@
+"""What a rank does at a boundary when there is more to do than to count: the slow path behind `Control.boundary`.
+
+It acknowledges stops, runs on as far as the rule of `boundary` allows, holds at the agreed step at whatever level is
+ordered, and goes on when told. It never decides alone on partial knowledge: while in doubt it waits, and looks again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import traceback
+from typing import Any, Callable, NamedTuple, NoReturn
+
+from ganger.injob import exit_code as exitcode
+from ganger.injob.gang_pages import GangPages
+from ganger.injob.job_socket import JobSocketClient
+from ganger.injob.page import (
+    CHECKPOINT_BIT,
+    EXIT_FENCED,
+    EXIT_NO_STATE,
+    EXIT_YIELDED,
+    Capability,
+    Error,
+    Page,
+    PageOrder,
+    PageOrderKind,
+    PageParkLevel,
+    PagePhase,
+    PageState,
+    Word,
+    now_ns,
+)
+from ganger.protocol.boundary_agreement import BoundaryDecision, decide
+
+# No order has this number, so the hot path comes here at its next boundary whatever the page says.
+FIRST_LOOK = -1
+
+# Known to a boundary that was passed: ORDER_SEQ, CHECKPOINT_SEQ, RETUNE_SEQ, and until when the socket can wait.
+Known = tuple[int, int, int, int]
+
+# What is withdrawn with a level.
+_OFFERED_WITH = {"OFFLOAD": Capability.OFFLOAD, "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE}
+
+_TEND_EVERY_NS = 1_000_000_000
+_SHORTEST_SLEEP = 20e-6
+_LONGEST_SLEEP = 1e-3
+# Parked, and the daemon says when there is something new: wake-ups are for what it could not say. Without its socket a
+# rank looks by itself: soon at first, later seldom, for 1,000 wake-ups a second of every parked rank would be felt.
+_TOLD_SLEEP = 0.2
+_PARKED_SLEEP = 5e-3
+_PARKED_AFTER = 5.0
+# What kept a state from coming back (device memory that is still somebody else's) may pass; a gang that waits for ever
+# holds its devices for nothing.
+_RESTORE_AGAIN_NS = 1_000_000_000
+_RESTORE_PATIENCE_NS = 30_000_000_000
+
+
+class StopRequest(NamedTuple):
+    """What a handler is asked to do at a boundary.
+
+    ``details`` is the content of the order's file; ``offloaded``: the state is in the arena and not on the device;
+    ``exiting``: the process may end once the handler returns, so its work must be durable by then.
+    """
+
+    seq: int
+    step: int
+    level: int
+    details: dict[str, Any]
+    offloaded: bool
+    exiting: bool
+
+
+class Handlers(NamedTuple):
+    """What a framework can do; None where it cannot. Each is called in the training thread, at a boundary.
+
+    on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
+    on_restore: bring it back. on_checkpoint: write this rank's shard. on_hand_over: state into the arena.
+    on_retune(threads, workers): 0 leaves a number as it is.
+    """
+
+    on_stop: Callable[[int], None] | None = None
+    on_offload: Callable[[StopRequest], int] | None = None
+    on_restore: Callable[[StopRequest | None], None] | None = None
+    on_checkpoint: Callable[[StopRequest], None] | None = None
+    on_hand_over: Callable[[StopRequest], None] | None = None
+    on_retune: Callable[[int, int], None] | None = None
+
+
+class Obedience:
+    """The orders of one page, obeyed.
+
+    ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
+    level failed that must not be offered again.
+    """
+
+    def __init__(
+        self,
+        page: Page,
+        pages: GangPages,
+        job_dir: str,
+        socket: JobSocketClient,
+        report: Callable[[int, str], None],
+        withdraw: Callable[[int, str, str], None],
+    ) -> None:
+        self.handlers = Handlers()
+        self.pages = pages
+        self._withdraw = withdraw
+        self._page = page
+        self._words = page.words
+        self._rank = page.get(Word.RANK)
+        self._job_dir = job_dir
+        self._socket = socket
+        self._report = report
+        self._order = page.read_order()
+        self._agreed: tuple[int, BoundaryDecision] = (0, BoundaryDecision(0, None, False))
+        self._checkpoint_seen = 0
+        self._checkpoint_handled = 0
+        self._attempted = 0  # ORDER_SEQ last carried out or failed at
+        self._failed_restore = (0, 0, 0)  # ORDER_SEQ under which the state did not come back, first and last time
+        self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
+        self._failure = (Error.NONE, "")  # what the last handler that failed met
+        self._held = False  # stopped at a boundary since the last RUN
+        self._offloaded = False
+        self._fresh = True  # no boundary passed since the last start or resume
+
+    def attend(self, step: int, now: int) -> Known:
+        """Pass boundary ``step``; return what is known now: the hot path comes back when the page says otherwise."""
+        words = self._words
+        if words[Word.PHASE] != PagePhase.TRAINING:
+            words[Word.PHASE] = PagePhase.TRAINING
+        if self._fresh:
+            self._fresh = False
+            words[Word.FIRST_STEP_TIME] = now
+            if words[Word.STATE] != PageState.RUNNING:
+                words[Word.STATE] = PageState.RUNNING
+        seen = self._pass(step, now)
+        return seen, self._checkpoint_seen, words[Word.RETUNE_DONE], now_ns() + _TEND_EVERY_NS
+
+    def begin(self, step: int) -> None:
+        """Stand at ``step`` before the first boundary: like a boundary, but no step was made."""
+        self._fresh = True
+        self._pass(step, 0)
+
+    def look(self, now: int) -> None:
+        """See to what needs no agreement."""
+        if self._page.fenced:
+            self._leave(EXIT_FENCED)
+        self._retune()
+        self._socket.tend(now)
+
+    def has_acknowledged(self) -> bool:
+        """Whether this rank has told its step for a stop or checkpoint that is still to come."""
+        agreement = self._agreement(self._read_order())
+        return bool(agreement) and self._words[Word.ACK_SEQ] == agreement
+
+    def detach(self) -> None:
+        """Forget the page, in a process forked from the one that trains."""
+        self.handlers = Handlers()
+
+    def _pass(self, step: int, now: int) -> int:
+        """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
+        words = self._words
+        published = False
+        sleeping = _Sleep()
+        while True:
+            self.look(now_ns() if published else now)
+            order = self._read_order()
+            agreement = self._agreement(order)
+            # The ack goes before the step: whoever reads this step must find the ack that belongs before it.
+            if agreement and words[Word.ACK_SEQ] != agreement:
+                self._page.publish_ack(agreement, step)
+            if not published:
+                published = True
+                words[Word.STEP] = step
+                if now:
+                    words[Word.STEP_TIME] = now
+            if agreement:
+                decision = self._decide(agreement)
+                if decision.finished:
+                    if self._is_able(order) and self._may_step(order):
+                        return order.seq
+                elif decision.stop_step is not None and step >= decision.stop_step:
+                    assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
+                    if agreement & CHECKPOINT_BIT:
+                        self._save_and_go_on(agreement, step)
+                        sleeping = _Sleep()
+                        continue
+                    if order.seq != self._attempted:
+                        self._hold(order, step)
+                        sleeping = _Sleep()
+                        continue
+                    self._leave_if_saved(order)
+                    sleeping.until_told(self._socket)
+                    continue
+                elif step < decision.limit and self._is_able(order) and self._may_step(order):
+                    return FIRST_LOOK
+            elif order.order == PageOrderKind.WAIT:
+                self._wait_ready(order)
+                sleeping.until_told(self._socket)
+                continue
+            elif self._is_able(order):
+                # Running needs no agreement, so the order is obeyed as soon as the state is in place.
+                if order.seq and words[Word.REACHED_SEQ] != order.seq:
+                    words[Word.REACHED_SEQ] = order.seq
+                if not self._may_step(order):
+                    sleeping.sleep()
+                    continue
+                return FIRST_LOOK if self._fresh else order.seq
+            if not self._held and words[Word.STATE] == PageState.RUNNING:
+                words[Word.STATE] = PageState.WAITING
+            sleeping.sleep()
+
+    def _read_order(self) -> PageOrder:
+        order = self._page.read_order()
+        if order.seq:  # else its writer died in the middle of one: the last whole one stands
+            self._order = order
+        return self._order
+
+    def _agreement(self, order: PageOrder) -> int:
+        """Return the number of the agreement this rank takes part in now; 0 for none."""
+        requested = self._checkpoint_seen = self._words[Word.CHECKPOINT_SEQ]
+        if order.order == PageOrderKind.STOP:
+            # Whoever obeys the stop first would miss the request, so nobody serves it any more.
+            self._checkpoint_handled = requested
+            return order.stop_seq
+        if order.order == PageOrderKind.RUN and requested != self._checkpoint_handled and not self._held:
+            return requested
+        return 0
+
+    def _decide(self, agreement: int) -> BoundaryDecision:
+        if self._agreed[0] == agreement:
+            # Once known it stands: ranks that were told to run on may have overwritten their acks since.
+            return self._agreed[1]
+        points = self.pages.points(agreement)
+        if points is None:
+            own = self._words[Word.ACK_STEP]
+            return BoundaryDecision(own + 1, None, False)
+        decision = decide(points, self._rank)
+        if decision.stop_step is not None or decision.finished:
+            self._agreed = (agreement, decision)
+        return decision
+
+    def _may_step(self, order: PageOrder) -> bool:
+        lease = self._words[Word.LEASE_UNTIL]
+        if lease and now_ns() > lease:
+            return False
+        if self._words[Word.STATE] != PageState.RUNNING:
+            self._words[Word.STATE] = PageState.RUNNING
+        return True
+
+    def _is_able(self, order: PageOrder) -> bool:
+        """Leave a held stop, for a RUN or for a newer stop further on; False if the state cannot be brought back."""
+        if not self._held:
+            return True
+        if self._offloaded and not self._bring_back_in_time(order):
+            return False
+        self._held = False
+        self._fresh = True
+        self._words[Word.FIRST_STEP_TIME] = 0
+        self._words[Word.STATE] = PageState.RUNNING
+        return True
+
+    def _bring_back_in_time(self, order: PageOrder) -> bool:
+        """Bring the state back, trying again for a while; a rank that cannot go on ends, and its gang with it."""
+        seq, first, last = self._failed_restore
+        now = now_ns()
+        if seq != order.seq:
+            first = now
+        elif now - last < _RESTORE_AGAIN_NS:
+            return False
+        if self._bring_back():
+            return True
+        self._failed_restore = (order.seq, first, now_ns())
+        if now - first >= _RESTORE_PATIENCE_NS:
+            self._leave(EXIT_NO_STATE)
+        return False
+
+    def _bring_back(self) -> bool:
+        self._words[Word.STATE] = PageState.RESTORING
+
+        def restore() -> None:
+            if self.handlers.on_restore is None:
+                raise RuntimeError("no process can restore what was offloaded")
+            self.handlers.on_restore(None)
+
+        if not self._try(restore, Error.STATE_UNREADABLE):
+            self._words[Word.STATE] = PageState.OFFLOADED
+            return False
+        self._offloaded = False
+        return True
+
+    def _wait_ready(self, order: PageOrder) -> None:
+        if self._words[Word.REACHED_SEQ] != order.seq:
+            self._words[Word.REACHED_STEP] = self._words[Word.STEP]
+            if not self._held:
+                self._words[Word.STATE] = PageState.READY
+            self._words[Word.REACHED_SEQ] = order.seq
+            self._socket.send({"event": "ready", "rank": self._rank, "seq": order.seq}, now_ns())
+
+    def _hold(self, order: PageOrder, step: int) -> None:
+        """Stand at the agreed step at the level of the order."""
+        self._attempted = order.seq
+        if not self._held:
+            self._held = True
+            self._settle(step)
+        if not self._enter(order, step):
+            self._words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+            return
+        self._words[Word.REACHED_STEP] = step
+        self._words[Word.REACHED_SEQ] = order.seq
+        self._socket.send(
+            {"event": "reached", "rank": self._rank, "seq": order.seq, "step": step, "level": order.level}, now_ns()
+        )
+
+    def _leave_if_saved(self, order: PageOrder) -> None:
+        """End once the whole checkpoint is published: a shard alone is nothing, and until then all can go on."""
+        words = self._words
+        if order.level == PageParkLevel.CHECKPOINT and words[Word.REACHED_SEQ] == order.seq <= words[Word.LEAVE_SEQ]:
+            self._leave(EXIT_YIELDED)
+
+    def _enter(self, order: PageOrder, step: int) -> bool:
+        words, handlers = self._words, self.handlers
+        exiting = order.level == PageParkLevel.CHECKPOINT
+        if not exiting:
+            # what was saved before is given up by whoever orders this, and may be gone when it is asked for again
+            self._saved = (0, 0)
+        request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
+        if order.level == PageParkLevel.PAUSE:
+            if self._offloaded and not self._bring_back():
+                return False
+            words[Word.STATE] = PageState.PAUSED
+            return True
+        if not self._offloaded:
+            # Before the state says SAVING: what an earlier stop left in the arena is not this one's, and the daemon
+            # serves as much as is said to be filled.
+            words[Word.ARENA_FILLED] = 0
+            words[Word.ARENA_SIZE] = 0
+        words[Word.STATE] = PageState.SAVING
+        if order.level == PageParkLevel.OFFLOAD:
+            if not self._offloaded:
+                if handlers.on_offload is None:
+                    return self._refuse(order)
+                freed = []
+                offload = handlers.on_offload
+                if not self._try_to_save(lambda: freed.append(offload(request)), "OFFLOAD"):
+                    return False
+                self._offloaded = True
+                words[Word.OFFLOADED_BYTES] = freed[0]
+            words[Word.STATE] = PageState.OFFLOADED
+            return True
+        if order.level == PageParkLevel.HAND_OVER:
+            hand_over = handlers.on_hand_over
+            if hand_over is None:
+                return self._refuse(order)
+            if not self._try_to_save(lambda: hand_over(request), "OFFLOAD", "CHECKPOINT"):
+                return False
+            words[Word.STATE] = PageState.HANDED_OVER
+            return True
+        save = handlers.on_checkpoint
+        if save is None or order.level != PageParkLevel.CHECKPOINT:
+            return self._refuse(order)
+        if self._saved != (order.stop_seq, step):
+            if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
+                return False
+            self._saved = (order.stop_seq, step)
+        words[Word.CHECKPOINT_STEP] = step
+        words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        return True
+
+    def _save_and_go_on(self, agreement: int, step: int) -> None:
+        """Serve a checkpoint request at the agreed step; whatever happens, training goes on."""
+        self._checkpoint_handled = agreement
+        save = self.handlers.on_checkpoint
+        if save is None:
+            self._report(Error.STATE_UNSAVEABLE, "this job cannot be saved: no handler for checkpoints")
+            self._words[Word.CHECKPOINT_FAILED] = agreement
+            return
+        self._settle(step)
+        self._words[Word.STATE] = PageState.SAVING
+        details = self._details(f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        request = StopRequest(agreement, step, PageParkLevel.CHECKPOINT, details, False, False)
+        if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
+            self._words[Word.CHECKPOINT_FAILED] = agreement
+        self._words[Word.STATE] = PageState.RUNNING
+
+    def _retune(self) -> None:
+        words = self._words
+        wanted = words[Word.RETUNE_SEQ]
+        if wanted == words[Word.RETUNE_DONE]:
+            return
+        threads, workers = words[Word.THREADS], words[Word.WORKERS]
+        if words[Word.RETUNE_SEQ] != wanted:
+            return  # being written; the next look sees it whole
+        retune = self.handlers.on_retune
+        # A retune that fails is answered too, with the old number of threads: asking again would not help.
+        if retune is None or self._try(lambda: retune(threads, workers), Error.NONE):
+            words[Word.THREADS_APPLIED] = threads
+        words[Word.RETUNE_DONE] = wanted
+
+    def _settle(self, step: int) -> None:
+        on_stop = self.handlers.on_stop
+        if on_stop is not None:
+            self._try(lambda: on_stop(step), Error.STATE_UNSAVEABLE)
+
+    def _refuse(self, order: PageOrder) -> bool:
+        self._report(Error.STATE_UNSAVEABLE, f"this job cannot stop at level {order.level}: it can only pause")
+        return False
+
+    def _try_to_save(self, save: Callable[[], None], *levels: str) -> bool:
+        """Run a handler of a level; where the state itself is what cannot be saved, it is offered no more."""
+        if self._try(save, Error.STATE_UNSAVEABLE):
+            return True
+        if self._failure[0] == Error.STATE_UNSAVEABLE:
+            for level in levels:
+                self._withdraw(_OFFERED_WITH[level], level, self._failure[1])
+        return False
+
+    def _try(self, action: Callable[[], None], error: int) -> bool:
+        """Run a handler; a failure is reported and False is returned, so that the daemon decides what is next."""
+        try:
+            action()
+        except Exception as problem:  # whatever a framework raises, the rank has to stay where it is and say so
+            if isinstance(problem, OSError) and error == Error.STATE_UNSAVEABLE:
+                full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+                error = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
+            error = getattr(problem, "ganger_error", error)
+            self._failure = (error, str(problem) or type(problem).__name__)
+            self._report(error, "".join(traceback.format_exception(type(problem), problem, problem.__traceback__)))
+            return False
+        return True
+
+    def _details(self, name: str) -> dict[str, Any]:
+        """Read the file of an order; most have none."""
+        try:
+            with open(os.path.join(self._job_dir, "orders", f"{name}.json"), encoding="utf-8") as file:
+                content = json.load(file)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as problem:
+            self._report(Error.STORAGE_FAILED, f"the details of order {name} cannot be read: {problem}")
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _leave(self, code: int) -> NoReturn:
+        self._words[Word.STATE] = PageState.EXITING
+        self._words[Word.EXIT_CODE] = code + 1
+        self._socket.close()
+        exitcode.leave_now(code)
+
+
+class _Sleep:
+    """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
+
+    def __init__(self) -> None:
+        self._delay = _SHORTEST_SLEEP
+        self._began = time.monotonic()
+
+    def sleep(self) -> None:
+        time.sleep(self._delay)
+        limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
+        self._delay = min(self._delay * 1.5, limit)
+
+    def until_told(self, socket: JobSocketClient) -> None:
+        """It rests: what it waits for is an order."""
+        if socket.connected:
+            socket.wait(_TOLD_SLEEP)
+        else:
+            self.sleep()

@@ -1,0 +1,558 @@
+"""The five-line form: `attach`, a data loader, the epochs, and one call per step.
+
+Outside Ganger everything here still works and nothing is controlled: a script runs alone with the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+
+from ganger.injob import metrics
+from ganger.injob.control import Control
+from ganger.injob.page import Capability, Opaque, PagePhase, Word
+from ganger.training import agent, child_training
+from ganger.training.device_model import tell
+from ganger.training.loader import ElasticLoader
+from ganger.training.loop_position import LoopPosition
+from ganger.training.process_group import keep_default_group
+from ganger.training.progress_reporter import ProgressReporter
+from ganger.training.randomness import capture_random, restore_random
+from ganger.training.replicas import why_not_replicated
+from ganger.training.sampler import mixed, seed_everything
+from ganger.training.state import Restored, TrainingObjects, apply_object
+from ganger.training.state_keeper import StateKeeper
+
+# Process and page of the call that has the job; a process forked from it may have one of its own.
+_attached: tuple[int, str] | None = None
+
+# Steps until the next publication, where there is to be none.
+_NEVER = 1 << 62
+
+FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
+
+
+def attach(
+    model: Any = None, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, *, seed: int = 0
+) -> TrainingJob:
+    """Register what is trained and restore it if a state is assigned to this job. Call it before the training loop.
+
+    Each argument may be one object, a list or a dictionary of them; names must be the same in every run. `seed` decides
+    the order of samples in this job's loaders. TypeError for what has no state, RuntimeError for a second call in one
+    job: of two only one would be saved. Ends the process with EXIT_NO_STATE if an assigned state is unreadable.
+    """
+    global _attached
+    agent.stand_down()
+    training = TrainingObjects(
+        models=_named(model, "model"),
+        optimizers=_named(optimizer, "optimizer"),
+        schedulers=_named(scheduler, "scheduler"),
+        scalers=_named(scaler, "scaler"),
+    )
+    is_child = child_training.is_child()
+    if is_child:
+        child_training.watch()
+    control = None if is_child else Control.from_environment()
+    if control is not None and not control.claim():
+        # a helper process of a script: the one that trains has the page
+        control.close()
+        control = None
+    if control is not None:
+        here = (os.getpid(), control.page.path)
+        if _attached == here:
+            control.close()
+            raise RuntimeError(
+                "attach was called twice in one job: name all models and optimizers in one call,"
+                " attach(model={'generator': g, 'discriminator': d}, optimizer=[...])"
+            )
+        _attached = here
+    job = TrainingJob(training, control, seed)
+    if control is not None:
+        _start_carefully(job, control)
+    return job
+
+
+def _start_carefully(job: TrainingJob, control: Control) -> None:
+    """Start the job under control. A failure of the agent ends the script only where a state is to be restored."""
+    try:
+        job._start(control)
+    except Exception as problem:
+        if control.restore is not None:
+            control.give_up_restore(f"cannot restore: {agent.failure_text(problem)}")
+        job.step_aside(problem)
+
+
+def _named(given: Any, kind: str) -> dict[str, Any]:
+    named = _by_name(given, kind)
+    for name, item in named.items():
+        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
+            raise TypeError(
+                f"attach: {kind} {name!r} is a {type(item).__name__}, which has no state_dict() and load_state_dict()"
+            )
+    return named
+
+
+def _by_name(given: Any, kind: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, dict):
+        return {str(name): item for name, item in given.items()}
+    if isinstance(given, (list, tuple)):
+        return {f"{kind}{number}": item for number, item in enumerate(given)}
+    return {kind: given}
+
+
+class _Unclaimed:
+    """A saved object that the script has yet to register."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+
+    def state_dict(self) -> Any:
+        return self._saved
+
+
+class TrainingJob:
+    """One rank of a training job. Make it with `attach`."""
+
+    def __init__(self, training: TrainingObjects, control: Control | None, seed: int) -> None:
+        self._training = training
+        self._control = control
+        self._seed = seed
+        self._keeper: StateKeeper | None = None
+        self._progress: ProgressReporter | None = None
+        self._loaders: list[ElasticLoader] = []
+        # Of them, those made so far in this run of the script; one that is made in every epoch is the same again.
+        self._made = 0
+        self._place = LoopPosition()
+        self._reasons: list[str] = []
+        # The agent has failed: steps are counted, no order is obeyed.
+        self._is_aside = False
+        self._epoch = 0
+        self._steps = 0
+        self._samples = 0
+        self._waited_nanoseconds = 0
+        self._held = 0
+        self._untold_steps: Callable[[], int] = lambda: 0
+        self._tell_at_next_step: Callable[[], None] = lambda: None
+        self._restored: Restored | None = None
+        self._position_at_start: dict[str, Any] | None = None
+        # Of whose scale the state is, until `on_resize` has been told.
+        self._old_world = 0
+        # What training drew from at the boundary is due once the script is back there.
+        self._is_random_due = False
+        # Its loaders go on from here; before they may be looked into as in the first run.
+        self._is_back_in_loop = True
+
+    def _start(self, control: Control) -> None:
+        keep_default_group()
+        control.hello(FIVE_LINE, torch=str(torch.__version__))
+        keeper = StateKeeper(control, lambda: self._training, self._position)
+        keeper.when_stopped = self._show
+        self._keeper = keeper
+        control.handlers = keeper.handlers()
+        self._progress = ProgressReporter(control.page, lambda: self._training, keeper)
+        restored = keeper.restore_at_start()
+        if restored is not None:
+            self._restored = restored
+            self._is_random_due = True
+            self._is_back_in_loop = not restored.position.get("in loop")
+            tell(restored.notice)
+            if restored.position.get("reasons"):
+                control.give_up_restore(f"training cannot go on from here: {'; '.join(restored.position['reasons'])}")
+            self._steps = restored.position["steps"]
+            self._epoch = restored.position["epoch"]
+            # of this rank, as if there had always been so many
+            self._samples = restored.position["samples"] * restored.world // control.world
+            self._old_world = restored.position.get("old world", restored.world)
+            self._start_where_it_was(control, restored)
+        else:
+            control.start(0)
+        hot_path = _managed_step(self, control.boundary)
+        self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
+
+    def _start_where_it_was(self, control: Control, restored: Restored) -> None:
+        """What is saved before the first step is what was restored: the script has made no loaders yet, registered
+        nothing, and has its own numbers to draw before it is back in its loop."""
+        drawn_next = capture_random()
+        self._restore_random(restored)
+        self._training.objects = {name: _Unclaimed(saved) for name, saved in restored.unclaimed.items()}
+        self._position_at_start = {
+            **restored.position,
+            "samples": self._samples,
+            "old world": self._old_world,
+        }
+        control.start(restored.step)
+        self._position_at_start = None
+        self._training.objects = {}
+        restore_random(drawn_next)
+
+    def step_aside(self, problem: Exception) -> None:
+        """Obey no order from now on, after a failure of the agent; training goes on."""
+        text = agent.failure_text(problem)
+        tell(f"{text}; training goes on")
+        if self._control is not None:
+            self._is_aside = True
+            self._control.step_aside(Opaque.AGENT_FAILED, text)
+
+    # -- what a script may ask
+
+    @property
+    def managed(self) -> bool:
+        """Whether this process is controlled by Ganger."""
+        return self._control is not None
+
+    @property
+    def step_count(self) -> int:
+        """Steps done, those before a restart included."""
+        return self._steps + self._untold_steps()
+
+    @property
+    def rank(self) -> int:
+        return _rank_and_world(self._control)[0]
+
+    @property
+    def world(self) -> int:
+        return _rank_and_world(self._control)[1]
+
+    # -- what a script calls
+
+    def dataloader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | Callable[[int], int],
+        shuffle: bool = False,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> ElasticLoader:
+        """A loader of this rank's share of `dataset` that goes on where training was.
+
+        `global_batch` samples over all ranks form one step, whatever their number; ValueError if the ranks do not
+        divide it. A function says how many for a number of ranks, for jobs that are to take more with more of them.
+        Call it in the same order in every run. `options` go to torch's DataLoader. Position counts the batches the loop
+        has taken, not those prefetched.
+        """
+        rank, world = _rank_and_world(self._control)
+        number = self._made
+        self._made += 1
+        is_constant = isinstance(global_batch, int)
+        global_batch = global_batch if isinstance(global_batch, int) else global_batch(world)
+        loader = ElasticLoader(
+            dataset,
+            global_batch=global_batch,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            rank=rank,
+            world=world,
+            seed=self._seed,
+            number=number,
+            num_workers=num_workers,
+            options=options,
+            events=self,
+        )
+        if number < len(self._loaders):
+            loader.follow(self._loaders[number])
+        elif self._is_back_in_loop:
+            self._go_on(number, loader)
+        self._loaders[number:] = [loader, *self._loaders[number + 1 :]]
+        if self._control is not None:
+            self._offer_resize(self._control, global_batch if is_constant else 0)
+        return loader
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 .. count-1, without the epochs that a restored state has behind it.
+
+        The last step of an epoch's pass has its boundary when the epoch is over, and what the script does after the
+        pass is done; that of the last epoch has none, as training is over.
+        """
+        page = None if self._control is None else self._control.page
+        first = self._enter_loop(counts_steps=False)
+        made_before = self._made
+        if page is not None:
+            page.set(Word.TRAINING_EPOCHS, max(0, count))
+        for self._epoch in range(first, count):
+            if self._place.held:
+                self._boundary()
+            self._made = made_before
+            self._place.begin_epoch()
+            if page is not None:
+                page.set(Word.TRAINING_EPOCH, self._epoch)
+            try:
+                yield self._epoch
+            except GeneratorExit:
+                self._place.leave_loop()
+                raise
+            self._place.end_epoch()
+        self._finish()
+
+    def steps(self, count: int | None = None) -> Iterator[int]:
+        """0 .. count-1, or for ever, without the steps that a restored state has behind it: instead of `epochs`, where
+        it follows from the number of the step what is to be done in it. Call `step` once in each."""
+        self._enter_loop(counts_steps=True)
+        for number in itertools.count(self.step_count):
+            if count is not None and number >= count:
+                break
+            if number + 1 == count:
+                self._place.take_last_number()
+                self._tell_at_next_step()
+            try:
+                yield number
+            except GeneratorExit:
+                self._place.leave_loop()
+                raise
+        self._finish()
+
+    def step(self, loss: Any = None) -> None:
+        """Say that one optimizer step and all that belongs to it are done: the boundary.
+
+        Here a job may be paused, parked, saved or ended (exit code 75). Gradients that are not None are part of the
+        state, as more may be added to them; `zero_grad` before this call makes it smaller.
+        """
+        self._steps += 1
+
+    def report(self, **values: Any) -> None:
+        """Tell how well it does, by name: `job.report(accuracy=0.93, epoch=4)`. Shown by `ganger show`; what the stop
+        rule of a job array goes by. Only rank 0 is listened to, about once a second; at most eight names.
+
+        Raises ValueError for a name that is none, TypeError for what is no number."""
+        numbers = metrics.checked(values)
+        if self._control is not None:
+            metrics.write(self._control.page, numbers)
+
+    def register(self, name: str, item: Any, *, position: bool = False) -> Any:
+        """Make `item` part of the state: a tensor, a torch.Generator, or anything with state_dict/load_state_dict.
+
+        Restores it at once if there is a saved state of that name. Returns `item`. `position`: it knows which batches
+        of an epoch are done, and takes the others after a restart, for scripts with a data loader of their own.
+        """
+        if not isinstance(item, (torch.Tensor, torch.Generator)) and not hasattr(item, "load_state_dict"):
+            raise TypeError(
+                f"cannot register {name}: a {type(item).__name__} has no state_dict() and load_state_dict()"
+            )
+        if name in self._training.objects:
+            raise ValueError(f"{name!r} is registered already; choose another name")
+        self._training.objects[name] = item
+        self._place.has_own_position |= position
+        if self._restored is not None and name in self._restored.unclaimed:
+            apply_object(item, self._restored.unclaimed.pop(name))
+        return item
+
+    @contextlib.contextmanager
+    def no_suspend(self) -> Iterator[None]:
+        """Inside, steps are counted but are no boundaries. Every rank must enter and leave at the same step."""
+        self._held += 1
+        self._tell_at_next_step()
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def safe_point(self) -> None:
+        """Call it now and then in something long without steps (evaluation): the job is seen to be alive."""
+        if self._control is not None:
+            self._control.phase(PagePhase.EVALUATION)
+            self._control.safe_point()
+
+    def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""
+        if self._restored is not None and self._old_world != self.world:
+            callback(self._old_world, self.world)
+        return callback
+
+    # -- told by the loaders
+
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None:
+        self._samples += samples
+        self._waited_nanoseconds += waited_nanoseconds
+        if self._place.take_batch(loader, self.step_count, is_last):
+            self._tell_at_next_step()
+
+    def ended_pass(self, loader: ElasticLoader) -> None:
+        self._place.end_pass(loader, self.step_count)
+        self._tell_at_next_step()
+
+    def resumed_pass(self, loader: ElasticLoader) -> None:
+        """The loader was being read at the boundary, and is about to go on."""
+        self._place.resume_pass(loader)
+        self._set_random()
+
+    def only_looked(self) -> None:
+        """The loader that was about to go on was only looked into: what was drawn for that is not to count."""
+        self._is_random_due = True
+
+    def has_gone_on(self) -> bool:
+        """Whether a step was made in this process."""
+        return self._restored is None or self.step_count > self._restored.position["steps"]
+
+    def worker_hint(self) -> int | None:
+        return None if self._keeper is None else self._keeper.workers
+
+    # -- inside
+
+    def _tell(self, passed: int, loss: Any) -> int:
+        """Publish what the steps `passed` since the last call came to; returns after how many to call again."""
+        assert self._progress is not None
+        self._steps += passed
+        if self._is_aside:
+            return _NEVER
+        return self._progress.publish(passed, self._samples, self._waited_nanoseconds, loss)
+
+    def _show(self) -> None:
+        if self._progress is not None:
+            self._progress.show(self._samples, self._waited_nanoseconds)
+
+    def _offer_resize(self, control: Control, global_batch: int) -> None:
+        """Another number of ranks can go on from here: each has all of the state, and the loaders know their place."""
+        page = control.page
+        if self._reasons:
+            return
+        if not page.get(Word.CAPABILITIES) & Capability.RESIZE:
+            try:
+                why_not = why_not_replicated(self._training)
+            except Exception as problem:
+                why_not = agent.failure_text(problem)
+            if why_not:
+                tell(f"this job cannot go on with another number of ranks: {why_not}")
+                return
+        page.set(Word.RESIZE_DIVIDES, math.gcd(page.get(Word.RESIZE_DIVIDES), global_batch))
+        page.set(Word.CAPABILITIES, page.get(Word.CAPABILITIES) | Capability.RESIZE)
+
+    def _enter_loop(self, *, counts_steps: bool) -> int:
+        """`epochs` or `steps` begins; returns the epoch to begin with."""
+        is_first = not self._place.is_entered
+        self._place.enter_loop(counts_steps=counts_steps)
+        if not is_first:
+            return 0
+        if not self._is_back_in_loop:
+            self._is_back_in_loop = True
+            for number, loader in enumerate(self._loaders):
+                self._go_on(number, loader)
+        if self._restored is not None and not self._restored.position.get("in pass", True):
+            self._set_random()
+        return self._epoch
+
+    def _go_on(self, number: int, loader: ElasticLoader) -> None:
+        if self._restored is not None and number < len(self._restored.position["loaders"]):
+            loader.go_to(self._restored.position["loaders"][number])
+
+    def _set_random(self) -> None:
+        # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
+        restored = self._restored
+        if restored is None or not self._is_random_due:
+            return
+        self._is_random_due = False
+        self._restore_random(restored)
+
+    def _restore_random(self, restored: Restored) -> None:
+        if restored.rank == self.rank:
+            restore_random(restored.random)
+        else:
+            # A rank that was not there before starts from the state of another, but must not draw what that one draws.
+            seed_everything(mixed(self._seed, restored.step, self.rank))
+
+    def _boundary(self) -> None:
+        """The one that was held back until here."""
+        self._place.held = 0
+        if self._control is not None:
+            self._control.is_step_owed = False
+            try:
+                self._control.boundary()
+            except Exception as problem:
+                self.step_aside(problem)
+
+    def _finish(self) -> None:
+        self._place.leave_loop()
+        self._place.held = 0
+        if self._control is not None:
+            self._show()
+            self._control.finish()
+
+    def _holds_step(self) -> bool:
+        """Whether the step that was made is no boundary, or none yet."""
+        assert self._control is not None
+        if self._held:
+            return True
+        if self._is_aside:
+            return False
+        self._control.is_step_owed = self._place.holds_step()
+        if not self._control.is_step_owed:
+            self._look_around(self._control)
+        return self._control.is_step_owed
+
+    def _look_around(self, control: Control) -> None:
+        """Offer no checkpoint once there was a boundary that a restart would not find back to."""
+        reason = self._place.why_not_found_again()
+        if not reason or reason in self._reasons:
+            return
+        self._reasons.append(reason)
+        able = control.page.get(Word.CAPABILITIES) & ~(Capability.CHECKPOINT | Capability.RESIZE)
+        control.hello(able, reason="; ".join(self._reasons))
+        if control.rank == 0:
+            tell(f"this job can be paused, but neither moved nor saved: {reason}")
+
+    def _position(self) -> dict[str, Any]:
+        if self._position_at_start is not None:
+            return self._position_at_start
+        if self._control is not None and self.step_count > 0:
+            self._look_around(self._control)
+        return {
+            "epoch": self._epoch,
+            "in loop": self._place.is_in_loop,
+            "in pass": self._place.is_in_pass,
+            # whoever restores it must know: a state parked for a pause can be carried elsewhere without asking the rank
+            "reasons": list(self._reasons),
+            # not the image's step: inside no_suspend steps are made that are no boundaries
+            "steps": self.step_count,
+            "samples": self._samples,
+            "loaders": [loader.position() for loader in self._loaders],
+        }
+
+
+def _managed_step(
+    job: TrainingJob, boundary: Callable[[], None]
+) -> tuple[Callable[..., None], Callable[[], int], Callable[[], None]]:
+    """TrainingJob.step under control, as a closure: it is called in every step, and most have nothing to tell.
+
+    It only counts down to the step at which to tell. The second function says how many steps are not told of yet; the
+    third makes the next step tell, whatever the first one thought.
+    """
+    tell_after = countdown = 0
+
+    def step(loss: Any = None) -> None:
+        nonlocal tell_after, countdown
+        try:
+            countdown -= 1
+            if countdown <= 0:
+                tell_after = countdown = job._tell(tell_after - countdown, loss)
+                if job._holds_step():
+                    tell_after = countdown = 0
+                    return
+            boundary()
+        except Exception as problem:
+            tell_after = countdown = 0
+            job.step_aside(problem)
+
+    def untold_steps() -> int:
+        return tell_after - countdown
+
+    def tell_at_next_step() -> None:
+        nonlocal tell_after, countdown
+        tell_after, countdown = tell_after - countdown, 0
+
+    return step, untold_steps, tell_at_next_step
+
+
+def _rank_and_world(control: Control | None) -> tuple[int, int]:
+    if control is not None:
+        return control.rank, control.world
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

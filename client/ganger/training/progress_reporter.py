@@ -1,0 +1,93 @@
+"""What a rank tells while it trains: samples, waiting for data, loss, device memory. Never waits for a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Callable
+
+import torch
+
+from ganger.injob.page import Page, Word
+from ganger.training.state import TrainingObjects
+from ganger.training.state_keeper import StateKeeper, device_bytes
+
+LOSS_EVERY_SECONDS = 1.0
+# Steps worth the name are told of one by one; shorter ones a few at a time, so that telling costs next to nothing. Few,
+# because the next step may be a long one.
+PUBLISH_EVERY_SECONDS = 0.005
+MOST_STEPS_UNTOLD = 16
+# Optimizers make their state in the first step, activations peak soon after; later changes are rare.
+MEASURED_STEPS = (1, 2, 3, 10, 100)
+MEASURED_EVERY = 1000
+
+
+class ProgressReporter:
+    """Writes the page's words that change with every step, as often as somebody could want to know."""
+
+    def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper | None) -> None:
+        self._page = page
+        self._words = page.words
+        self.training = training
+        self._keeper = keeper
+        self._steps = 0
+        self._measure_at = MEASURED_STEPS[0]
+        self._published = time.monotonic()
+        self._loss_due = 0.0
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._peak = 0
+
+    def publish(self, passed: int, samples: int, waited_nanoseconds: int, loss: Any) -> int:
+        """`passed` steps were made since the last call. Returns after how many more this wants to be called again."""
+        self.show(samples, waited_nanoseconds)
+        now = time.monotonic()
+        self._steps += passed
+        if self._steps >= self._measure_at:
+            self._measure_at = _after(self._steps)
+            self.measure()
+        if now >= self._loss_due:
+            self._loss_due = now + LOSS_EVERY_SECONDS
+            if self._keeper is not None:
+                # after the first measurement: the arena gets its memory from the first step on
+                self._keeper.tend()
+            if loss is not None:
+                self._look_at(loss)
+        untold = int(PUBLISH_EVERY_SECONDS * passed / max(now - self._published, 1e-9))
+        self._published = now
+        return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))
+
+    def show(self, samples: int, waited_nanoseconds: int) -> None:
+        """Samples taken by this rank, and how long it has waited for them."""
+        self._words[Word.SAMPLES] = samples
+        self._words[Word.DATA_WAIT] = waited_nanoseconds
+
+    def measure(self) -> None:
+        """Publish device memory now and at its peak."""
+        in_use, peak = device_bytes(self.training())
+        self._peak = max(self._peak, peak)
+        self._words[Word.DEVICE_BYTES] = in_use
+        self._words[Word.PEAK_DEVICE_BYTES] = self._peak
+
+    def _look_at(self, loss: Any) -> None:
+        if self._pending is not None:
+            copied, event = self._pending
+            if event.query():
+                self._set(float(copied))
+                self._pending = None
+        if isinstance(loss, torch.Tensor) and loss.is_cuda:
+            if self._pending is None and loss.numel() == 1:
+                copied = loss.detach().to("cpu", torch.float64, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                self._pending = (copied, event)
+        elif not isinstance(loss, torch.Tensor) or loss.numel() == 1:
+            self._set(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+
+    def _set(self, loss: float) -> None:
+        if math.isfinite(loss):
+            self._page.set_float(Word.LOSS, loss)
+
+
+def _after(steps: int) -> int:
+    """The step at which to measure next."""
+    return next((step for step in MEASURED_STEPS if step > steps), steps + MEASURED_EVERY)

@@ -1,0 +1,384 @@
+"""What a rank does with its state when it is told to stop: leave it, park it in the arena, hand it over, write it down.
+
+All levels use one image (see image.py), so a state parked for a pause can be streamed or written to storage later
+without waking the job.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, TypeVar
+
+import torch
+
+from ganger.injob.control import Control, Handlers, StopRequest
+from ganger.injob.page import Error, PageState, Word
+from ganger.injob.state_image import ImageError
+from ganger.training.arena import Arena, give_free_memory_back
+from ganger.training.image_io import (
+    TRANSFER_BYTES,
+    ArenaSink,
+    ArenaSource,
+    ArenaTooSmallError,
+    FileSink,
+    FileSource,
+    ImagePlan,
+    OpenImage,
+    durable_shard,
+    open_image,
+    write_image,
+)
+from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
+from ganger.training.state_codec import StateNotSupportedError
+from ganger.training.unflushed import Unflushed
+
+_T = TypeVar("_T")
+
+# Below this nothing goes back to the system anyway, and counters that optimizers keep on the CPU stay where they are.
+SMALLEST_OFFLOAD_BYTES = 4096
+ARENA_POLL_SECONDS = 0.0005
+
+
+class CannotKeepError(Exception):
+    """The state could not be parked or written. `ganger_error` is the page's word for it."""
+
+    def __init__(self, error: int, message: str) -> None:
+        super().__init__(message)
+        self.ganger_error = error
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A state that lies in the arena; `freed` are the storages to fill again: (storage, offset in the arena, bytes)."""
+
+    step: int
+    plan: ImagePlan
+    freed: tuple[tuple[Any, int, int], ...]
+
+
+class StateKeeper:
+    """Carries out a rank's orders on its state. `training` and `position` are asked at every boundary anew."""
+
+    def __init__(
+        self,
+        control: Control,
+        training: Callable[[], TrainingObjects],
+        position: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._control = control
+        self._page = control.page
+        self._training = training
+        self._position = position
+        self._parked: _Parked | None = None
+        self._unflushed = Unflushed(control.page.path)
+        self._writer: threading.Thread | None = None
+        self._finished: Callable[[], None] | None = None
+        self.when_stopped: Callable[[], None] = lambda: None
+        self.workers: int | None = None
+        self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
+        order = control.restore
+        if self.arena is not None and order is not None and order.kind == "arena":
+            # long before the first byte comes
+            self.arena.map_ahead(order.size)
+
+    # -- orders
+
+    def handlers(self) -> Handlers:
+        return Handlers(
+            on_stop=self.stopped,
+            on_offload=self.offload,
+            on_restore=self.bring_back,
+            on_checkpoint=self.checkpoint,
+            on_hand_over=self.hand_over,
+            on_retune=self.retune,
+        )
+
+    def stopped(self, step: int) -> None:
+        """The rank stands at `step`: let the device finish, and the page tell all there is to tell."""
+        _synchronize()
+        self.when_stopped()
+
+    def offload(self, request: StopRequest) -> int:
+        """Park the state in the arena and free the device memory it used; returns the bytes freed."""
+        whole, places = _with_whole_storages(self._capture())
+        plan = self._fill_arena(whole, request.step)
+        freed = _freed(plan, whole.tensors, places)
+        self._parked = _Parked(request.step, plan, freed)
+        del whole
+        give_free_memory_back()
+        return sum(size for _, _, size in freed)
+
+    def bring_back(self, request: StopRequest | None) -> None:
+        """Fill the freed storages again. Every tensor is where the script left it, at a new address."""
+        parked = self._parked
+        if parked is None or self.arena is None:
+            return
+        self.arena.view()
+        with torch.no_grad():
+            for storage, offset, size in parked.freed:
+                storage.resize_(size)
+                target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
+                target.copy_(self.arena.tensor(offset, size), non_blocking=True)
+        _synchronize()
+        # not before: after a failure it is tried again
+        self._parked = None
+
+    def hand_over(self, request: StopRequest) -> None:
+        """Leave a complete image in the arena for another rank; the tensors stay."""
+        if self._parked is None or not request.offloaded:
+            self._parked = _Parked(request.step, self._fill_arena(self._capture(), request.step), ())
+
+    def checkpoint(self, request: StopRequest) -> None:
+        """Write rank-K.shard into the directory the order names; durable on return if the rank exits afterwards."""
+        if "checkpoint" not in request.details:
+            raise CannotKeepError(Error.STORAGE_FAILED, f"order {request.seq} names no directory for the checkpoint")
+        directory = str(request.details["checkpoint"]).replace("{step}", str(request.step))
+        rank, step = self._control.rank, request.step
+        self._wait_for_writer()
+        if self._parked is not None and self._parked.step == step:
+            total = self._parked.plan.total_bytes
+            _reported(lambda: self._write_arena(directory, total))
+        else:
+            captured = self._capture()
+            plan = self._plan(captured, step)
+            if not request.exiting and self._fits_arena(plan):
+                self._parked = None
+                self._fill_arena(captured, step)
+                self._write_behind(directory, plan.total_bytes, request)
+                return
+            _reported(lambda: durable_shard(directory, rank, plan.total_bytes, lambda fd: _write_file(plan, fd)))
+        self._control.checkpoint_durable(request.seq, step)
+
+    def retune(self, threads: int, workers: int) -> None:
+        """Follow the cores: torch's threads at once, loader workers with the next pass."""
+        if threads > 0 and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if workers > 0:
+            self.workers = workers
+
+    def tend(self) -> None:
+        """Report what a checkpoint written in the background came to, and keep as much of the arena allocated as the
+        state may need. Cheap; called now and then while training."""
+        if self.arena is not None:
+            self.arena.touch(self._page.get(Word.PEAK_DEVICE_BYTES) * 11 // 10)
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            finished()
+
+    # -- starting
+
+    def position_at_start(self) -> dict[str, Any]:
+        """The assigned state's position, as soon as the header is there. Ends the process on a bad state."""
+        return self._from_assigned_state(position_of)
+
+    def restore_at_start(self) -> Restored | None:
+        """Put the assigned state into the script's objects; None if there is none. Ends the process on a bad state.
+
+        A half-restored state must not train, and trying again here would read the same bytes.
+        """
+        if self._control.restore is None:
+            return None
+        restored = self._from_assigned_state(lambda image: restore(self._training(), image))
+        _synchronize()
+        return restored
+
+    def _from_assigned_state(self, use: Callable[[OpenImage], _T]) -> _T:
+        order = self._control.restore
+        assert order is not None, "asked only when a state is assigned"
+        self._page.set(Word.STATE, PageState.RESTORING)
+        try:
+            if order.kind == "arena":
+                if self.arena is None:
+                    raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
+                # mapped, and page-locked for a device, before the first byte comes
+                view = self.arena.view()
+                self._wait_for_arena(1)
+                return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
+            shard = os.path.join(order.path, f"rank-{order.rank}.shard")
+            descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return use(_not_older(open_image(FileSource(descriptor)), order.step))
+            finally:
+                os.close(descriptor)
+        except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
+            self._control.give_up_restore(f"cannot restore: {error}")
+
+    def _wait_for_arena(self, needed_bytes: int) -> None:
+        while self._page.get(Word.ARENA_AVAILABLE) < needed_bytes:
+            self._control.safe_point()
+            time.sleep(ARENA_POLL_SECONDS)
+
+    # -- helpers, in call order
+
+    def _capture(self) -> Captured:
+        _synchronize()
+        # Whoever goes on from this state does not write again what the script has written until here.
+        self._unflushed.flush()
+        try:
+            return capture(self._training(), self._position())
+        except StateNotSupportedError as error:
+            raise CannotKeepError(Error.STATE_UNSAVEABLE, str(error)) from error
+
+    def _plan(self, captured: Captured, step: int) -> ImagePlan:
+        return captured.plan(
+            step=step, samples=self._page.get(Word.SAMPLES), rank=self._control.rank, world=self._control.world
+        )
+
+    def _fits_arena(self, plan: ImagePlan) -> bool:
+        return self.arena is not None and plan.total_bytes <= os.fstat(self.arena.descriptor).st_size
+
+    def _fill_arena(self, captured: Captured, step: int) -> ImagePlan:
+        self._wait_for_writer()
+        plan = self._plan(captured, step)
+        if self.arena is None:
+            raise CannotKeepError(Error.ARENA_TOO_SMALL, "this job has no arena; submit it with --gpu-memory")
+        page = self._page
+        try:
+            view = self.arena.view(plan.total_bytes)
+        except ArenaTooSmallError as error:
+            raise CannotKeepError(Error.ARENA_TOO_SMALL, str(error)) from error
+        page.set(Word.ARENA_FILLED, 0)
+        page.set(Word.ARENA_SIZE, plan.total_bytes)
+        write_image(plan, ArenaSink(view, lambda filled: page.set(Word.ARENA_FILLED, filled)))
+        return plan
+
+    def _write_arena(self, directory: str, total: int) -> None:
+        assert self.arena is not None
+        view = self.arena.view()
+
+        def write(descriptor: int) -> None:
+            sink = FileSink(descriptor)
+            for start in range(0, total, TRANSFER_BYTES):
+                sink.put(view[start : min(start + TRANSFER_BYTES, total)])
+            sink.flush()
+
+        durable_shard(directory, self._control.rank, total, write)
+
+    def _write_behind(self, directory: str, total: int, request: StopRequest) -> None:
+        """Write the arena to storage while training goes on. The control belongs to the training thread: see tend."""
+        control = self._control
+
+        def write() -> None:
+            try:
+                _reported(lambda: self._write_arena(directory, total))
+            except CannotKeepError as error:
+                word, message = error.ganger_error, str(error)
+                self._finished = lambda: control.checkpoint_failed(request.seq, word, message)
+            else:
+                self._finished = lambda: control.checkpoint_durable(request.seq, request.step)
+
+        self._writer = threading.Thread(target=write, name="ganger-checkpoint")
+        self._writer.start()
+
+    def _wait_for_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.tend()
+
+
+def _not_older(image: OpenImage, step: int) -> OpenImage:
+    if image.step < step:
+        raise StateMismatchError(f"the state is of step {image.step}, but training was at step {step} already")
+    return image
+
+
+def _reported(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
+        raise CannotKeepError(kind, f"cannot write the checkpoint: {error}") from error
+
+
+def _write_file(plan: ImagePlan, descriptor: int) -> None:
+    write_image(plan, FileSink(descriptor))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+
+
+def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _with_whole_storages(captured: Captured) -> tuple[Captured, tuple[int, ...]]:
+    """`captured` so extended that every storage to free is covered by one tensor, and the indices of those tensors."""
+    tensors = list(captured.tensors)
+    places: list[int] = []
+    covering: dict[tuple[str, int], int] = {}
+    storages: dict[tuple[str, int], torch.Tensor] = {}
+    on_accelerator = any(tensor.device.type != "cpu" for tensor in tensors[: captured.live])
+    for index, tensor in enumerate(tensors[: captured.live]):
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        # beside an accelerator only its memory is worth freeing; without one, host memory stands for the device's
+        if size < SMALLEST_OFFLOAD_BYTES or (on_accelerator and tensor.device.type == "cpu"):
+            continue
+        if not storage.resizable() or (tensor.device.type == "cpu" and tensor.is_shared()):  # type: ignore[no-untyped-call]
+            continue
+        key = _storage_key(tensor)
+        storages.setdefault(key, tensor)
+        if tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size:
+            covering.setdefault(key, index)
+    for key, tensor in storages.items():
+        if key not in covering:
+            storage = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            whole.set_(storage, 0, (storage.nbytes(),), (1,))
+            covering[key] = len(tensors)
+            tensors.append(whole)
+        places.append(covering[key])
+    return Captured(captured.tree, tuple(tensors), captured.live), tuple(places)
+
+
+def _freed(
+    plan: ImagePlan, tensors: tuple[torch.Tensor, ...], places: tuple[int, ...]
+) -> tuple[tuple[Any, int, int], ...]:
+    freed: list[tuple[Any, int, int]] = []
+    for index in places:
+        storage = tensors[index].untyped_storage()
+        size = storage.nbytes()
+        freed.append((storage, plan.preamble.data_offset + plan.offsets[index], size))
+        storage.resize_(0)
+    return tuple(freed)
+
+
+def device_bytes(training: TrainingObjects) -> tuple[int, int]:
+    """Device memory of the framework (now, peak); without an accelerator, the bytes of the live tensors' storages."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices = range(torch.cuda.device_count())
+        now = sum(torch.cuda.memory_allocated(device) for device in devices)
+        return now, sum(torch.cuda.max_memory_allocated(device) for device in devices)
+    seen: dict[tuple[str, int], int] = {}
+    for tensor in map(_local, _live_tensors(training)):
+        seen[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    total = sum(seen.values())
+    return total, total
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor (DTensor: FSDP2, tensor parallel) that lies in this process's memory."""
+    shard: Any = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard
+
+
+def _live_tensors(training: TrainingObjects) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    for model in training.models.values():
+        tensors += [*model.parameters(), *model.buffers()]
+        tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for optimizer in training.optimizers.values():
+        for values in optimizer.state.values():
+            if isinstance(values, dict):
+                tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+    tensors += [item for item in training.objects.values() if isinstance(item, torch.Tensor)]
+    return [t for t in tensors if not torch.nn.parameter.is_lazy(t)]

@@ -1,0 +1,286 @@
+"""The checkpoints of one running gang: asks for them when due, tells the leader of durable shards, publishes, collects.
+
+The leader's daemon publishes; a member's reports until it hears that this was done. Everything can be done again after
+a crash: what is durable is found on storage, what is not is asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ganger.injob.state_image import ImageError
+
+from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.checkpoints.layout import CheckpointName, checkpoints_directory, complete, read_manifest
+from ganger_daemon.checkpoints.manifest import Gathering, Shard, ShardReport, directories, manifest
+from ganger_daemon.checkpoints.retention import collect, collect_abandoned
+from ganger_daemon.checkpoints.schedule import Schedule, asked, due
+from ganger_daemon.checkpoints.shards import Described, describe_shard
+from ganger_daemon.failpoints import hit
+
+log = logging.getLogger(__name__)
+
+# What failed is tried again at this pace.
+_RETRY_SECONDS = 0.5
+# A member asks the leader so soon whether all is published, then ever later up to the pace above.
+_ASK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    step: int
+    epoch: int
+    path: str  # relative to the job's directory on storage
+    size_bytes: int
+    time_seconds: float
+
+
+class StorageError(Exception):
+    """Storage does not take a checkpoint: asking again at once would not help. `reason` is the control page's word."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+Publish = Callable[[Path, Path, dict[str, Any]], None]
+Run = Callable[..., Awaitable[Any]]
+Report = Callable[[ShardReport], Awaitable[bool]]
+
+
+class Keeper:
+    """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
+    pass; `report`, of a member, sends the leader shards or a refusal, and returns whether the checkpoint is published.
+    `wanted`: checkpoints the master would start the job from; None: not known, and nothing is removed. `run` calls
+    functions that block."""
+
+    def __init__(
+        self,
+        job_uid: str,
+        epoch: int,
+        world: int,
+        leads: bool,
+        publish: Publish,
+        report: Report,
+        changed: Callable[[], None],
+        wanted: frozenset[CheckpointName] | None = frozenset(),
+        run: Run = asyncio.to_thread,
+    ) -> None:
+        self._job_uid = job_uid
+        self._epoch = epoch
+        self._world = world
+        self._leads = leads
+        self._publish = publish
+        self._report = report
+        self._changed = changed
+        self.wanted = wanted
+        self._run = run
+        self._gatherings: dict[int, Gathering] = {}
+        self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
+        self._refused: dict[int, str] = {}
+        self._reported_refusal = 0  # the agreement whose refusal the leader has received
+        self._lock = asyncio.Lock()
+        self._retry_at = 0.0
+        self._ask_again = _ASK_SECONDS
+        self.published: Published | None = None
+        self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
+        self.schedule = Schedule(time.monotonic())
+        self.trouble = ""
+
+    def recall(self, storage: Path | None) -> None:
+        """After a daemon restart: the newest checkpoint of this epoch that is on storage."""
+        if storage is None or not self._leads:
+            return
+        for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
+            if name.epoch == self._epoch:
+                with suppress(ValueError):  # a manifest that its job has spoilt
+                    found = _published(storage, self._job_uid, name)
+                    # Where storage hung, a newer one may have been published meanwhile.
+                    self.published = self.published or found
+                    return
+
+    def prune(self, storage: Path) -> None:
+        """Remove checkpoints that are neither among the newest nor wanted by the master. Blocks."""
+        if self._leads and self.published is not None and self.wanted is not None:
+            newest = CheckpointName(self.published.step, self.published.epoch)
+            collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
+
+    def due(self, now: float, interval_seconds: float, request: int) -> bool:
+        return self._leads and due(self.schedule, now, interval_seconds, request)
+
+    def asked(self, now: float, request: int) -> None:
+        self.schedule = asked(self.schedule, now, request)
+
+    def room_missing(self, storage: Path) -> int:
+        size = self.published.size_bytes if self.published is not None else 0
+        return storage_checks.room_missing(storage, size)
+
+    def is_settled(self, agreement: int) -> bool:
+        """Whether the checkpoint of an agreement is published."""
+        return agreement in self.handed
+
+    def refusal(self, agreement: int) -> str:
+        """Why the checkpoint of an agreement could not be published; empty while it may be."""
+        return self._refused.get(agreement, "")
+
+    async def refuse(self, agreement: int, why: str) -> None:
+        """Give up the checkpoint of an agreement, as a rank cannot write its shard, and report that to the leader.
+
+        Idempotent. `why`: the reason, for people."""
+        self._refuse(agreement, why)
+        if self._leads or self._reported_refusal == agreement or time.monotonic() < self._retry_at:
+            return
+        try:
+            await self._report(ShardReport(agreement, refusal=why))
+        except Exception as error:  # as in `_tell_leader`
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
+            return
+        self._reported_refusal = agreement
+
+    def _refuse(self, agreement: int, why: str) -> None:
+        if agreement in self._refused or agreement in self.handed:
+            return
+        self.trouble = why
+        self._refused = {agreement: why}
+        log.warning("checkpoint refused", extra={"job": self._job_uid, "cause": why})
+        self._changed()
+
+    def abandon(self, agreement: int) -> None:
+        """The ranks of a stop go on without its checkpoint; asked again for the same stop they save anew."""
+        self._gatherings.pop(agreement, None)
+        if self._refused.pop(agreement, None):
+            self.trouble = ""
+        self._described = {key: shard for key, shard in self._described.items() if key[0] != agreement}
+
+    def tidy(self, storage: Path) -> None:
+        """What came of checkpoints that were given up goes. Blocks."""
+        if self._leads:
+            collect_abandoned(checkpoints_directory(storage, self._job_uid), self._epoch)
+
+    async def durable(self, storage: Path, agreement: int, step: int, ranks: tuple[int, ...]) -> None:
+        """All local shards of an agreement are durable: describe them, then report or gather them. Idempotent."""
+        if agreement in self.handed or agreement in self._refused or time.monotonic() < self._retry_at:
+            return
+        async with self._lock:
+            tmp, final = directories(storage, self._job_uid, self._epoch, step)
+            shards = await self._describe(tmp, final, agreement, ranks)
+            if shards is None:
+                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                return
+            if not self._leads:
+                await self._tell_leader(agreement, step, shards)
+                return
+        await self.gather(storage, agreement, step, shards)
+
+    async def gather(self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+        """Leader: shards of some ranks; publishes once all are there."""
+        assert self._leads, "only the leader gathers shards"
+        async with self._lock:
+            gathering = self._gatherings.get(agreement, Gathering(self._world, step)).add(step, shards)
+            self._gatherings = {agreement: gathering}
+            if not gathering.complete or agreement in self.handed or agreement in self._refused:
+                return
+            try:
+                await self._run(self._publish_now, storage, gathering)
+            except StorageError as error:
+                self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
+                return
+            except (OSError, ValueError) as error:
+                said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
+                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                if said != self.trouble:
+                    self._changed()
+                log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
+                return
+            self.trouble = ""
+            self.handed[agreement] = step
+        self._changed()
+
+    def _publish_now(self, storage: Path, gathering: Gathering) -> None:
+        tmp, final = directories(storage, self._job_uid, self._epoch, gathering.step)
+        if not (final.exists() and not tmp.exists()):
+            hit("mid-fsync")
+            self._publish(tmp, final, manifest(gathering, self._job_uid, self._epoch, time.time()))
+            hit("after-rename")
+        name = CheckpointName(gathering.step, self._epoch)
+        self.published = _published(storage, self._job_uid, name)
+        log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
+        self.prune(storage)
+
+    async def _describe(
+        self, tmp: Path, final: Path, agreement: int, ranks: tuple[int, ...]
+    ) -> tuple[Shard, ...] | None:
+        for rank in ranks:
+            if (agreement, rank) in self._described:
+                continue
+            file = f"rank-{rank}.shard"
+            try:
+                described = await self._run(_describe_either, tmp / file, final / file)
+            except (OSError, ImageError) as error:
+                self._refuse(agreement, f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}")
+                return None
+            self._described[agreement, rank] = described.shard(rank, file)
+        found = tuple(self._described[agreement, rank] for rank in ranks)
+        self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
+        return found
+
+    async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+        try:
+            published = await self._report(ShardReport(agreement, step, shards))
+        except Exception as error:  # the leader may be away for a while: asked again until it answers
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
+            return
+        if not published:
+            self._retry_at = time.monotonic() + self._ask_again
+            self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
+            return
+        self._ask_again = _ASK_SECONDS
+        self.trouble = ""
+        self.handed[agreement] = step
+        self._changed()
+
+
+def _describe_either(unfinished: Path, published: Path) -> Described:
+    return describe_shard(unfinished if unfinished.exists() else published)
+
+
+def publish_here(tmp: Path, final: Path, fields: dict[str, Any]) -> None:
+    """What a launcher does, for when there is none: manifest, fsyncs, rename. Raises StorageError."""
+    path = tmp / "MANIFEST.json"
+    try:
+        with open(path, "w") as file:
+            json.dump(fields, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_directory(tmp)
+        hit("before-rename")
+        os.replace(tmp, final)
+        _sync_directory(final.parent)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StorageError("STORAGE_FULL" if full else "STORAGE_FAILED", str(error)) from error
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:
+    found = read_manifest(checkpoints_directory(storage, job_uid) / str(name))
+    return Published(name.step, name.epoch, f"checkpoints/{name}", found.size_bytes, found.time)

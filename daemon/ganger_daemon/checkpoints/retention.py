@@ -1,0 +1,82 @@
+"""Which checkpoints may go: all but the newest complete ones, those the master would start the job from, and what is
+still being written.
+
+Newer is what a later epoch wrote, whatever its step: a job that had to go back to an older checkpoint leaves unreadable
+ones of higher steps behind, and those must not crowd out the good ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from ganger_daemon.checkpoints.layout import CheckpointName, complete, parse_unfinished
+
+# The newest, and the one before it for when the newest turns out to be damaged.
+KEEP = 2
+_TRASH = ".trash-"
+
+
+def surplus(
+    names: Collection[CheckpointName], newest: CheckpointName, wanted: Collection[CheckpointName] = ()
+) -> tuple[CheckpointName, ...]:
+    """What to remove once `newest` is published, oldest first.
+
+    `wanted`: checkpoints the master would start the job from, as its newest desired set names them. The first one
+    published since stays, too: the master may have recorded it although its answer was lost.
+    """
+    ordered = sorted(names, key=_age)
+    newest_wanted = max(map(_age, wanted), default=(-1, -1))
+    since = [name for name in ordered if _age(name) > newest_wanted]
+    kept = {*ordered[-KEEP:], newest, *wanted, *since[:1]}
+    return tuple(name for name in ordered if name not in kept)
+
+
+def _age(name: CheckpointName) -> tuple[int, int]:
+    return (name.epoch, name.step)
+
+
+def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
+    """Whether nobody writes there any more: of an older epoch, or passed over by its own."""
+    return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
+
+
+def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
+    """Removes surplus checkpoints, leftovers and old trash from one job's directory, `newest` being just published;
+    names removed.
+
+    A checkpoint is renamed before it is deleted, so that nobody ever finds half of one under its name.
+    """
+    if not directory.is_dir():
+        return ()
+    doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]
+    doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
+    return _remove(directory, doomed)
+
+
+def collect_abandoned(directory: Path, epoch: int) -> tuple[str, ...]:
+    """Removes what the ranks of an epoch began and did not bring to an end, where nobody is writing just now."""
+    if not directory.is_dir():
+        return ()
+    mine = [name for name, unfinished in _unfinished(directory) if unfinished.epoch == epoch]
+    return _remove(directory, [name for name in mine if not any((directory / name).glob("*.part"))])
+
+
+def _unfinished(directory: Path) -> list[tuple[str, CheckpointName]]:
+    found = [(path.name, parse_unfinished(path.name)) for path in sorted(directory.iterdir())]
+    return [(name, unfinished) for name, unfinished in found if unfinished is not None]
+
+
+def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
+    removed: list[str] = []
+    for name in doomed:
+        try:
+            os.replace(directory / name, directory / f"{_TRASH}{name}")
+            removed.append(name)
+        except OSError:
+            continue  # somebody else was faster
+    for path in directory.glob(f"{_TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return tuple(removed)

@@ -1,0 +1,396 @@
+"""One gang's local part: from what its pages and exits say, the phase to report and what is left to do.
+
+Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
+only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
+order and at one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ganger.protocol.execution_lease import must_be_frozen
+
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartOutcome, PartOutcomeKind, PartPhase
+
+EXIT_YIELDED = 75
+EXIT_FENCED = 76
+EXIT_NO_STATE = 77
+SIGKILL = 9
+SIGTERM = 15
+
+# A Python that nobody attached and whose agent found no training never says hello; after this long it counts as opaque.
+HELLO_SECONDS = 5.0
+
+
+class RankState(IntEnum):
+    """Word.STATE of the page."""
+
+    INIT = 0
+    RUNNING = 1
+    WAITING = 2
+    PAUSED = 3
+    OFFLOADED = 4
+    HANDED_OVER = 5
+    SAVING = 6
+    RESTORING = 7
+    READY = 8
+    EXITING = 9
+
+
+class RankPhase(IntEnum):
+    """Word.PHASE of the page."""
+
+    START = 0
+    TRAINING = 1
+    EVALUATION = 2
+    COMPILATION = 3
+    REPLAY = 4
+    DONE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """How a rank ended. `known` is false when nobody recorded it."""
+
+    code: int = 0
+    signal: int = 0
+    known: bool = True
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One local rank: numbers from its page, and its exit once it is gone."""
+
+    rank: int
+    state: int = 0
+    phase: int = 0
+    step: int = 0
+    ack_sequence: int = 0
+    ack_step: int = 0
+    reached_sequence: int = 0
+    reached_step: int = 0
+    first_step: bool = False  # a boundary passed since the present RUN order
+    hello: bool = False
+    opaque: bool = False
+    let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
+    fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
+    exit: RankExit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GangPart:
+    """The facts `judge` decides from. Times are seconds of one monotonic clock."""
+
+    wanted: DesiredOrder
+    ranks: tuple[Rank, ...] = ()
+    launched: bool = False
+    launched_at: float = 0.0
+    world: int = 1
+    no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
+    restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
+    frozen: bool = False  # every process stands still
+    launch_failure: PartOutcome | None = None
+    has_room: bool = True  # for the state of a gang that moves in: bytes can come
+    memory_freed: bool = False  # device memory seen free since this stop
+    published_step: int | None = None  # a checkpoint of this stop is on storage
+    refusal: str = ""  # why the wanted level cannot be had: a rank said so, or its checkpoint cannot be published
+    escalated: bool = False  # killed because it ignored an order
+    out_of_memory: bool = False
+    damage: str = ""  # what its job did to a control page: the gang is killed for it
+    stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
+    settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
+
+
+class Todo(IntEnum):
+    """What the shell does next; the order of the values is the order of doing."""
+
+    LAUNCH = 1
+    VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
+    TERMINATE = 3  # SIGTERM to main processes, kill after grace
+    KILL = 4  # everything in the group at once, frozen as it may be
+    REAP = 5  # every process gone: settle the outcome, free cgroup and cores
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    phase: PartPhase
+    level: ParkLevel = ParkLevel.NONE
+    stop_step: int = 0
+    outcome: PartOutcome | None = None
+    todo: tuple[Todo, ...] = ()
+
+
+def judge(gang: GangPart, now: float) -> Judgement:
+    """The phase to report and what to do, from the facts alone."""
+    if gang.launch_failure is not None:
+        outcome = gang.settled or gang.launch_failure
+        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    if not gang.launched and gang.settled is not None:
+        return Judgement(PartPhase.ENDED, outcome=gang.settled, todo=(Todo.REAP,))
+    if not gang.launched:
+        return _before_launch(gang)
+    if gang.ranks and all(rank.exit is not None for rank in gang.ranks):
+        return _after_exit(gang)
+    if gang.wanted.intent is OrderIntent.STOP:
+        return _stopping(gang)
+    if _first_failure(gang) is not None:
+        # the others would wait for it in a collective: the gang stops whole
+        todo = () if gang.stop_signalled else (Todo.TERMINATE,)
+        return Judgement(PartPhase.STOPPING, todo=todo)
+    if gang.wanted.intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
+        return _parking(gang, now)
+    if gang.wanted.intent is OrderIntent.PREPARE:
+        return _preparing(gang)
+    return Judgement(_run_phase(gang, now))
+
+
+def may_be_on_devices(wanted: DesiredOrder, judged_under: DesiredOrder, judgement: Judgement) -> bool:
+    """Whether processes that were launched run, or may any moment: that they rested by a former order says nothing of
+    one that sends them on, be it to their next boundary only."""
+    if judgement.phase is not PartPhase.PARKED:
+        return judgement.phase is not PartPhase.ENDED
+    if wanted.intent in (OrderIntent.RUN, OrderIntent.PREPARE):
+        return True
+    return wanted.stop_sequence != judged_under.stop_sequence
+
+
+def _before_launch(gang: GangPart) -> Judgement:
+    if gang.wanted.intent is OrderIntent.STOP:
+        outcome = PartOutcome(PartOutcomeKind.STOPPED, message="stopped before it was launched")
+        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    # parked before it was launched: it starts with the stop in its page and rests before its first step
+    return Judgement(PartPhase.STARTING, todo=(Todo.LAUNCH,))
+
+
+def _after_exit(gang: GangPart) -> Judgement:
+    outcome = settle(gang)
+    if (
+        outcome.kind is PartOutcomeKind.YIELDED
+        and gang.wanted.intent is OrderIntent.PARK
+        and gang.published_step is not None
+    ):
+        return Judgement(PartPhase.PARKED, ParkLevel.CHECKPOINT, gang.published_step, outcome, (Todo.REAP,))
+    if outcome.kind is PartOutcomeKind.YIELDED and gang.wanted.intent is OrderIntent.PARK:
+        return Judgement(PartPhase.STOPPING, todo=(Todo.REAP,))
+    return Judgement(PartPhase.ENDED, outcome=outcome, stop_step=gang.published_step or 0, todo=(Todo.REAP,))
+
+
+def _stopping(gang: GangPart) -> Judgement:
+    if gang.wanted.ends_at_once:
+        return Judgement(PartPhase.STOPPING, todo=(Todo.KILL,))
+    saves = gang.wanted.checkpoint_first and _controllable(gang) and not (gang.refusal and _rest(gang))
+    if saves and not gang.stop_signalled:
+        return Judgement(
+            PartPhase.STOPPING
+        )  # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
+    return Judgement(PartPhase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
+
+
+def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
+    """Whether nothing in this rank can obey an order at a boundary, as far as can be told."""
+    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    return rank.opaque or (has_waited and not gang.restores and not rank.hello)
+
+
+def is_busy(gang: GangPart) -> bool:
+    """Whether some live rank does what takes its time and has no boundaries: its order's clock waits for it."""
+    phases = (RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.REPLAY)
+    states = (RankState.SAVING, RankState.RESTORING)
+    return any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
+
+
+def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
+    """PAUSE of a job without boundaries: it stands still where it is. Only where all of its ranks are on this node, and
+    so stop together: on several, some would wait in a collective operation for others that stopped earlier."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if (
+        gang.wanted.intent is not OrderIntent.PARK
+        or gang.wanted.level is not ParkLevel.PAUSE
+        or gang.world != len(gang.ranks)
+    ):
+        return False
+    # Ranks with boundaries cannot stop at one without those that have none.
+    return any(is_opaque(gang, rank, now) for rank in live)
+
+
+def is_beyond(gang: GangPart) -> bool:
+    """Whether the present order asks for more than a job without boundaries can do: it will never be carried out."""
+    deeper = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
+    if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
+        return False
+    return any(rank.opaque and rank.exit is None for rank in gang.ranks) and reached_step(gang) is None
+
+
+def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None) -> bool:
+    """Whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no lease;
+    then a gang that is frozen without an order to pause has outlived its lease."""
+    if lease_is_over is None:
+        return frozen and wanted.intent is not OrderIntent.PARK
+    return lease_is_over
+
+
+def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> bool:
+    """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it.
+    Until this daemon knows of a lease, frozen processes stay frozen."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if not live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled:
+        return False
+    if lease_is_over is None and gang.frozen:
+        return True
+    if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
+        return True
+    # An order that it cannot carry out: it stands still until that is reported.
+    return is_paused_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang))
+
+
+def _parking(gang: GangPart, now: float) -> Judgement:
+    if is_paused_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang)):
+        stood = max(rank.step for rank in gang.ranks)
+        return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, stood) if gang.frozen else Judgement(PartPhase.STOPPING)
+    step = reached_step(gang)
+    if step is None:
+        return (_rest(gang) if gang.refusal else None) or Judgement(PartPhase.STOPPING)
+    if gang.wanted.intent is OrderIntent.HAND_OVER:
+        return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, step)
+    if gang.wanted.level is ParkLevel.OFFLOAD:
+        if not gang.memory_freed:
+            return Judgement(PartPhase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
+        return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, step)
+    if gang.wanted.level is ParkLevel.PAUSE:
+        return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, step)
+    return Judgement(PartPhase.STOPPING)  # CHECKPOINT is reached by leaving
+
+
+def _preparing(gang: GangPart) -> Judgement:
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if all(rank.state == RankState.READY for rank in live):
+        # the master commits only what stands where the source stopped
+        steps = {rank.reached_step for rank in live}
+        return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
+    # the source trains on while memory is made ready here; once it stops, every page would cost it time
+    if gang.has_room and all(rank.hello for rank in live):
+        return Judgement(PartPhase.PREPARED)
+    return Judgement(PartPhase.STARTING)
+
+
+def _run_phase(gang: GangPart, now: float) -> PartPhase:
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    if all(rank.first_step or rank.phase == RankPhase.DONE for rank in live):
+        return PartPhase.RUNNING
+    if gang.wanted.moves_in:
+        return PartPhase.READY if all(rank.state == RankState.READY for rank in live) else PartPhase.STARTING
+    if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
+        return PartPhase.RUNNING
+    return PartPhase.STARTING
+
+
+def reached_step(gang: GangPart) -> int | None:
+    """The step at which all live local ranks rest for the present order, or None while one does not."""
+    resting = {
+        OrderIntent.HAND_OVER: (RankState.HANDED_OVER, RankState.OFFLOADED),
+        OrderIntent.PARK: {
+            ParkLevel.PAUSE: (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER),
+            ParkLevel.OFFLOAD: (RankState.OFFLOADED,),
+        }.get(gang.wanted.level, ()),
+    }.get(gang.wanted.intent, ())
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    steps = {
+        rank.reached_step
+        for rank in live
+        if rank.state in resting and rank.reached_sequence >= gang.wanted.order.number
+    }
+    everyone = all(rank.state in resting and rank.reached_sequence >= gang.wanted.order.number for rank in live)
+    return steps.pop() if everyone and len(steps) == 1 else None
+
+
+def _rest(gang: GangPart) -> Judgement | None:
+    """PARKED where the live ranks all rest at one step, at the level they share, whatever was wanted; else None."""
+    live = [rank for rank in gang.ranks if rank.exit is None]
+    steps = {rank.step for rank in live}
+    if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):
+        return None
+    offloaded = all(rank.state == RankState.OFFLOADED for rank in live)
+    return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD if offloaded else ParkLevel.PAUSE, steps.pop())
+
+
+_AT_REST = (RankState.PAUSED, RankState.OFFLOADED)
+
+
+def refuses(gang: GangPart, rank: Rank) -> bool:
+    """Whether a rank that reported an error under the present order rests without having carried it out. What it met on
+    the way (a checkpoint begun earlier) counts no more once it has."""
+    parks = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
+    saves = gang.wanted.intent is OrderIntent.STOP and gang.wanted.checkpoint_first
+    behind = rank.reached_sequence < gang.wanted.order.number
+    return (parks or saves) and rank.exit is None and rank.state in _AT_REST and behind
+
+
+def is_disobedient(gang: GangPart) -> bool:
+    """Whether some live rank neither rests at a boundary nor leaves. One that rests at another level than ordered said
+    why in its error, and is not killed for it; nor is one that stands still. Who is to end may not rest for ever."""
+    if gang.frozen:
+        return False
+    resting = (*_AT_REST, RankState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()
+    return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
+
+
+def _controllable(gang: GangPart) -> bool:
+    return any(rank.hello and not rank.opaque for rank in gang.ranks)
+
+
+def _first_failure(gang: GangPart) -> Rank | None:
+    failed = [rank for rank in gang.ranks if rank.exit is not None and not _is_good(rank, rank.exit)]
+    return min(failed, key=lambda rank: (rank.exit.at if rank.exit else 0.0, rank.rank), default=None)
+
+
+def _is_good(rank: Rank, ending: RankExit) -> bool:
+    # the code alone says nothing: a job may use it for something of its own
+    yielded = ending.code == EXIT_YIELDED and rank.let_go
+    return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
+
+
+def awaits_publication(gang: GangPart) -> bool:
+    """Whether all ranks have yielded for a stop whose checkpoint is not seen published yet."""
+    if gang.launch_failure is not None or not gang.ranks or settle(gang).kind is not PartOutcomeKind.YIELDED:
+        return False
+    return gang.published_step is None and bool(gang.wanted.stop_sequence)
+
+
+def settle(gang: GangPart) -> PartOutcome:
+    """How the local part ended, once every process is gone. The rank that failed first names the outcome."""
+    if gang.settled is not None:
+        return gang.settled
+    if gang.escalated:
+        return PartOutcome(
+            PartOutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed"
+        )
+    failed = _first_failure(gang)
+    if failed is None:
+        yielded = [rank for rank in gang.ranks if rank.exit is not None and rank.exit.code == EXIT_YIELDED]
+        if yielded:
+            return PartOutcome(PartOutcomeKind.YIELDED, EXIT_YIELDED, yielded[0].rank)
+        return PartOutcome(PartOutcomeKind.DONE)
+    ending = failed.exit
+    assert ending is not None, "a failed rank has an exit"
+    code = -ending.signal if ending.signal else ending.code
+    if gang.out_of_memory and ending.signal == SIGKILL:
+        return PartOutcome(
+            PartOutcomeKind.OUT_OF_MEMORY, code, failed.rank, "killed: it used more host memory than its claim"
+        )
+    if gang.wanted.intent is OrderIntent.STOP and gang.stop_signalled:
+        return PartOutcome(PartOutcomeKind.STOPPED, code, failed.rank)
+    if not ending.known and not gang.damage:
+        return PartOutcome(
+            PartOutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and its exit was not recorded"
+        )
+    if ending.code == EXIT_FENCED and not ending.signal and failed.fenced:
+        return PartOutcome(PartOutcomeKind.FENCED, code, failed.rank, "its epoch was over")
+    if ending.code == EXIT_NO_STATE and not ending.signal:
+        return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")
+    if gang.damage:
+        return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"killed: {gang.damage}")
+    how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
+    return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")

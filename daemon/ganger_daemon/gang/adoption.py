@@ -1,0 +1,87 @@
+"""What a daemon finds of a gang that a former one looked after, and how much of it can be believed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ganger.agent.v1 import agent_pb2
+
+from ganger_daemon.gang.desired_messages import LocalPart, from_json, order_key, with_spec_of
+from ganger_daemon.gang.device_memory import MemoryWatch
+from ganger_daemon.gang.pages import ControlPages, RunMark
+from ganger_daemon.gang.rank_launch import Launching
+from ganger_daemon.gang.shared_memory import Segments
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.process_identity import RankProcess, stranger_text
+from ganger_daemon.node.processes import ProcessId, is_alive
+from ganger_daemon.node.safe_files import read_json
+
+log = logging.getLogger(__name__)
+
+
+def recall_notes(
+    host: NodeContext, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
+) -> RunMark:
+    """What a former daemon noted saves questions; notes that cannot be read are none."""
+    mark = RunMark()
+    try:
+        left = read_json(paths.local)
+        launching.recall(left)
+        mark = RunMark.recall(left.get("mark", {}))
+        memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
+        memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+        segments.recall(left.get("segments", {}))
+        host.adopt_cores(paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
+    except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
+        log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
+    return mark
+
+
+def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
+    """Paths of those the master would start the job from, as noted; None if they are not."""
+    noted = read_json(paths.local).get("wanted_checkpoints")
+    return [str(path) for path in noted] if isinstance(noted, list) else None
+
+
+def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+    """What the master wanted of a gang, as noted where a switch of rows came after it; else its last order."""
+    if not order_key(desired.order).is_by_turn:
+        return desired
+    noted = read_json(paths.local).get("told", {})
+    told = from_json(noted) if isinstance(noted, dict) else None
+    if told is not None and told.order.master_sequence >= desired.order.master_sequence:
+        return with_spec_of(told, desired)
+    told = agent_pb2.DesiredGang()
+    told.CopyFrom(desired)
+    told.order.set_epoch = told.order.local_sequence = told.stop_sequence = 0
+    told.intent, told.level = agent_pb2.INTENT_RUN, 0  # type: ignore[assignment]  # no level
+    return told
+
+
+def find_ranks(
+    paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, RankProcess]
+) -> dict[int, ProcessId] | None:
+    """Local ranks, dead ones too; None if not all of them were launched yet. Opens the pages, and spoils those that
+    contradict what runs."""
+    is_open = pages.open(_page_version(paths, part))
+    found = launching.recognise(children, pages)
+    for rank, one in found.items():
+        if one.stranger is not None:
+            log.error("process not adopted", extra={"gang": paths.group, "cause": stranger_text(rank, one)})
+        if one.is_lost:
+            pages.spoil(stranger_text(rank, one))
+    if not is_open and not pages.foreign and any(is_alive(one.process) for one in found.values()):
+        # else they went with the machine's memory, and so did the processes
+        pages.spoil(f"the control pages in {paths.run} were removed by its job")
+    had_launches = any(paths.launch(rank).exists() for rank in part.ranks) or bool(pages.damage())
+    if all(one.process.pid for one in found.values()) or (had_launches and not pages.readable):
+        return {rank: one.process for rank, one in found.items()}
+    return None
+
+
+def _page_version(paths: GangPaths, part: LocalPart) -> int:
+    """What the pages were made as; 0 if that is not known."""
+    version = read_json(paths.launch(part.ranks[0])).get("page_version")
+    return version if isinstance(version, int) else 0

@@ -1,0 +1,75 @@
+"""What the daemons of one gang tell each other while their ranks agree on a boundary, and what they do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.page import CHECKPOINT_BIT
+
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartPhase
+from ganger_daemon.core.relay import merge_all
+from ganger_daemon.gang.boundary_relay import Hub, Link, RelayMessage, to_wire
+from ganger_daemon.gang.checkpointing import Saving
+from ganger_daemon.gang.desired_messages import LocalPart, order_key_to_wire
+from ganger_daemon.gang.others import Peers
+from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.node.directories import GangPaths
+
+
+class Agreeing:
+    """The leader's hub, or a member's link to it. A gang on one node alone has nothing to tell."""
+
+    def __init__(self, peers: Peers, paths: GangPaths, part: LocalPart, pages: ControlPages, saving: Saving) -> None:
+        self._peers = peers
+        self._paths = paths
+        self._part = part
+        self._pages = pages
+        self._saving = saving
+        self._link: Link | None = None
+        self.hub = Hub()
+
+    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, heard: Callable[[RelayMessage], None]) -> None:
+        """A member opens its link to the leader, once."""
+        if self._link is None and not self._part.leads:
+            self._link = self._peers.link(leader.peer_address, heard)
+            key = order_key_to_wire(wanted.order)
+            self._link.start(to_wire(self._paths.job_uid, self._paths.epoch, key, RelayMessage(0, ())))
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+
+    def hear(self, heard: RelayMessage) -> None:
+        """Points from another daemon go into the mirrors; a checkpoint the leader asked for is asked for here too."""
+        known = self._pages.points()
+        merged = merge_all(known, heard.points, frozenset(self._part.ranks))
+        self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
+        asked = bool(heard.agreement & CHECKPOINT_BIT) and heard.agreement > self._pages.checkpoint_sequence()
+        if asked and not self._part.leads:
+            self._saving.request(heard.agreement & ~CHECKPOINT_BIT)
+
+    def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
+        """The agreement that is not yet settled; 0 while there is none, or nobody elsewhere to agree with."""
+        if len(self._part.ranks) == self._part.world:
+            return 0
+        if wanted.stop_sequence and phase in (PartPhase.STOPPING, PartPhase.RUNNING, PartPhase.STARTING):
+            return wanted.stop_sequence
+        sequence = self._pages.checkpoint_sequence()
+        if sequence and wanted.intent is OrderIntent.RUN and not self._saving.keeper.is_settled(sequence):
+            return sequence
+        return 0
+
+    def relay(self, wanted: DesiredOrder, phase: PartPhase) -> None:
+        """Says what is known here, while that may help somebody."""
+        agreement = self.in_flight(wanted, phase)
+        if not agreement:
+            return
+        points = self._pages.points()
+        own = tuple(points[rank] for rank in self._part.ranks)
+        said = RelayMessage(agreement, tuple(points.values()) if self._part.leads else own)
+        message = to_wire(self._paths.job_uid, self._paths.epoch, order_key_to_wire(wanted.order), said)
+        if self._part.leads:
+            self.hub.say(message)
+        elif self._link is not None:
+            self._link.say(message)

@@ -1,0 +1,265 @@
+"""When a gang's state goes to storage, and from when on its ranks may end because it is there.
+
+The agreement on a step is the ranks' business (pages), the publication the keeper's; here they are brought together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
+
+from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
+from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
+from ganger_daemon.checkpoints.manifest import ShardReport
+from ganger_daemon.core import escalation
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.failpoints import hit
+from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.others import Peers
+from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.gang.rank_errors import complaint_of
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.node_context import NodeContext
+
+log = logging.getLogger(__name__)
+
+# Longest work on storage, which may read whole shards; and how long the gang's loop waits for it at once.
+_WORK_S = 3600.0
+_PATIENCE_S = 0.2
+_STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
+
+
+class Saving:
+    """`launcher` may block; `news` is called when a checkpoint has been published, or cannot be."""
+
+    def __init__(
+        self,
+        host: NodeContext,
+        peers: Peers,
+        paths: GangPaths,
+        part: LocalPart,
+        pages: ControlPages,
+        desired: agent_pb2.DesiredGang,
+        launcher: Callable[[], Launcher | None],
+        news: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._peers = peers
+        self._paths = paths
+        self._part = part
+        self._pages = pages
+        self._members = desired.members
+        self._launcher = launcher
+        self._tidy_due = False
+        self.keeper = Keeper(
+            desired.job_uid,
+            desired.epoch,
+            part.world,
+            part.leads,
+            self._publish,
+            self._report,
+            news,
+            _names(desired.kept_checkpoints),
+            partial(host.storage.work.run, within_s=_WORK_S),
+        )
+        self._news = news
+        self._work: asyncio.Task[None] | None = None
+        self._recalling: asyncio.Task[None] | None = None
+        self._pruning: asyncio.Task[None] | None = None
+
+    def recall(self, stop_sequence: int, step: int | None, wanted: Collection[str] | None) -> None:
+        """Recall what a former daemon knew. `step`: of the checkpoint that the gang ended with; `wanted`: paths of
+        those the master wanted last, None without a note of them."""
+        self.keeper.wanted = None if wanted is None else _names(wanted)
+        # Storage may hang: what is there is reported once it has been read.
+        self._recalling = asyncio.create_task(self._recall())
+        if step is not None:
+            self.keeper.handed[stop_sequence] = step
+
+    def want(self, paths: Collection[str]) -> bool:
+        """Note the checkpoints that the master would start the job from; others may go. Return whether they changed."""
+        names = _names(paths)
+        if names == self.keeper.wanted:
+            return False
+        self.keeper.wanted = names
+        if self._part.leads and (self._pruning is None or self._pruning.done()):
+            # Beside the gang's loop: storage may hang.
+            self._pruning = asyncio.create_task(self._prune())
+        return True
+
+    @property
+    def wanted_paths(self) -> list[str] | None:
+        """For the notes of the next daemon."""
+        names = self.keeper.wanted
+        return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
+
+    @property
+    def saved_request(self) -> int:
+        """Number of the request that led to the newest published checkpoint; 0 if a stop did, or there is none."""
+        newest = next(reversed(self.keeper.handed), 0)
+        return newest & ~CHECKPOINT_BIT if newest & CHECKPOINT_BIT else 0
+
+    async def _recall(self) -> None:
+        with suppress(OSError):
+            await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
+        self._news()
+
+    async def _prune(self) -> None:
+        storage = self._host.storage.path
+        if storage is not None:
+            with suppress(OSError):
+                await self._host.storage.work.run(self.keeper.prune, storage, within_s=_WORK_S)
+
+    def obey(self, wanted: DesiredOrder, newer: DesiredOrder) -> None:
+        """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
+        if _saves(wanted) and not _saves(newer):
+            self.keeper.abandon(wanted.stop_sequence)
+            self._tidy_due = True
+
+    def published_step(self, wanted: DesiredOrder, settled: PartOutcome | None) -> int | None:
+        """Of the checkpoint the present stop has led to; None while there is none."""
+        for agreement in (wanted.stop_sequence, wanted.order.master_sequence):
+            if agreement in self.keeper.handed:
+                return self.keeper.handed[agreement]
+        if settled is not None and settled.kind is PartOutcomeKind.YIELDED and self.keeper.handed:
+            return max(self.keeper.handed.values())
+        return None
+
+    async def tend(
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, phase: PartPhase, now: float, is_whole: bool
+    ) -> None:
+        """Request checkpoints that are due, report durable ones, and let saved ranks end. Called every tick.
+
+        `is_whole`: no rank has ended. Where storage is slow or hangs, the gang's loop goes on meanwhile."""
+        storage = self._host.storage.path
+        if storage is None:
+            return
+        if self._work is None:
+            self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole))
+            await asyncio.wait((self._work,), timeout=_PATIENCE_S)
+            if not self._work.done():
+                self._work.add_done_callback(lambda _: self._news())
+        if self._work.done():
+            work, self._work = self._work, None
+            work.result()
+
+    async def _tend(
+        self,
+        storage: Path,
+        desired: agent_pb2.DesiredGang,
+        wanted: DesiredOrder,
+        phase: PartPhase,
+        now: float,
+        is_whole: bool,
+    ) -> None:
+        if self._tidy_due and phase in (PartPhase.RUNNING, PartPhase.PARKED):
+            # not sooner: until they rest or run again the ranks may be saving
+            self._tidy_due = False
+            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
+        found = [self._pages.progress(rank) for rank in self._part.ranks]
+        runs = (
+            wanted.intent is OrderIntent.RUN and phase is PartPhase.RUNNING and is_whole and self._host.storage.proved
+        )
+        # A checkpoint from which a rank could not be restored is of no use.
+        if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
+            await self._ask(storage, desired, now)
+        await self._hand_on_running(storage, found)
+        await self._hand_on_leaving(storage, wanted, found)
+
+    def request(self, number: int) -> None:
+        """Asks the local ranks for checkpoint `number`; the others hear of it by the relay."""
+        storage = self._host.storage.path if self._host.storage.proved else None
+        write_details(self._paths.orders, f"checkpoint-{number}", storage, self._paths.job_uid, self._paths.epoch)
+        self._pages.request_checkpoint(number)
+
+    async def _ask(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
+        seconds = desired.checkpoint_interval.ToTimedelta().total_seconds()
+        request = int(desired.checkpoint_request)
+        if not self.keeper.due(now, seconds, request):
+            return
+        running = self._pages.checkpoint_sequence()
+        unsettled = bool(running) and not self.keeper.is_settled(running)
+        waited = now - self.keeper.schedule.last
+        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
+            return  # one agreement at a time
+        if unsettled:
+            # Before the look for room: what is left of the last request takes up some.
+            await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
+        missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
+        self.keeper.asked(now, request)
+        if missing:
+            self.keeper.trouble = "STORAGE_FULL: checkpoints are skipped, storage has no room for one; the last is kept"
+            log.warning("checkpoint skipped", extra={"job": desired.job, "missing_bytes": missing})
+            return
+        self.request((running & ~CHECKPOINT_BIT) + 1)
+
+    async def _hand_on_running(self, storage: Path, found: list[PageProgress]) -> None:
+        agreement = self._pages.checkpoint_sequence()
+        if not agreement or self.keeper.is_settled(agreement):
+            return
+        steps = {progress.checkpoint_step for progress in found}
+        failed = [rank for rank, one in zip(self._part.ranks, found, strict=True) if one.checkpoint_failed == agreement]
+        refusal = self.keeper.refusal(agreement) or (failed and self._failure_of(failed[0], agreement))
+        if refusal:
+            await self.keeper.refuse(agreement, refusal)
+        elif all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
+            await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
+
+    def _failure_of(self, rank: int, agreement: int) -> str:
+        complaint = complaint_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        return str(complaint or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
+
+    async def hear_refusal(self, agreement: int, why: str) -> None:
+        """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""
+        if self._pages.readable and agreement == self._pages.checkpoint_sequence():
+            await self.keeper.refuse(agreement, why)
+
+    async def _hand_on_leaving(self, storage: Path, wanted: DesiredOrder, found: list[PageProgress]) -> None:
+        order = page_order(wanted)
+        if order is None or order.level != PageParkLevel.CHECKPOINT:
+            return
+        steps = {progress.checkpoint_step for progress in found}
+        if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
+            await self.keeper.durable(storage, order.stop_sequence, steps.pop(), self._part.ranks)
+        if self.keeper.is_settled(order.stop_sequence):
+            self._pages.let_leave(order.sequence)
+
+    def _publish(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
+        """Blocks. The launcher publishes, as the job's user; without one this daemon does."""
+        launcher = self._launcher()
+        if launcher is None:
+            publish_here(tmp, final, manifest)
+            return
+        hit("before-rename")
+        try:
+            launcher.publish(str(tmp), str(final), manifest)
+        except LauncherError as error:
+            if final.exists():
+                return
+            if error.reason in _STORAGE_REASONS:
+                raise StorageError(error.reason, str(error)) from error
+            raise OSError(str(error)) from error
+
+    async def _report(self, report: ShardReport) -> bool:
+        leader = self._members[0]
+        return await self._peers.shard_written(leader.peer_address, self._paths.job_uid, self._paths.epoch, report)
+
+
+def _names(paths: Iterable[str]) -> frozenset[CheckpointName]:
+    found = [parse_final(Path(path).name) for path in paths]
+    return frozenset(name for name in found if name is not None)
+
+
+def _saves(wanted: DesiredOrder) -> bool:
+    order = page_order(wanted)
+    return order is not None and order.level == PageParkLevel.CHECKPOINT

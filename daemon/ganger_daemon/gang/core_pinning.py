@@ -1,0 +1,86 @@
+"""The cores of one gang: follows what is wanted with the handshake of `retune`, and repins on request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.page import Word
+
+from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.gang.retune import ACK_SECONDS, Retune, RetuneStep
+from ganger_daemon.node.node_context import NodeContext
+
+log = logging.getLogger(__name__)
+
+
+class Pinning:
+    def __init__(self, host: NodeContext, group: str, pages: ControlPages, part: LocalPart) -> None:
+        self._host = host
+        self._group = group
+        self._pages = pages
+        self._part = part
+        self._millicores: tuple[int, ...] | None = None
+        # The cores it gave up when it came to rest: it gets them back where they are free.
+        self._former: tuple[int, ...] = ()
+        self.repin_done = 0
+        self.trouble = ""
+
+    async def follow(self, desired: agent_pb2.DesiredGang, iteration_seconds: float) -> None:
+        """Brings cores and threads to what is wanted; does nothing when they are."""
+        near = self._host.near(desired.claim.device_mask)
+        await self._retune(desired, near, iteration_seconds)
+        # Only now: a gang that has rested had no cores which others could be in the place of.
+        if desired.repin_request > self.repin_done:
+            self._host.repin_cores(self._group, near)
+            await self._pin()
+            self.repin_done = int(desired.repin_request)
+
+    async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_seconds: float) -> None:
+        millicores = tuple(desired.claim.millicores)
+        if self._millicores is None:
+            self._millicores = self._held_millicores(millicores)
+        wanted = int(desired.threads) or self._pages.threads()
+        if millicores == self._millicores and wanted == self._pages.threads():
+            return
+        for step in Retune(self._pages.threads(), wanted).steps():
+            match step:
+                case RetuneStep.TELL:
+                    sequence = self._pages.retune(wanted)
+                case RetuneStep.WAIT:
+                    await self._wait(sequence, max(ACK_SECONDS, 2 * iteration_seconds))
+                case RetuneStep.PIN:
+                    shortage = self._host.change_cores(self._group, millicores, near, self._former)
+                    self.trouble = f"no cores: {shortage}" if shortage else ""
+                    await self._pin()
+        self._millicores = millicores
+
+    def give_up(self) -> None:
+        """Who rests without its devices keeps no cores either: it gets some when it runs again."""
+        self._former = tuple([core for core, _ in self._host.shares_of(self._group)]) or self._former
+        self._host.release_cores(self._group)
+        self._millicores = ()
+
+    def threads(self) -> int:
+        """Threads the slowest-told rank runs with."""
+        applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]
+        return min(applied) or self._pages.threads()
+
+    async def _pin(self) -> None:
+        await asyncio.to_thread(self._host.cgroups.set_cpus, self._group, self._host.cpus_of(self._group))
+
+    async def _wait(self, sequence: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(self._pages[rank].get(Word.RETUNE_DONE) < sequence for rank in self._part.ranks):
+            if time.monotonic() > deadline:
+                log.warning("ranks did not apply their threads", extra={"group": self._group})
+                return
+            await asyncio.sleep(0.002)
+
+    def _held_millicores(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        held = sum(share for _, share in self._host.shares_of(self._group))
+        return wanted if held == sum(wanted) else ()

@@ -1,0 +1,90 @@
+"""How firmly a gang is pressed to obey: the ladder of its present order, and what each rung does to its processes."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ganger_daemon.core import escalation
+from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent
+from ganger_daemon.gang import signals
+from ganger_daemon.gang.exit_watcher import Deaths
+from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.node_context import NodeContext
+
+log = logging.getLogger(__name__)
+
+# Ranks that live on after one of them failed have this long to notice.
+_FAILURE_GRACE_SECONDS = 5.0
+
+
+class Pressing:
+    def __init__(self, host: NodeContext, paths: GangPaths, deaths: Deaths) -> None:
+        self._host = host
+        self._paths = paths
+        self._deaths = deaths
+        self._ladder: escalation.Ladder | None = None
+        self._pressed_at = time.monotonic()
+        self.escalated = False  # killed because it ignored an order
+        self.stop_signalled = False  # SIGTERM was sent: there is no way back
+        self.given_up = ""  # why the present order is not carried out, though nothing failed
+
+    def begin(self, wanted: DesiredOrder, now: float, iteration_seconds: float) -> None:
+        """A new order: orders to stop have a deadline, running needs none."""
+        if self.stop_signalled and not wanted.ends_at_once:
+            return
+        self._ladder = None
+        self.given_up = ""
+        is_move = wanted.intent is OrderIntent.HAND_OVER
+        stops = is_move or wanted.intent is OrderIntent.PARK
+        if stops or (wanted.intent is OrderIntent.STOP and wanted.checkpoint_first):
+            deadline, patience = self._host.order_deadline_seconds, self._host.order_patience_seconds
+            grace = wanted.grace_seconds
+            self._ladder = escalation.begin(now, iteration_seconds, grace, deadline, patience, ends=not is_move)
+
+    def terminate(self, wanted: DesiredOrder, now: float) -> None:
+        """SIGTERM to the main processes now, the kill of the group after the grace."""
+        grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
+        self.stop_signalled = True
+        self._ladder = escalation.begin_stop(now, grace)
+        signals.terminate(self._deaths.live())
+
+    async def end(self) -> None:
+        """SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
+        self.stop_signalled = True
+        self._ladder = None
+        await signals.kill(self._host.cgroups, self._paths.group, self._deaths.live())
+
+    async def abandon(self, why: str) -> None:
+        """Nothing can be ordered or believed any more, so nothing of the gang may go on."""
+        if live := self._deaths.live():
+            log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
+        await signals.kill(self._host.cgroups, self._paths.group, live)
+
+    async def press(self, facts: core.GangPart, pages: ControlPages, now: float) -> None:
+        """Climbs the rung that is due, if the gang does not obey."""
+        passed, self._pressed_at = now - self._pressed_at, now
+        live = self._deaths.live()
+        if self._ladder is None or not live or (not self.stop_signalled and not core.is_disobedient(facts)):
+            return
+        if core.is_busy(facts):
+            self._ladder = escalation.extend(self._ladder, passed)
+        climbed = escalation.climb(self._ladder, now)
+        if climbed is self._ladder:
+            return
+        self._ladder = climbed
+        log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
+        match climbed.rung:
+            case escalation.Rung.DUMP:
+                pages.ask_for_stacks()
+            case escalation.Rung.TERMINATE:
+                self.escalated = facts.wanted.intent is not OrderIntent.STOP
+                self.stop_signalled = True
+                signals.terminate(live)
+            case escalation.Rung.GIVE_UP:
+                waited = now - climbed.ordered_at
+                self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
+            case escalation.Rung.KILL:
+                await signals.kill(self._host.cgroups, self._paths.group, live)

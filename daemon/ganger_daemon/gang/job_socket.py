@@ -1,0 +1,118 @@
+"""The job's socket: rare packets of JSON from the ranks (hello, note, reached, error). Only a hint: the page is the
+truth.
+
+A packet wakes the gang's loop, so that a reached order is seen at once; one the other way wakes ranks that rest, so
+that they need not look all the time whether they may go on. A job without its socket loses nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ganger.injob.process_identity import peer_of
+
+log = logging.getLogger(__name__)
+
+MAX_PACKET_BYTES = 64 << 10
+MAX_CONNECTIONS = 64
+_LOOK = b"{}"
+# More than all ranks of a node say in a second, and less than a loop notices.
+_PACKETS_PER_PERIOD = 200
+_PERIOD_SECONDS = 1.0
+
+
+class JobSocketServer:
+    """Listens at `path`; calls `heard` with each packet that is a JSON object."""
+
+    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
+        self._path = path
+        self._heard = heard
+        self._socket: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+        self._silenced: set[socket.socket] = set()
+        self._heard_since = 0
+
+    def start(self) -> None:
+        """Replaces what a former daemon left. Needs a running event loop."""
+        new = self._path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        listener.bind(str(new))
+        os.chmod(new, 0o600)
+        listener.listen(64)
+        os.replace(new, self._path)
+        self._socket = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for connection in tuple(self._connections):
+            self._drop(connection)
+        if self._socket is not None:
+            loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def nudge(self) -> None:
+        """There is something new in the pages. Who does not read is not waited for: it looks from time to time."""
+        for connection in tuple(self._connections):
+            try:
+                connection.send(_LOOK)
+            except OSError:
+                continue
+
+    def _accept(self) -> None:
+        assert self._socket is not None, "a closed socket accepts nothing"
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            return
+        if len(self._connections) >= MAX_CONNECTIONS or peer_of(connection).uid not in (0, os.geteuid()):
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._connections.add(connection)
+        asyncio.get_running_loop().add_reader(connection, self._read, connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        if self._heard_since == 0:
+            asyncio.get_running_loop().call_later(_PERIOD_SECONDS, self._listen_again)
+        elif self._heard_since >= _PACKETS_PER_PERIOD:
+            # who says more waits: the loop is everybody's
+            asyncio.get_running_loop().remove_reader(connection)
+            self._silenced.add(connection)
+            return
+        self._heard_since += 1
+        try:
+            packet = connection.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._drop(connection)
+            return
+        try:
+            fields = json.loads(packet)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(fields, dict):
+            self._heard(fields)
+
+    def _listen_again(self) -> None:
+        self._heard_since = 0
+        for connection in self._silenced & self._connections:
+            asyncio.get_running_loop().add_reader(connection, self._read, connection)
+        self._silenced.clear()
+
+    def _drop(self, connection: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(connection)
+        connection.close()
+        self._connections.discard(connection)

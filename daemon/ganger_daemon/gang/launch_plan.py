@@ -1,0 +1,291 @@
+"""Starting the local ranks of a gang: everything before the fork, and the fork; run again after a crash it does the
+rest.
+
+What is durable comes first: gang.json, then the pages with the order in them, then the group, then the forks.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.environment import TaskPlace, rank_environment, torchrun_environment
+from ganger.injob.gang_pages import page_path
+from ganger.injob.page import VERSION
+from ganger.v1 import job_pb2
+from ganger.wire.resource_names import parse_job_name, parse_node_name
+
+from ganger_daemon.checkpoints.layout import parse_final
+from ganger_daemon.checkpoints.storage import token_found
+from ganger_daemon.checkpoints.verification import newest_found
+from ganger_daemon.checkpoints.verify import Unreadable, verify
+from ganger_daemon.core.orders import FoundCheckpoint, PartOutcomeKind
+from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.launchers import is_python
+from ganger_daemon.node.safe_files import write_json
+
+# A rank's share of the arena is rounded up to whole huge pages.
+_ARENA_ALIGNMENT = 2 << 20
+
+
+class LaunchRefusedError(Exception):
+    """The gang cannot start here; the message has the reason, for the user. `found`: complete checkpoints on storage,
+    newest first, where those matter."""
+
+    kind = PartOutcomeKind.LAUNCH_FAILED
+
+    def __init__(self, message: str, found: tuple[FoundCheckpoint, ...] = ()) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+class StateUnreadableError(LaunchRefusedError):
+    """What it was to start from is damaged or gone; the message names the files."""
+
+    kind = PartOutcomeKind.STATE_UNREADABLE
+
+
+class StateOutdatedError(LaunchRefusedError):
+    """Storage has a newer checkpoint than the one it was to start from."""
+
+    kind = PartOutcomeKind.STATE_OUTDATED
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks meet; `port` 0 for ranks that need not meet."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    store: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a rank restores from: `kind` "" (nothing), "checkpoint" or "arena"."""
+
+    kind: str = ""
+    path: str = ""
+    step: int = 0
+    # Ranks that saved it; zero where that is no matter.
+    world: int = 0
+
+
+def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment with what the devices add; never the daemon's own."""
+    environment = dict(spec.environment)
+    environment.setdefault("PATH", os.defpath)
+    environment.setdefault("HOME", os.path.expanduser("~"))
+    environment.update(devices)
+    return environment
+
+
+def check_command(spec: job_pb2.JobSpec) -> None:
+    """Raises LaunchRefusedError for a command or directory that cannot work, before anything is forked."""
+    if not spec.command:
+        raise LaunchRefusedError("the command is empty")
+    directory = spec.working_directory or "/"
+    if not os.path.isdir(directory):
+        raise LaunchRefusedError(f"working directory {directory} does not exist on this node")
+
+
+def has_no_agent(spec: job_pb2.JobSpec) -> bool:
+    """Whether nobody need wait for a hello: its user wanted no agent, or it is no Python."""
+    return spec.agent == job_pb2.JobSpec.AGENT_NONE or not is_python(spec.command)
+
+
+def own_user() -> str:
+    """Name of the user this daemon and its ranks run as; the number where it has no name."""
+    uid = os.geteuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def check_user(user: str) -> None:
+    """Raises LaunchRefusedError for a user this daemon cannot become: ranks run as the daemon's own."""
+    own = own_user()
+    if user and user not in (own, str(os.geteuid())):
+        raise LaunchRefusedError(
+            f"CANNOT_SWITCH_USER: this daemon runs as {own} and cannot become {user}; submit as {own}, or run a daemon"
+            f" of {user} on this node"
+        )
+
+
+def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart) -> RestorePlan:
+    """What the ranks start from. Raises LaunchRefusedError, StateUnreadableError.
+
+    Just the checkpoint that is named: all nodes of a gang must start from the same, so none may take another one. Of
+    the shards only those of this node are read; the other nodes read theirs. The leader looks whether storage has a
+    newer one, which was written while its node was cut off from the master; then the master has to name that.
+    Raises StateOutdatedError.
+    """
+    source = desired.restore.WhichOneof("source")
+    if source == "parked":
+        return RestorePlan("arena", step=desired.restore.step)
+    if part.leads and storage is not None:
+        _check_newest(desired, storage)
+    if source is None:
+        return RestorePlan()
+    if storage is None:
+        raise LaunchRefusedError("the checkpoint lies on storage this node does not see")
+    path = Path(desired.restore.checkpoint_path)
+    if not path.is_absolute():
+        path = storage / desired.job_uid / path
+    found = verify(path, part.ranks)
+    if isinstance(found, Unreadable):
+        # its token is looked at last: what is not seen because storage went away is not damaged
+        if not found.is_lasting or not token_found(storage):
+            raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
+        left = _on_storage(desired, storage)
+        raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
+    may_differ = desired.spec.gpus_max > 0
+    if found.step < desired.restore.step or not (found.world == part.world or may_differ):
+        said = f"is of step {found.step} and {found.world} ranks"
+        text = f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}"
+        raise StateUnreadableError(text, _on_storage(desired, storage))
+    return RestorePlan("checkpoint", str(path), found.step, found.world)
+
+
+def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
+    """Raises StateOutdatedError where an earlier attempt left a newer checkpoint than the one that is named."""
+    named = parse_final(Path(desired.restore.checkpoint_path).name)
+    unreadable = set(desired.restore.unreadable_paths)
+    found = _on_storage(desired, storage)
+    newest = next((one for one in found if one.path not in unreadable), None)
+    if newest is not None and (named is None or (newest.epoch, newest.step) > (named.epoch, named.step)):
+        than = f"than {desired.restore.checkpoint_path}" if named is not None else "and was to start from none"
+        raise StateOutdatedError(f"storage has a newer checkpoint, {newest.path}, {than}", found)
+
+
+def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[FoundCheckpoint, ...]:
+    """The newest complete checkpoints of earlier attempts, newest first."""
+    return newest_found(storage, desired.job_uid, desired.epoch)
+
+
+def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memory_bytes: int) -> int:
+    """Size of each local rank's arena. A claim without one gets room for its devices' memory: nothing is charged before
+    it is touched, and what is claimed may be known only once the job has reported its peak."""
+    devices = desired.claim.device_mask.bit_count()
+    total = desired.claim.arena_bytes or devices * device_memory_bytes * 11 // 10 or desired.claim.memory_bytes
+    return _aligned(-(-total // max(1, ranks)))
+
+
+def bytes_ahead_per_rank(desired: agent_pb2.DesiredGang, ranks: int, arena_bytes: int) -> int:
+    """How much of its arena's memory each local rank gets before its state comes; zero where none comes from another
+    arena. Touched pages are charged, so only what is claimed may be, and to touch what no state needs takes seconds."""
+    if desired.restore.WhichOneof("source") != "parked" or not desired.claim.arena_bytes:
+        return 0
+    peak = desired.restore.parked.peak_device_bytes * desired.claim.device_mask.bit_count()
+    return min(arena_bytes, _aligned(-(-peak * 11 // 10) // max(1, ranks))) if peak else arena_bytes
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
+
+
+def arena_name(paths: GangPaths, rank: int) -> str:
+    return paths.name(rank)
+
+
+def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
+    """Whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose spec
+    requests them. Scripts that find them start a process group."""
+    return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
+
+
+def job_environment(
+    desired: agent_pb2.DesiredGang, paths: GangPaths, part: LocalPart, rank: int, rendezvous: Rendezvous
+) -> dict[str, str]:
+    """Return the variables that describe its job and its gang to a rank."""
+    nodes = [parse_node_name(member.node) for member in desired.members]
+    environment = {
+        "GANGER_JOB_ID": str(parse_job_name(desired.job)),
+        "GANGER_JOB_NAME": desired.spec.display_name,
+        "GANGER_ATTEMPT": str(desired.attempt or 1),
+        "GANGER_NODES": ",".join(nodes),
+    }
+    if is_distributed(desired, part):
+        own = next((number for number, member in enumerate(desired.members) if rank in member.ranks), 0)
+        place = TaskPlace(rank, part.world, part.ranks.index(rank), len(part.ranks), own, len(nodes))
+        environment |= torchrun_environment(
+            place, rendezvous.host, rendezvous.port, run=paths.group, has_store=rendezvous.store
+        )
+    return environment
+
+
+def launch_mapping(
+    *,
+    desired: agent_pb2.DesiredGang,
+    paths: GangPaths,
+    part: LocalPart,
+    rank: int,
+    environment: Mapping[str, str],
+    rendezvous: Rendezvous,
+    restore: RestorePlan,
+    log: Path,
+    cgroup_files: tuple[str, ...],
+    freezer: str,
+    cpus: tuple[int, ...],
+    threads: int,
+    inject: str,
+    arena_bytes: int,
+) -> dict[str, Any]:
+    """rank-K.launch.json: all that the launcher is told of one rank."""
+    ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
+    restore_path = ""
+    if restore.kind:
+        restore_file = paths.job / f"rank-{rank}.restore.json"
+        fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
+        write_json(restore_file, {**fields, "rank": rank % restore.world if restore.world else rank})
+        restore_path = str(restore_file)
+    env = rank_environment(
+        base=environment,
+        page=page_path(str(paths.run), rank),
+        job_dir=str(paths.job),
+        socket=str(paths.socket),
+        threads=threads,
+        inject=inject,
+        restore=restore_path,
+        job=job_environment(desired, paths, part, rank, rendezvous),
+    )
+    if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
+        env["GANGER_AGENT"] = "none"
+    mapping: dict[str, Any] = {
+        "name": paths.name(rank),
+        "argv": list(desired.spec.command),
+        "env": env,
+        "cwd": desired.spec.working_directory or "/",
+        "log": str(log),
+        "page": page_path(str(paths.run), rank),
+        "page_version": VERSION,
+        "exit_path": str(paths.exit(rank)),
+        "cgroup_procs": list(cgroup_files),
+        "freezer": freezer,
+        "cores": list(cpus) or None,
+        "uid": None,
+        "gid": None,
+        "groups": None,
+        "rlimits": {},
+        "umask": 0o022,
+        "threads": threads,
+        "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
+        "touched_bytes": ahead,
+    }
+    write_json(paths.launch(rank), mapping)
+    return mapping
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on now; whoever is told it has to be quick."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

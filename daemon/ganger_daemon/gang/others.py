@@ -1,0 +1,29 @@
+"""What a gang asks of the daemons of its other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ganger.agent.v1 import peer_pb2
+
+from ganger_daemon.checkpoints.manifest import ShardReport
+from ganger_daemon.gang.boundary_relay import Link, RelayMessage
+
+
+class Peers(Protocol):
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Where the ranks meet. Raises OSError."""
+        ...
+
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
+        """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
+        ...
+
+    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+        """Where a member of a node set stands after this order; None if it does not say."""
+        ...
+
+    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
+        """A stream of boundary points to the leader, to be started."""
+        ...

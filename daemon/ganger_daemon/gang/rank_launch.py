@@ -1,0 +1,487 @@
+"""How the ranks of one gang come into being, and what is cleared away after them; the launcher forks, this one
+prepares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.gang_pages import page_path
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import Word
+from ganger.v1 import job_pb2
+
+from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent
+from ganger_daemon.gang.arrival import RankTransfer
+from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.desired_messages import LocalPart, to_json
+from ganger_daemon.gang.launch_plan import (
+    LaunchRefusedError,
+    Rendezvous,
+    RestorePlan,
+    arena_bytes_per_rank,
+    arena_name,
+    bytes_ahead_per_rank,
+    check_command,
+    check_user,
+    environment_of,
+    free_port,
+    launch_mapping,
+    restore_plan,
+)
+from ganger_daemon.gang.others import Peers
+from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.launchers import children_of, interpreter_of
+from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.process_identity import (
+    FoundProcesses,
+    RankProcess,
+    holds_files_of_rank,
+    recognise,
+    stranger_text,
+    strays,
+)
+from ganger_daemon.node.processes import NOBODY, ProcessId, is_alive, send_signal, start_ticks
+from ganger_daemon.node.safe_files import make_directory, read_json, remove_tree, sync_file, write_json
+from ganger_daemon.node.storage_work import StorageWait
+from ganger_daemon.transfer.request import StreamRequest
+
+if TYPE_CHECKING:
+    from ganger_daemon.gang.gang import LocalGang
+
+log = logging.getLogger(__name__)
+
+# What was killed is gone within milliseconds, but for one that hangs in a driver.
+_STRAYS_SECONDS = 5.0
+_STRAYS_LOOK_SECONDS = 0.01
+# Between looks whether a gang that waits for its leader is wanted still.
+_STOP_LOOK_SECONDS = 0.2
+# Longest read of all shards of a node; how long the gang's loop waits for it at once; when it is reported.
+_READING_S = 3600.0
+_READING_PATIENCE_S = 0.2
+_READING_QUIET_S = 5.0
+
+
+class Launching:
+    """Steps of one gang's launch. Idempotent: what a former daemon had done is found and kept."""
+
+    REFUSALS = (LaunchRefusedError, LauncherError, OSError)
+
+    def __init__(
+        self,
+        host: NodeContext,
+        peers: Peers,
+        paths: GangPaths,
+        part: LocalPart,
+        blocked_by: Callable[[LocalGang], str],
+        cores_kept_by: Callable[[LocalGang], str],
+        note: Callable[[], None],
+    ) -> None:
+        """`blocked_by`: who is on its devices, `cores_kept_by`: who is to be gone and has cores; `note` writes down
+        what a next daemon has to know."""
+        self._host = host
+        self._peers = peers
+        self._paths = paths
+        self._part = part
+        self._blocked_by = blocked_by
+        self._cores_kept_by = cores_kept_by
+        self._note = note
+        self._key = ""
+        self._reading: asyncio.Future[RestorePlan] | None = None
+        self._reading_wait = StorageWait()
+        self._arena_bytes = 0
+        self._noted: dict[int, ProcessId] = {}  # by a former daemon
+        self.gang: LocalGang | None = None
+        self.is_under_way = False
+        self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        self._key = str(left.get("launcher", ""))
+        self._arena_bytes = int(left.get("arena_bytes", 0))
+        self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
+
+    def journal(self) -> dict[str, Any]:
+        assert self.gang is not None, "set before the first launch"
+        ranks = {rank: [process.pid, process.start_ticks] for rank, process in self.gang.deaths.processes.items()}
+        return {"launcher": self._key, "arena_bytes": self._arena_bytes, "ranks": ranks}
+
+    @property
+    def launcher_key(self) -> str:
+        return self._key
+
+    def running_launcher(self) -> Launcher | None:
+        """Blocks for a moment. None when it is not there now."""
+        return self._host.launchers.running(self._key) if self._key else None
+
+    def launcher_lives(self) -> bool:
+        return self.running_launcher() is not None
+
+    async def launch(
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages
+    ) -> dict[int, ProcessId] | None:
+        """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
+        assert self.gang is not None, "set before the first launch"
+        if not self._host.serves_all_users:
+            check_user(desired.user)
+        check_command(desired.spec)
+        if self._blocked_by(self.gang):
+            return None
+        restore = await self._read_storage(desired)
+        if restore is None:
+            return None
+        if self._blocked_by(self.gang):
+            # Another gang was started on its devices meanwhile, and may save a newer state.
+            self._reading = None
+            return None
+        if shortage := self._take_cores(desired):
+            if self._cores_kept_by(self.gang):
+                return None
+            raise LaunchRefusedError(f"no cores: {shortage}")
+        self._reading = None
+        # from here on nobody else is to come to its devices
+        self.is_under_way = True
+        try:
+            self._write_gang(desired)
+            # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
+            durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
+            try:
+                return await self._launch(desired, wanted, pages, restore)
+            finally:
+                await durable
+        finally:
+            self.is_under_way = False
+
+    async def _launch(
+        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages, restore: RestorePlan
+    ) -> dict[int, ProcessId]:
+        paths, host, part = self._paths, self._host, self._part
+        storage = host.storage.path if host.storage.proved else None
+        threads = self._threads(desired)
+        # run directory, then the pages with the order in them, before anybody could read them
+        make_directory(paths.run)
+        pages.create(threads)
+        pages.extend_lease(host.lease_until_ns or 0)
+        order = page_order(wanted)
+        assert order is not None, "a gang that is to stop is not launched"
+        write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
+        pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
+        environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
+        async with host.launch_lock:
+            files = await asyncio.to_thread(self._make_group, desired)
+        # not before: while the kernel waits, no group can be made
+        hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
+        interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
+        self._key = host.launchers.key(interpreter, environment)
+        self._arena_bytes = arena_bytes_per_rank(
+            desired, len(part.ranks), host.inventory.configuration_set.device_memory_bytes
+        )
+        launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
+        rendezvous = await self._meet(desired, launcher)
+        # a daemon that finds ranks of which nobody wrote this knows neither their cores nor where their arenas are
+        self._note()
+        processes = await asyncio.to_thread(
+            self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
+        )
+        await hastened
+        return processes
+
+    async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
+        """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
+
+        Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
+        storage = self._host.storage
+        if self._reading is None:
+            path = storage.path if storage.proved else None
+            self._reading = asyncio.ensure_future(
+                storage.work.run(restore_plan, desired, path, self._part, within_s=_READING_S)
+            )
+            self._reading_wait = StorageWait()
+        await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)
+        if not self._reading.done():
+            return None
+        try:
+            return self._reading.result()
+        except BaseException:
+            self._reading = None
+            raise
+
+    @property
+    def trouble(self) -> str:
+        """Return what the launch waits for, once that takes long; empty for nothing."""
+        if self._reading is None or self._reading.done() or self._reading_wait.passed_s < _READING_QUIET_S:
+            return ""
+        return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
+
+    def recognise(self, children: Mapping[str, RankProcess], pages: ControlPages) -> dict[int, FoundProcesses]:
+        """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""
+        paths = self._paths
+        members = frozenset(self._host.cgroups.pids(paths.group))
+
+        def belongs(rank: int, process: ProcessId) -> bool:
+            log_path = self._host.logs.segment_path(paths.job_uid, rank, paths.epoch)
+            page = Path(page_path(str(paths.run), rank))
+            return process.pid in members or holds_files_of_rank(process.pid, log_path, page)
+
+        def found(rank: int) -> FoundProcesses:
+            noted = [self._noted.get(rank, NOBODY), pages.process(rank)]
+            return recognise(children.get(paths.name(rank)), noted, partial(belongs, rank))
+
+        return {rank: found(rank) for rank in self._part.ranks}
+
+    def legs(
+        self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages
+    ) -> tuple[RankTransfer, ...]:
+        """How each rank's state travels here, from as far as it had come."""
+        assert self.gang is not None, "set before the first launch"
+        ahead = bytes_ahead_per_rank(self.gang.desired, len(self._part.ranks), self._arena_bytes)
+
+        def leg(rank: int, address: str, request: StreamRequest) -> RankTransfer:
+            page = pages[rank]
+            done = page.get(Word.ARENA_AVAILABLE)
+
+            def available(size: int) -> None:
+                if pages.readable:
+                    page.set(Word.ARENA_AVAILABLE, size)
+
+            return RankTransfer(
+                rank,
+                address,
+                replace(request, offset=done),
+                lambda: self.open_arena(rank),
+                self._arena_bytes,
+                ahead,
+                available,
+                self._host.tls,
+            )
+
+        return tuple(leg(rank, address, request) for rank, address, request in requests)
+
+    def open_arena(self, rank: int) -> int:
+        """A descriptor of a rank's arena. Raises OSError when no launcher has it."""
+        launcher = self.running_launcher()
+        if launcher is None:
+            launcher = self._adopt_anew()
+        name = arena_name(self._paths, rank)
+        try:
+            try:
+                return launcher.arena(name)
+            except LauncherError:
+                # one that was started for others in place of a dead one does not know these ranks yet
+                self.adopt_all(launcher)
+                return launcher.arena(name)
+        except LauncherError as error:
+            raise OSError(str(error)) from error
+
+    def _adopt_anew(self) -> Launcher:
+        """The launcher died: a new one takes over its ranks, and finds their arenas by their descriptors."""
+        fields = read_json(self._paths.launch(self._part.ranks[0]))
+        environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
+        interpreter = interpreter_of(tuple(fields.get("argv", ["python"])), environment, str(fields.get("cwd", "/")))
+        try:
+            launcher = self._host.launchers.get(self._key, interpreter, _without_injection(environment, self._host))
+        except LauncherError as error:
+            raise OSError(str(error)) from error
+        self.adopt_all(launcher)
+        return launcher
+
+    def adopt_all(self, launcher: Launcher) -> None:
+        """Tells a launcher of ranks it does not know. Blocks."""
+        assert self.gang is not None, "set before the first launch"
+        known = children_of(launcher)
+        for rank, process in self.gang.deaths.processes.items():
+            name = self._paths.name(rank)
+            if name in known or not is_alive(process):
+                continue
+            launcher.adopt(
+                name,
+                process.pid,
+                process.start_ticks,
+                page=page_path(str(self._paths.run), rank),
+                exit_path=str(self._paths.exit(rank)),
+                arena_name=name,
+                freezer=self._host.cgroups.freezer_file(self._paths.group),
+                cgroup_procs=self._host.cgroups.join_files(self._paths.group),
+            )
+
+    def revive(self) -> None:
+        """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
+        if self._key and self.running_launcher() is None:
+            self._adopt_anew()
+
+    async def clean(self) -> None:
+        """What the ranks leave: their group, cores, arenas. The run directory goes with the gang's outcome."""
+        group = self._paths.group
+        await asyncio.to_thread(self._host.cgroups.kill, group)
+        if self._host.cgroups.variant is Variant.NONE:
+            await asyncio.to_thread(self._kill_strays)
+        if not await asyncio.to_thread(self._host.cgroups.destroy, group):
+            log.warning("group not removed", extra={"group": group})
+        self._host.release_cores(group)
+        # the rendezvous store ends when its file is gone
+        remove_tree(self._paths.rendezvous)
+        launcher = await asyncio.to_thread(self.running_launcher)
+        if launcher is not None:
+            for rank in self._part.ranks:
+                try:
+                    await asyncio.to_thread(launcher.drop_arena, arena_name(self._paths, rank))
+                except LauncherError:
+                    break
+
+    def _kill_strays(self) -> None:
+        """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
+        keep its devices."""
+        pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
+        deadline, said = time.monotonic() + _STRAYS_SECONDS, set()
+        while found := [ProcessId(pid, start_ticks(pid)) for pid in strays(pages, self._host.launchers.inject)]:
+            for process in sorted(found):
+                if send_signal(process, signal.SIGKILL) and process not in said:
+                    said.add(process)
+                    log.warning("stray process killed", extra={"group": self._paths.group, "pid": process.pid})
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_STRAYS_LOOK_SECONDS)
+
+    def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
+        """What is missing of them, or empty."""
+        host, source = self._host, desired.restore.parked
+        is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != self._part.world
+        former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
+        near = host.near(desired.claim.device_mask)
+        return host.take_cores(self._paths.group, desired.claim.millicores, near, former)
+
+    def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
+        make_directory(self._paths.orders)
+        if not read_json(self._paths.gang):
+            write_json(self._paths.gang, to_json(desired))
+
+    def _threads(self, desired: agent_pb2.DesiredGang) -> int:
+        if desired.threads:
+            return int(desired.threads)
+        return max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
+
+    def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
+        cgroups, group = self._host.cgroups, self._paths.group
+        cgroups.create(group, self._pool(desired.claim.device_mask))
+        cpus = self._host.cpus_of(group)
+        if cpus:
+            cgroups.set_cpus(group, cpus)
+        if desired.claim.memory_bytes:
+            cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
+        return cgroups.join_files(group)
+
+    def _pool(self, device_mask: int) -> str:
+        """Of all gangs that hold just these devices; empty where devices bound nobody's CPU time."""
+        cores = self._host.device_cores * device_mask.bit_count()
+        if not cores:
+            return ""
+        # daemons of one machine may share a root
+        pool = f"{self._host.node}-devices-{device_mask:x}"
+        if not self._host.cgroups.make_pool(pool, cores):
+            raise LaunchRefusedError(f"no CPU quota of {cores:g} cores: {self._host.cgroups.capabilities['cpu_quota']}")
+        return pool
+
+    async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher) -> Rendezvous:
+        host, paths = self._host.address_host, self._paths
+        if self._part.world == 1:
+            return Rendezvous(host, free_port(host), store=False)
+        if not self._part.leads:
+            leader = desired.members[0]
+            return await self._of_leader(self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch))
+        known = read_json(paths.rendezvous)
+        if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
+            return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
+        # Without the agent torch would take every address that the script names for that of our store.
+        has_store = desired.spec.agent != job_pb2.JobSpec.AGENT_NONE
+        if has_store:
+            try:
+                port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
+            except LauncherError as error:
+                if error.reason != "NO_TORCH":
+                    raise
+                has_store = False
+        if not has_store:
+            # A job that wants to meet gets an address, and rank 0 serves it.
+            port = free_port(host)
+            write_json(paths.rendezvous, {"host": host, "port": port, "pid": 0})
+        self.rendezvous = (host, port)
+        return Rendezvous(host, port, store=has_store)
+
+    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]]) -> Rendezvous:
+        """What the leader says; not waited for any longer once the gang is to stop, for its leader may be over it
+        already and would let us wait."""
+        assert self.gang is not None, "set before the first launch"
+        task = asyncio.ensure_future(asking)
+        try:
+            while not task.done():
+                if self.gang.wanted.intent is OrderIntent.STOP:
+                    raise LaunchRefusedError("told to stop before its leader had said where ranks meet")
+                await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
+            return Rendezvous(*task.result())
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _fork_all(
+        self,
+        desired: agent_pb2.DesiredGang,
+        environment: Mapping[str, str],
+        launcher: Launcher,
+        rendezvous: Rendezvous,
+        restore: Any,
+        files: tuple[str, ...],
+        threads: int,
+        pages: ControlPages,
+    ) -> dict[int, ProcessId]:
+        found = self.recognise(children_of(launcher), pages)
+        processes: dict[int, ProcessId] = {}
+        mappings: dict[int, dict[str, Any]] = {}
+        cpus = self._host.cpus_of(self._paths.group)
+        for rank in self._part.ranks:
+            if found[rank].is_lost:
+                raise LaunchRefusedError(stranger_text(rank, found[rank]))
+            if found[rank].process.pid:
+                processes[rank] = found[rank].process  # a former daemon had it forked
+            else:
+                mappings[rank] = launch_mapping(
+                    desired=desired,
+                    paths=self._paths,
+                    part=self._part,
+                    rank=rank,
+                    environment=environment,
+                    rendezvous=rendezvous,
+                    restore=restore,
+                    log=self._host.logs.begin(desired.job_uid, rank, desired.epoch),
+                    cgroup_files=files,
+                    freezer=self._host.cgroups.freezer_file(self._paths.group),
+                    cpus=() if files else cpus,
+                    threads=threads,
+                    inject=self._host.launchers.inject,
+                    arena_bytes=self._arena_bytes,
+                )
+        for rank, forked in zip(mappings, launcher.fork_all(list(mappings.values())), strict=True):
+            processes[rank] = ProcessId(*forked)
+        for process in processes.values():
+            self._host.cgroups.track(self._paths.group, process.pid)
+        return dict(sorted(processes.items()))
+
+
+def _without_injection(environment: Mapping[str, str], host: NodeContext) -> dict[str, str]:
+    """The environment a launcher of these ranks had: what was added per rank is taken off again."""
+    base = {name: value for name, value in environment.items() if not name.startswith("GANGER_")}
+    parts = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != host.launchers.inject]
+    if parts:
+        base["PYTHONPATH"] = os.pathsep.join(parts)
+    else:
+        base.pop("PYTHONPATH", None)
+    return base

@@ -1,0 +1,340 @@
+"""All gangs of this node: applies desired sets, adopts what a former daemon left, answers what others ask of a gang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import resources_pb2
+from google.protobuf import json_format
+
+from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.reconcile import (
+    Absence,
+    Action,
+    Forget,
+    GangId,
+    Here,
+    Obey,
+    Observed,
+    ReportGone,
+    Start,
+    StopAbsent,
+    reconcile,
+)
+from ganger_daemon.gang.desired_messages import DesiredInvalidError, recall, wanted_of
+from ganger_daemon.gang.gang import LocalGang
+from ganger_daemon.gang.others import Peers
+from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.safe_files import read_json, write_json
+from ganger_daemon.node.slice_rotation import Rotation
+
+log = logging.getLogger(__name__)
+
+# Jobs whose last epoch is remembered so that it never starts again; the oldest are forgotten first.
+_FINISHED_LIMIT = 10_000
+# Between two complaints about gangs that take long to adopt.
+_JUDGED_SECONDS = 10.0
+
+
+class GangSet:
+    """One writer: all methods run on the event loop."""
+
+    def __init__(self, host: NodeContext, peers: Peers) -> None:
+        self._host = host
+        self._peers = peers
+        self._gangs: dict[GangId, LocalGang] = {}
+        self._tasks: dict[GangId, asyncio.Task[None]] = {}
+        self._journal = host.paths.state / "finished.json"
+        # By job uid, oldest end first: how the newest gang of the job that ended here, and was acknowledged, ended.
+        self._ends = {uid: _end_of(uid, fields) for uid, fields in read_json(self._journal).items()}
+        # Rendezvous addresses of gangs that this node led and has forgotten.
+        self.met: dict[GangId, tuple[str, int]] = {}
+        self._wanted_before: set[GangId] = set()
+        self.rotation = Rotation(host, peers, self)
+        self._rotating: asyncio.Task[None] | None = None
+        self.refused: dict[GangId, str] = {}
+
+    def adopt(self) -> None:
+        """Everything with a directory here. A directory nobody can read is left alone and said."""
+        self.rotation.recall()
+        children = self._host.launchers.children()
+        for paths in self._host.paths.existing():
+            desired = recall(read_json(paths.wanted), read_json(paths.gang))
+            if desired is None or (desired.job_uid, desired.epoch) != (paths.job_uid, paths.epoch):
+                log.warning("directory without a readable gang is left alone", extra={"path": str(paths.job)})
+                continue
+            try:
+                gang = self._make(desired)
+                gang.adopt(children)
+            except (DesiredInvalidError, ValueError) as error:
+                log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
+                continue
+            self._begin(gang)
+        self._rotating = asyncio.create_task(self.rotation.run(), name="rotation")
+
+    async def judged(self) -> None:
+        """Returns once something true can be said of every gang that was adopted. A session must not open before: a
+        gang that is missing in its first observed set counts as gone."""
+        waiting = [asyncio.create_task(gang.judged.wait()) for gang in self._gangs.values()]
+        while waiting:
+            _, pending = await asyncio.wait(waiting, timeout=_JUDGED_SECONDS)
+            if pending:
+                log.warning("gangs are still being adopted", extra={"gangs": len(pending)})
+            waiting = list(pending)
+
+    def new_session(self) -> None:
+        """What an earlier session wanted says nothing about absence in this one."""
+        self._wanted_before.clear()
+
+    async def apply(
+        self,
+        desired: Iterable[agent_pb2.DesiredGang],
+        acknowledged: frozenset[int],
+        rows: Iterable[agent_pb2.DesiredRows] = (),
+        missing: frozenset[int] = frozenset(),
+    ) -> frozenset[int]:
+        """Apply one complete desired set. Idempotent. `missing`: epochs of gangs whose spec is still to come.
+
+        Those that are not here are not started yet, and their epochs are returned."""
+        self.rotation.hear(rows)
+        messages: dict[GangId, agent_pb2.DesiredGang] = {}
+        wanted: list[DesiredOrder] = []
+        absent: set[int] = set()
+        for message in desired:
+            try:
+                one = wanted_of(message)
+            except DesiredInvalidError as error:
+                log.error("desired gang not understood", extra={"job": message.job, "error": str(error)})
+                continue
+            here = self._gangs.get((one.job_uid, one.epoch))
+            if one.epoch in missing and here is None:
+                absent.add(one.epoch)
+                continue
+            if here is not None:
+                here.hear_checkpoints(message.kept_checkpoints)
+            if here is not None and self.rotation.rules(here, one):
+                # What follows from it follows when its turn comes, or is over.
+                here.hear_master(message)
+                one = replace(one, order=here.wanted.order)
+            messages[one.job_uid, one.epoch] = message
+            wanted.append(one)
+        observed = Observed(
+            {
+                key: Here(key[0], gang.wanted.order, gang.phase is PartPhase.ENDED, gang.stop_wanted)
+                for key, gang in self._gangs.items()
+            },
+            {one.job_uid: self._finished_epoch(one.job_uid) for one in wanted},
+            frozenset(self._wanted_before),
+        )
+        self._wanted_before |= {(one.job_uid, one.epoch) for one in wanted}
+        for action in reconcile(wanted, observed, acknowledged):
+            try:
+                await self._act(action, messages)
+            except Exception:
+                # whatever it is, it is one gang's: the others are not kept waiting for it
+                log.exception("desired gang not applied", extra={"action": str(action)})
+        if not absent:
+            self.rotation.know()
+        self.rotation.follow()
+        return frozenset(absent)
+
+    async def _act(self, action: Action, messages: Mapping[GangId, agent_pb2.DesiredGang]) -> None:
+        match action:
+            case Start(one):
+                self._start(messages[one.job_uid, one.epoch])
+            case Obey(one):
+                self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
+            case StopAbsent(key, why):
+                log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
+                self._gangs[key].stop(is_stale=why is Absence.OLDER_EPOCH)
+            case ReportGone(one):
+                self._report_gone(messages[one.job_uid, one.epoch], one)
+            case Forget(key):
+                await self._forget(key)
+
+    def observed(self, describe: frozenset[int] = frozenset()) -> list[agent_pb2.ObservedGang]:
+        """The complete observed set, in a fixed order; gangs of the epochs `describe` with their desired state."""
+        return [
+            _described(self._gangs[key]) if key[1] in describe else self._gangs[key].observed
+            for key in sorted(self._gangs)
+        ]
+
+    @property
+    def finished(self) -> list[agent_pb2.FinishedGang]:
+        """Of each job the newest gang that ended here and was acknowledged."""
+        return list(self._ends.values())
+
+    def all(self) -> tuple[LocalGang, ...]:
+        return tuple(self._gangs[key] for key in sorted(self._gangs))
+
+    def find(self, job_uid: str, epoch: int) -> LocalGang | None:
+        return self._gangs.get((job_uid, epoch))
+
+    def newest_epoch(self, job_uid: str) -> int:
+        return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished_epoch(job_uid))
+
+    def is_finished(self, job_uid: str, epoch: int) -> bool:
+        """Whether the part that this node had in a gang has ended and is forgotten."""
+        return self._finished_epoch(job_uid) == epoch
+
+    def _finished_epoch(self, job_uid: str) -> int:
+        end = self._ends.get(job_uid)
+        return 0 if end is None else end.epoch
+
+    def wake_all(self) -> None:
+        for gang in self._gangs.values():
+            gang.wake()
+
+    async def close(self) -> None:
+        """The daemon ends; every rank goes on."""
+        if self._rotating is not None:
+            self._rotating.cancel()
+            await asyncio.gather(self._rotating, return_exceptions=True)
+        await self.rotation.close()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for gang in self._gangs.values():
+            await gang.close()
+
+    def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
+        gang = LocalGang(
+            self._host, self._peers, desired, self._start_blocked_by, self._keeps_cores, self.rotation.news
+        )
+        gang.launching.gang = gang
+        return gang
+
+    def _start(self, desired: agent_pb2.DesiredGang) -> None:
+        try:
+            gang = self._make(desired)
+        except (DesiredInvalidError, ValueError) as error:
+            log.error("gang refused", extra={"job": desired.job, "error": str(error)})
+            return
+        log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": gang.wanted.intent.name})
+        self._begin(gang)
+
+    def _begin(self, gang: LocalGang) -> None:
+        key = gang.uid_and_epoch
+        self._gangs[key] = gang
+        self._tasks[key] = asyncio.create_task(gang.run(), name=f"gang {key[0]} {key[1]}")
+        self.rotation.news()
+
+    def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
+        try:
+            gang = self._make(desired)
+        except (DesiredInvalidError, ValueError) as error:
+            log.error("gang refused", extra={"job": desired.job, "error": str(error)})
+            return
+        kind = PartOutcomeKind.STOPPED if wanted.intent is OrderIntent.STOP else PartOutcomeKind.UNKNOWN
+        gang.mark_gone(PartOutcome(kind, message="nothing of this gang is on this node"))
+        self._begin(gang)
+
+    async def _forget(self, key: GangId) -> None:
+        gang = self._gangs.pop(key)
+        task = self._tasks.pop(key)
+        if gang.launching.rendezvous is not None:
+            self.met[key] = gang.launching.rendezvous
+            for first in list(self.met)[: max(0, len(self.met) - _FINISHED_LIMIT)]:
+                del self.met[first]
+        uid, epoch = key
+        if epoch > self._finished_epoch(uid):
+            self._ends.pop(uid, None)  # so that it comes last
+            self._ends[uid] = _ended(gang)
+            for old in list(self._ends)[: max(0, len(self._ends) - _FINISHED_LIMIT)]:
+                del self._ends[old]
+            fields = {other: json_format.MessageToDict(end) for other, end in self._ends.items()}
+            await asyncio.to_thread(write_json, self._journal, fields, True)
+        await gang.forget()
+        await asyncio.gather(task, return_exceptions=True)
+        if not any(other == uid for other, _ in self._gangs):
+            await asyncio.to_thread(self._host.logs.forget, uid)
+        self._host.changed()
+        self.wake_all()
+
+    @staticmethod
+    def collide(one: LocalGang, other: LocalGang) -> bool:
+        """Whether they cannot run at once, by what the master says of them now: an order that one of them still obeys
+        may be of a time when they were packed."""
+        return collide(one.told.claim, other.told.claim)
+
+    def _start_blocked_by(self, gang: LocalGang) -> str:
+        return self.rotation.waits(gang) or self.blocked_by(gang)
+
+    def _keeps_cores(self, gang: LocalGang) -> str:
+        """Who is to be gone from here and has not given up its cores; empty if there is nobody.
+
+        For the master who rests has no cores. A daemon that was killed meanwhile found it with them, and cannot tell
+        before it has come to rest once more, or has ended.
+        """
+        for other in self._gangs.values():
+            if other is not gang and other.is_leaving and other.paths.group in self._host.core_table.held:
+                return other.desired.job
+        return ""
+
+    def blocked_by(self, gang: LocalGang) -> str:
+        """Who still uses the devices this gang was given; empty when they are free.
+
+        The daemon that owns a device starts nobody on it before it has itself seen the former one off, but for gangs
+        that the master packs: both of them say so.
+        """
+        for key, other in sorted(self._gangs.items()):
+            if other is gang or not self.collide(gang, other):
+                continue
+            least = ParkLevel.PAUSE if self.rotation.share_paused(gang, other) else ParkLevel.OFFLOAD
+            if not _holds_devices(other, least):
+                continue
+            if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
+                continue  # a move onto the same devices: the source gives them up at the boundary
+            return other.desired.job
+        return ""
+
+
+def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
+    message = agent_pb2.ObservedGang()
+    message.CopyFrom(gang.observed)
+    message.told.CopyFrom(gang.told)
+    message.in_time_slices = gang.wanted.order.is_by_turn
+    return message
+
+
+def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
+    """Return what is kept of a gang that is forgotten."""
+    observed = gang.observed
+    end = agent_pb2.FinishedGang(
+        job=observed.job,
+        job_uid=observed.job_uid,
+        epoch=observed.epoch,
+        outcome=observed.outcome,
+        nodes=len(gang.told.members),
+    )
+    if observed.HasField("checkpoint"):
+        end.checkpoint.CopyFrom(observed.checkpoint)
+    return end
+
+
+def _end_of(uid: str, fields: Any) -> agent_pb2.FinishedGang:
+    """Read the end of a gang from the journal. Earlier versions wrote the epoch alone."""
+    if isinstance(fields, dict):
+        with suppress(json_format.ParseError):
+            return json_format.ParseDict(fields, agent_pb2.FinishedGang(), ignore_unknown_fields=True)
+    epoch = fields if isinstance(fields, int) else 0
+    return agent_pb2.FinishedGang(job_uid=uid, epoch=epoch)
+
+
+def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
+    """Whether there are devices that both have, and do not both share."""
+    return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
+
+
+def _holds_devices(gang: LocalGang, least: ParkLevel) -> bool:
+    """Unless it rests at that level, or has ended. One that was never launched, and is older only by its place in the
+    set, holds nothing yet."""
+    if gang.may_be_on_devices:
+        return True
+    return gang.phase is PartPhase.PARKED and gang.judgement.level < least

@@ -1,0 +1,226 @@
+"""The launchers of this node: one per user, interpreter, library and environment that matters, started when first
+needed.
+
+A launcher outlives the daemon. One that died is replaced at the next use; the new one adopts the ranks that still run.
+One that has older code than ours serves the ranks it has and gets no new ones. With nobody to look after a launcher
+ends soon after the daemon lets go of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from ganger.injob.inject import prepare_inject_directory
+from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
+from ganger.injob.launcher.launch_request import startup_variables
+
+from ganger_daemon.node.preloaded import code_of
+from ganger_daemon.node.process_identity import RankProcess, parent_of
+from ganger_daemon.node.processes import ProcessId
+
+log = logging.getLogger(__name__)
+
+# Besides what an interpreter reads once: what decides which code it finds. Everything else is set after the fork.
+_ALSO_MATTERS = ("PYTHONPATH",)
+_HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
+# Nobody connected and nobody to look after for so long: it ends.
+_IDLE_SECONDS = 120.0
+# A launcher that no gang needs is let go after this.
+_UNUSED_SECONDS = 120.0
+_STOP_SECONDS = 0.5
+# One that is importing answers when it is done.
+_LIST_SECONDS = 10.0
+
+__all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
+
+
+def children_of(launcher: Launcher) -> dict[str, RankProcess]:
+    """Ranks by name. Raises LauncherError."""
+    found: dict[str, RankProcess] = {}
+    for entry in launcher.list():
+        if entry["kind"] == "rank":
+            process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
+            found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) == launcher.pid)
+    return found
+
+
+def is_python(command: Collection[str]) -> bool:
+    """Whether a command line starts a Python by name."""
+    return bool(command) and os.path.basename(next(iter(command))).startswith("python")
+
+
+def interpreter_of(command: tuple[str, ...], environment: Mapping[str, str], directory: str) -> str:
+    """The Python a command starts, as an absolute path; ours for a command that is no Python."""
+    if not is_python(command):
+        return sys.executable
+    if os.sep in command[0]:
+        path = os.path.normpath(os.path.join(directory, command[0]))
+        return path if os.access(path, os.X_OK) else sys.executable
+    return shutil.which(command[0], path=environment.get("PATH")) or sys.executable
+
+
+class Launchers:
+    """Thread-safe; every call may block for as long as a launcher takes to start."""
+
+    def __init__(self, directory: Path, inject: Path, preload: bool = True) -> None:
+        self._directory = directory
+        self._inject = inject
+        self._preload = preload
+        self._lock = threading.Lock()
+        self._known: dict[str, Launcher] = {}
+        self._used_at: dict[str, float] = {}
+        self._starting: dict[str, threading.Lock] = {}
+        self._warm = ""
+
+    @property
+    def inject(self) -> str:
+        return prepare_inject_directory(str(self._inject))
+
+    @staticmethod
+    def key(interpreter: str, environment: Mapping[str, str], user: str = "") -> str:
+        # `python` and `python3` of one directory are one interpreter; links in different ones are environments apart
+        place = os.path.dirname(os.path.abspath(interpreter))
+        parts = [user, place, os.path.realpath(interpreter)]
+        parts += [f"{name}={value}" for name, value in sorted(_base(environment).items())]
+        return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{code_of()}"
+
+    def socket_path(self, key: str) -> Path:
+        return self._directory / f"{key}.sock"
+
+    def running(self, key: str) -> Launcher | None:
+        """A launcher that answers now, or None. Starts nothing."""
+        with self._lock:
+            launcher = self._known.get(key)
+        if launcher is None:
+            if not self.socket_path(key).exists():
+                return None
+            try:
+                launcher = Launcher(str(self.socket_path(key)))
+            except LauncherError:
+                return None
+        try:
+            launcher.info()
+        except (LauncherError, OSError):
+            with self._lock:
+                self._known.pop(key, None)
+            launcher.close()
+            return None
+        with self._lock:
+            self._known[key] = launcher
+            self._used_at[key] = time.monotonic()
+        return launcher
+
+    def children(self) -> dict[str, RankProcess]:
+        """The ranks that launchers look after, by name: also those a former daemon began and left no notes of."""
+        found: dict[str, RankProcess] = {}
+        for path in sorted(self._directory.glob("*.sock")):
+            try:
+                with Launcher(str(path), _LIST_SECONDS) as launcher:
+                    found |= children_of(launcher)
+            except (LauncherError, OSError) as error:
+                log.debug("launcher says nothing", extra={"key": path.stem, "cause": str(error)})
+        return found
+
+    def warm_up(self) -> None:
+        """Starts one for our own interpreter before anybody needs it, if there is PyTorch to import. Returns at
+        once."""
+        if self._preload and importlib.util.find_spec("torch") is not None:
+            threading.Thread(target=self._warm_up, name="launcher-warm-up", daemon=True).start()
+
+    def _warm_up(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if _travels(name)}
+        self._warm = self.key(sys.executable, environment)
+        try:
+            self.get(self._warm, sys.executable, environment)
+        except (LauncherError, OSError) as error:
+            log.warning("no launcher ahead of time", extra={"error": str(error)})
+
+    def let_go(self, used: Collection[str]) -> None:
+        """Hangs up on launchers that no gang needs any more; with nobody left to look after they end by themselves."""
+        now = time.monotonic()
+        with self._lock:
+            unused = [
+                key
+                for key in self._known
+                if key not in used and key != self._warm and now - self._used_at.get(key, now) > _UNUSED_SECONDS
+            ]
+            for key in unused:
+                self._known.pop(key).close()
+
+    def stop_idle(self, older_only: bool) -> None:
+        """Ends launchers without ranks: all of them, or those with other code than ours. Others say that they are
+        busy, and end when their last rank has."""
+        ours = code_of()
+        for path in sorted(self._directory.glob("*.sock")):
+            if older_only and path.stem.endswith(f"-{ours}"):
+                continue
+            try:
+                # one that still imports finds the request when it is done
+                with Launcher(str(path), _STOP_SECONDS) as launcher:
+                    launcher.stop()
+                log.info("idle launcher stopped", extra={"key": path.stem})
+            except (LauncherError, OSError) as error:
+                log.debug("launcher goes on", extra={"key": path.stem, "cause": str(error)})
+
+    def close(self) -> None:
+        """Hangs up; launchers go on."""
+        with self._lock:
+            for launcher in self._known.values():
+                launcher.close()
+            self._known.clear()
+
+    def get(self, key: str, interpreter: str, environment: Mapping[str, str]) -> Launcher:
+        """A launcher that answers, started if need be. Raises LauncherError when none can be started."""
+        with self._lock:
+            starting = self._starting.setdefault(key, threading.Lock())
+        with starting:
+            launcher = self.running(key)
+            if launcher is not None:
+                return launcher
+            log.info("launcher starts", extra={"key": key, "interpreter": interpreter})
+            base = _base(environment)
+            for name in _HELPFUL:
+                if name in environment or name in os.environ:
+                    base[name] = environment.get(name, os.environ.get(name, ""))
+            base.setdefault("PATH", os.defpath)
+            start_launcher(
+                interpreter,
+                str(self.socket_path(key)),
+                inject=self.inject,
+                env=base,
+                log=str(self._directory / f"{key}.log"),
+                idle_seconds=_IDLE_SECONDS,
+                preload=self._preload,
+            )
+            launcher = self.running(key)
+            if launcher is None:
+                raise LauncherError("NOT_STARTED", f"the launcher of {interpreter} does not answer; see its log")
+            return launcher
+
+
+def _travels(name: str) -> bool:
+    """Whether a job submitted from an environment like ours would bring this variable along."""
+    return name.startswith(("LC_", "TORCH_", "PYTORCH_")) or name in {
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "PYTHONHASHSEED",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        *_HELPFUL,
+    }
+
+
+def _base(environment: Mapping[str, str]) -> dict[str, str]:
+    base = startup_variables(environment)
+    base.update({name: environment[name] for name in _ALSO_MATTERS if name in environment})
+    return base

@@ -1,0 +1,281 @@
+"""One log stream per rank, across suspends, moves and restarts: segments (rank, epoch) with logical offsets.
+
+Ranks append to their own segment; the daemon never stands between a rank and its file. A segment is copied to
+storage as it grows and sealed when its epoch ends here; what a lost node had not copied is reported as lost, never
+silently skipped. A segment over the limit loses its oldest bytes by punching a hole: offsets stay, and the reader
+says how much is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ganger_daemon.node.safe_files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 10
+SEGMENT_LIMIT_BYTES = 1 << 30
+# Most bytes copied at one time of a log that grows: the gang does not wait for more.
+PORTION_BYTES = 64 << 20
+_NOTES = re.compile(r"^rank-(\d+)\.json$")
+_SEGMENT = re.compile(r"^rank-(\d+)\.(\d+)\.log$")
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One epoch's part of a rank's log. `length` is what the rank wrote, `dropped` what a limit took from its front."""
+
+    epoch: int
+    length: int
+    sealed: bool
+    path: Path | None
+    available: int
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    offset: int
+    data: bytes
+    lost_bytes: int = 0
+
+
+class LogStore:
+    """Segments of all jobs below `local`, and their copies below the storage directory once there is one."""
+
+    def __init__(self, local: Path, storage: Path | None = None, limit_bytes: int = SEGMENT_LIMIT_BYTES) -> None:
+        self._local = local
+        self.storage = storage
+        self._limit = limit_bytes
+        # Of a job that has nothing here any more, since it last wrote; None until the master has said, or for ever.
+        self.kept_seconds: float | None = None
+
+    def segment_path(self, job_uid: str, rank: int, epoch: int) -> Path:
+        return self._local / job_uid / f"rank-{rank}.{epoch}.log"
+
+    def begin(self, job_uid: str, rank: int, epoch: int) -> Path:
+        """Path of the segment for a rank about to start; its directory exists afterwards."""
+        path = self.segment_path(job_uid, rank, epoch)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600, exist_ok=True)
+        self._note(job_uid, rank, epoch, sealed=False)
+        return path
+
+    def mirror(self, job_uid: str, rank: int, epoch: int, sealed: bool = False) -> None:
+        """Enforces the limit, and brings the copy on storage up to date; `sealed` says that nothing follows."""
+        path = self.segment_path(job_uid, rank, epoch)
+        try:
+            length = path.stat().st_size
+        except FileNotFoundError:
+            return
+        # the length first: if the copy does not come about, the reader knows how much is missing
+        self._note(job_uid, rank, epoch, sealed=sealed)
+        self._enforce_limit(job_uid, rank, epoch, path, length)
+        directory = self._storage_directory(job_uid)
+        if directory is None:
+            return
+        with open_plain(path) as source, open_plain_to_write(directory / path.name) as target:
+            _copy(source, target, length, self._limit if sealed else PORTION_BYTES)
+            if sealed:
+                os.fsync(target.fileno())
+
+    def mirror_all(self, job_uid: str, ranks: Iterable[int], epoch: int, sealed: bool = False) -> None:
+        """Blocks. A copy that does not come about is said, and made up for by the next one."""
+        for rank in ranks:
+            try:
+                self.mirror(job_uid, rank, epoch, sealed)
+            except OSError as error:
+                log.warning("log not copied", extra={"job_uid": job_uid, "rank": rank, "error": str(error)})
+
+    def segments(self, job_uid: str, rank: int) -> tuple[Segment, ...]:
+        """All known segments of a rank, by epoch: local ones, else their copies. Empty when the rank is not known."""
+        found: dict[int, Segment] = {}
+        for directory in filter(None, (self._storage_directory(job_uid, create=False), self._local / job_uid)):
+            notes = _read_notes(directory, rank)
+            for epoch, note in notes.items():
+                path = directory / f"rank-{rank}.{epoch}.log"
+                available = path.stat().st_size if path.exists() else 0
+                length = max(available, int(note.get("length", 0)))
+                sealed = bool(note.get("sealed"))
+                known = found.get(epoch)
+                if known is None or available >= known.available:
+                    dropped = max(int(note.get("dropped", 0)), known.dropped if known else 0)
+                    length = max(length, known.length if known else 0)
+                    sealed = sealed or bool(known and known.sealed)
+                    found[epoch] = Segment(epoch, length, sealed, path if available else None, available, dropped)
+        return tuple(found[epoch] for epoch in sorted(found))
+
+    def end(self, job_uid: str, rank: int) -> int:
+        """Logical offset right after the last byte known."""
+        return sum(segment.length for segment in self.segments(job_uid, rank))
+
+    def read(self, job_uid: str, rank: int, offset: int) -> Iterator[Chunk]:
+        """Chunks from a logical offset to the present end; bytes that are gone show as `lost_bytes` before a chunk."""
+        start = 0
+        lost = 0
+        segments = self.segments(job_uid, rank)
+        for segment in segments:
+            end = start + segment.length
+            if end > offset:
+                inside = max(0, offset - start)
+                if inside < segment.dropped:
+                    lost += segment.dropped - inside
+                    inside = segment.dropped
+                for position, data in _pieces(segment, inside):
+                    # a hole that its job made is lost, too
+                    yield Chunk(start + position, data, lost + position - inside)
+                    lost, inside = 0, position + len(data)
+                lost += max(0, segment.length - inside)
+            start = end
+        if lost:
+            yield Chunk(start, b"", lost)
+
+    def forget(self, job_uid: str) -> None:
+        """Removes local segments that storage has whole; the others stay until `sweep`."""
+        directory = self._storage_directory(job_uid, create=False)
+        local = self._local / job_uid
+        if directory is None or not local.is_dir():
+            return
+        for path in sorted(local.glob("rank-*.log")):
+            copy = directory / path.name
+            if copy.exists() and copy.stat().st_size >= path.stat().st_size:
+                path.unlink()
+        ranks = [int(match.group(1)) for path in local.iterdir() if (match := _NOTES.match(path.name))]
+        if not any(local.glob("rank-*.log")) and all(
+            _read_notes(local, rank).keys() <= _read_notes(directory, rank).keys() for rank in ranks
+        ):
+            remove_tree(local)
+
+    def sweep(self, here: Collection[str], now: float) -> tuple[str, ...]:
+        """Removes the local logs of jobs that have nothing here, `here` aside, and wrote last longer ago than is kept;
+        their uids. `now`: Unix seconds. Blocks."""
+        if self.kept_seconds is None:
+            return ()
+        before = now - self.kept_seconds
+        old = [path for path in sorted(self._local.iterdir()) if path.name not in here and _written_last(path) < before]
+        for path in old:
+            remove_tree(path)
+        return tuple(path.name for path in old)
+
+    def _note(self, job_uid: str, rank: int, epoch: int, sealed: bool) -> None:
+        path = self.segment_path(job_uid, rank, epoch)
+        length = path.stat().st_size
+        for directory in filter(None, (self._local / job_uid, self._storage_directory(job_uid))):
+            notes = _read_notes(directory, rank)
+            old = notes.get(epoch, {})
+            new = {"length": length, "sealed": sealed or bool(old.get("sealed")), "dropped": int(old.get("dropped", 0))}
+            if old != new:
+                notes[epoch] = new
+                _write_notes(directory, rank, notes)
+
+    def _enforce_limit(self, job_uid: str, rank: int, epoch: int, path: Path, length: int) -> None:
+        directory = self._local / job_uid
+        notes = _read_notes(directory, rank)
+        dropped = int(notes[epoch].get("dropped", 0))
+        if length - dropped <= self._limit:
+            return
+        # down to half, so that it is done rarely; whole pages, for the kernel frees no less
+        cut = (length - self._limit // 2) // 4096 * 4096
+        if cut <= dropped or not _punch(path, dropped // 4096 * 4096, cut):
+            return
+        storage = self._storage_directory(job_uid)
+        if storage is not None and (storage / path.name).exists():
+            _punch(storage / path.name, 0, min(cut, (storage / path.name).stat().st_size))
+        notes[epoch]["dropped"] = cut
+        _write_notes(directory, rank, notes)
+
+    def _storage_directory(self, job_uid: str, create: bool = True) -> Path | None:
+        if self.storage is None:
+            return None
+        directory = self.storage / job_uid / "logs"
+        if create:
+            directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+
+def _written_last(directory: Path) -> float:
+    """Unix seconds."""
+    times = [directory.lstat().st_mtime]
+    if directory.is_dir() and not directory.is_symlink():
+        times += [path.lstat().st_mtime for path in directory.iterdir()]
+    return max(times)
+
+
+def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:
+    if segment.path is None:
+        return
+    with open_plain(segment.path) as file:
+        # up to the length noted when the segment was listed: what comes later belongs to the next look
+        for begin, end in extents(file, inside, segment.available):
+            while begin < end and (data := os.pread(file.fileno(), min(CHUNK_BYTES, end - begin), begin)):
+                yield begin, data
+                begin += len(data)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, length: int, most_bytes: int) -> None:
+    """Bring a copy up to `length` bytes of its source, or by `most_bytes` of data; holes stay holes. Raises OSError."""
+    done = os.fstat(target.fileno()).st_size
+    for start, end in extents(source, done, length):
+        begin = start
+        while begin < end and most_bytes > 0:
+            data = os.pread(source.fileno(), min(CHUNK_BYTES, end - begin, most_bytes), begin)
+            if not data:
+                return
+            begin += _write_all(target, data, begin)
+            most_bytes -= len(data)
+        if begin < end:
+            return
+    # A copy that hung with its storage ends late, and must not cut what a later one has brought.
+    if os.fstat(target.fileno()).st_size < length:
+        os.truncate(target.fileno(), length)
+
+
+def _write_all(target: BinaryIO, data: bytes, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(target.fileno(), view, offset)
+        view, offset = view[written:], offset + written
+    return len(data)
+
+
+def _read_notes(directory: Path, rank: int) -> dict[int, dict[str, int]]:
+    """Notes by epoch from rank-K.json; segments that have none (the note was lost) count with their size."""
+    notes: dict[int, dict[str, int]] = {}
+    try:
+        segments = read_json(directory / f"rank-{rank}.json").get("segments", {})
+        notes = {int(epoch): {name: int(value) for name, value in note.items()} for epoch, note in segments.items()}
+    except (ValueError, TypeError, AttributeError):
+        notes = {}
+    if directory.is_dir():
+        for path in directory.glob(f"rank-{rank}.*.log"):
+            match = _SEGMENT.match(path.name)
+            if match is not None:
+                notes.setdefault(int(match.group(2)), {})
+    return notes
+
+
+def _write_notes(directory: Path, rank: int, notes: dict[int, dict[str, int]]) -> None:
+    path = directory / f"rank-{rank}.json"
+    write_json(path, {"segments": {str(epoch): note for epoch, note in sorted(notes.items())}})
+
+
+def _punch(path: Path, start: int, end: int) -> bool:
+    """Frees the blocks of [start, end) and keeps the size; False where the file system cannot."""
+    if end <= start:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return bool(libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, start, end - start) == 0)
+    finally:
+        os.close(fd)

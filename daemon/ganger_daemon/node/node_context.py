@@ -1,0 +1,177 @@
+"""What a daemon's parts share: who it is, where things lie, what the node has, and who wants to hear of news."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ganger_daemon.cgroups.contract import Cgroups
+from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.core import escalation
+from ganger_daemon.devices.contract import Devices, Inventory
+from ganger_daemon.node import core_table as cores
+from ganger_daemon.node.directories import DaemonPaths
+from ganger_daemon.node.launchers import Launchers
+from ganger_daemon.node.log_store import LogStore
+from ganger_daemon.node.storage_work import StorageWait, StorageWork
+
+# Between two looks for the token; how long the daemon's loop waits for one; after how long storage counts as hung.
+_LOOK_EVERY_S = 0.5
+_LOOK_PATIENCE_S = 0.25
+_HUNG_S = 5.0
+
+
+@dataclass(slots=True)
+class Storage:
+    """The directory all nodes see: where, and whether this node was seen to see it."""
+
+    path: Path | None = None
+    token: str = ""
+    override: Path | None = None
+    work: StorageWork = field(default_factory=StorageWork)
+    # The token that was found there last, and the look that is under way; times are of the monotonic clock.
+    _found: str = ""
+    _looked_at: float = -math.inf
+    _looking: threading.Thread | None = None
+    _waiting: StorageWait = field(default_factory=StorageWait)
+
+    def learn(self, path: str, token: str) -> None:
+        # absolute: launchers, which publish what ranks have written, stand elsewhere
+        self.path = self.override.absolute() if self.override else (Path(path) if path else None)
+        self.token = token
+        self._looked_at, self._looking = -math.inf, None
+
+    @property
+    def found(self) -> str:
+        """The token in the storage directory; the one found last while storage does not answer."""
+        now = time.monotonic()
+        if self.path is None:
+            return ""
+        if self._looking is None and now - self._looked_at > _LOOK_EVERY_S:
+            looking = threading.Thread(target=self._look, args=(self.path,), daemon=True, name="storage look")
+            self._looking, self._waiting = looking, StorageWait()
+            looking.start()
+            looking.join(_LOOK_PATIENCE_S)
+        return self._found
+
+    @property
+    def proved(self) -> bool:
+        return bool(self.token) and self.found == self.token
+
+    @property
+    def trouble(self) -> str:
+        """Why work that needs storage waits; empty if storage answers."""
+        if self.path is None or self._looking is None or self._waiting.passed_s < _HUNG_S:
+            return ""
+        return f"STORAGE_HUNG: storage has not answered since {self._waiting.since}"
+
+    def _look(self, path: Path | None) -> None:
+        """In a thread of its own: storage may hang."""
+        found = storage_checks.token_found(path)
+        if self._looking is threading.current_thread():
+            self._found, self._looked_at, self._looking = found, time.monotonic(), None
+
+
+@dataclass(slots=True)
+class NodeContext:
+    """Mutable only where said: the core table, storage, the lease, and the callback for news."""
+
+    node: str
+    token: str
+    # The directory of the certificate that this daemon shows; empty where the token guards all links.
+    tls: str
+    paths: DaemonPaths
+    cgroups: Cgroups
+    devices: Devices
+    inventory: Inventory
+    logs: LogStore
+    launchers: Launchers
+    core_table: cores.CoreTable
+    storage: Storage = field(default_factory=Storage)
+    # None until the master has answered once: an adopted gang keeps the lease it has.
+    lease_until_ns: int | None = None
+    checkpoint_interval_seconds: float = 0.0
+    changed: Callable[[], None] = lambda: None
+    # The master said where storage is: the next daemon must know it before its first session.
+    storage_learned: Callable[[], None] = lambda: None
+    address_host: str = "127.0.0.1"
+    # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
+    order_patience_seconds: float = escalation.PATIENCE_SECONDS
+    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
+    # CPU time of all who hold a device, together, in cores; zero: any.
+    device_cores: float = 0.0
+    # One at a time: two launches that rewrite cpusets at once would fight over the same files.
+    launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def serves_all_users(self) -> bool:
+        """Whether it runs everybody's jobs, as its own user: names on certificates are no accounts of this machine."""
+        return bool(self.tls)
+
+    @property
+    def name(self) -> str:
+        return f"nodes/{self.node}"
+
+    def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int], former: str = "") -> str:
+        """Reserves cores for an owner, or keeps those it has; what is missing, or empty. `former`: whom it follows with
+        another size, and has cores in common with until that one is gone."""
+        if owner in self.core_table.held:
+            return ""
+        if former:
+            table = cores.allocate_after(self.core_table, former, owner, millicores, near)
+        else:
+            table = cores.allocate(self.core_table, owner, millicores, near)
+        if isinstance(table, cores.CoreShortage):
+            return str(table)
+        self.core_table = table
+        return ""
+
+    def change_cores(
+        self, owner: str, millicores: Sequence[int], near: Collection[int], former: Collection[int] = ()
+    ) -> str:
+        """So many for an owner, who stays on what it has as far as it can; what is missing, or empty. `former`: cores
+        that it had before it held none, preferred."""
+        table = cores.allocate(self.core_table, owner, millicores, near, former)
+        if isinstance(table, cores.CoreShortage):
+            return str(table)
+        self.core_table = table
+        return ""
+
+    def repin_cores(self, owner: str, near: Collection[int]) -> None:
+        if owner in self.core_table.held:
+            self.core_table = cores.repin(self.core_table, owner, near)
+
+    def adopt_cores(self, owner: str, shares: Sequence[tuple[int, int]]) -> None:
+        if shares and owner not in self.core_table.held:
+            self.core_table = cores.adopt(self.core_table, owner, cores.Grant(tuple(shares)))
+
+    def release_cores(self, owner: str) -> None:
+        if owner in self.core_table.held:
+            self.core_table = cores.release(self.core_table, owner)
+
+    def cpus_of(self, owner: str) -> tuple[int, ...]:
+        grant = self.core_table.held.get(owner)
+        return cores.cpus_of(self.core_table.core_map, grant) if grant is not None else ()
+
+    def shares_of(self, owner: str) -> tuple[tuple[int, int], ...]:
+        grant = self.core_table.held.get(owner)
+        return tuple(grant.shares) if grant is not None else ()
+
+    def core_texts(self, owner: str, ranks: int) -> tuple[str, ...]:
+        grant = self.core_table.held.get(owner)
+        if grant is None or ranks == 0:
+            return ()
+        return tuple(cores.format_ids(ids) for ids in cores.split(self.core_table.core_map, grant, ranks))
+
+    def near(self, device_mask: int) -> frozenset[int]:
+        """Hardware threads near these devices."""
+        near: set[int] = set()
+        for device in self.inventory.devices:
+            if device_mask >> device.index & 1:
+                near |= device.cpus
+        return frozenset(near)

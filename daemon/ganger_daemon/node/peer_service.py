@@ -1,0 +1,260 @@
+"""The daemons among themselves: the peer service of this one, and its calls to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.v1 import job_service_pb2
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.errors import (
+    DeadlineExceeded,
+    EpochStale,
+    GangNotFound,
+    NodeNotYours,
+    OffsetBeyondEnd,
+    RankNotFound,
+    RequestInvalid,
+)
+from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.servers import Callers
+
+from ganger_daemon.checkpoints.manifest import Shard, ShardReport
+from ganger_daemon.core.orders import PartPhase
+from ganger_daemon.gang.boundary_relay import Link, RelayMessage, from_wire
+from ganger_daemon.node.safe_files import read_json
+
+if TYPE_CHECKING:
+    from ganger_daemon.gang.gang import LocalGang
+    from ganger_daemon.node.gang_set import GangSet
+    from ganger_daemon.node.node_context import NodeContext
+
+_POLL_SECONDS = 0.005
+_LOG_POLL_SECONDS = 0.1
+_RENDEZVOUS_SECONDS = 100.0
+_STREAM_SECONDS = 1800.0
+_SWITCH_SECONDS = 2.0
+# Characters of the reason that a member reports.
+_REFUSAL_LIMIT = 1000
+# Uids as the master makes them, and others that cannot lead out of a directory.
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+
+
+class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
+    """Answers for the gangs of this node, to daemons of nodes that have a part in what they speak of."""
+
+    def __init__(self, host: NodeContext, gangs: GangSet, callers: Callers) -> None:
+        self._host = host
+        self._gangs = gangs
+        self._callers = callers
+
+    async def RelayBoundary(
+        self, request_iterator: AsyncIterator[peer_pb2.RankPoints], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[peer_pb2.RankPoints]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None:
+            return
+        gang = self._gang(first.job_uid, first.epoch, context)
+        gang.hear(from_wire(first))
+        outbox = gang.hub.join()
+        listener = asyncio.create_task(_listen(request_iterator, gang))
+        listener.add_done_callback(lambda _: outbox.end())
+        try:
+            async for message in outbox.messages():
+                yield message
+        finally:
+            gang.hub.leave(outbox)
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def GetRendezvous(
+        self, request: peer_pb2.GetRendezvousRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.Rendezvous:
+        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
+        while True:
+            # the member's desired set may come before the leader's
+            gang = self._gangs.find(request.job_uid, request.epoch)
+            if gang is not None:
+                self._check_part(gang, context)
+                if gang.launching.rendezvous is not None:
+                    host, port = gang.launching.rendezvous
+                    return peer_pb2.Rendezvous(host=host, port=port)
+                fields = read_json(gang.paths.rendezvous)
+                if fields:
+                    return peer_pb2.Rendezvous(host=str(fields["host"]), port=int(fields["port"]))
+                if gang.phase is PartPhase.ENDED:
+                    raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
+            elif self._gangs.newest_epoch(request.job_uid) > request.epoch:
+                raise EpochStale(f"epoch {request.epoch} is over: the job has a newer one here")
+            elif self._gangs.is_finished(request.job_uid, request.epoch):
+                # The ranks of a slower node start after the leader's have ended; they need not meet at all.
+                if address := self._gangs.met.get((request.job_uid, request.epoch)):
+                    return peer_pb2.Rendezvous(host=address[0], port=address[1])
+                raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the rendezvous store does not listen yet")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def ShardWritten(
+        self, request: peer_pb2.ShardWrittenRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.ShardWrittenResponse:
+        gang = self._gang(request.job_uid, request.epoch, context)
+        storage = self._host.storage.path
+        if not gang.part.leads or storage is None:
+            raise GangNotFound("this daemon does not lead the gang, or sees no storage")
+        if request.refusal:
+            await gang.saving.hear_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
+            return peer_pb2.ShardWrittenResponse()
+        shards = tuple(
+            Shard(
+                shard.rank,
+                f"rank-{shard.rank}.shard",
+                shard.size_bytes,
+                shard.digest,
+                shard.device_model,
+                shard.header_digest,
+            )
+            for shard in request.shards
+        )
+        await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
+        gang.wake()
+        return peer_pb2.ShardWrittenResponse(published=gang.saving.keeper.is_settled(request.stop_sequence))
+
+    async def SwitchRow(
+        self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.RowState:
+        if members := self._gangs.rotation.nodes_of(request.node_set):
+            check_node(self._callers.of(context), members, f"nodeSets/{request.node_set}")
+        return await self._gangs.rotation.heard(request)
+
+    async def ReadLog(
+        self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[job_service_pb2.LogChunk]:
+        logs = self._host.logs
+        # The uid becomes the name of a directory.
+        if not _UID.fullmatch(request.job_uid):
+            raise RequestInvalid(f"{request.job_uid[:80]!r} is no uid of a job")
+        if not await asyncio.to_thread(logs.segments, request.job_uid, request.rank):
+            raise RankNotFound(f"no log of rank {request.rank} of this job is on this node")
+        offset = request.offset
+        end = await asyncio.to_thread(logs.end, request.job_uid, request.rank)
+        if offset > end:
+            raise OffsetBeyondEnd(f"offset {offset} lies beyond the end of the log, {end}", end=end)
+        deadline = time.monotonic() + _STREAM_SECONDS
+        while time.monotonic() < deadline:
+            # whether it goes on is asked before reading: what was written until then is read for sure
+            over = not request.follow or not self._writes(request.job_uid)
+            while True:
+                chunk = await asyncio.to_thread(_next_chunk, logs, request.job_uid, request.rank, offset)
+                if chunk is None:
+                    break
+                yield job_service_pb2.LogChunk(offset=chunk.offset, data=chunk.data, lost_bytes=chunk.lost_bytes)
+                offset = max(offset, chunk.offset + len(chunk.data))
+                if not chunk.data:
+                    break
+            if over:
+                return
+            await asyncio.sleep(_LOG_POLL_SECONDS)
+
+    def _writes(self, job_uid: str) -> bool:
+        return any(gang.desired.job_uid == job_uid and gang.phase is not PartPhase.ENDED for gang in self._gangs.all())
+
+    def _gang(self, job_uid: str, epoch: int, context: grpc.aio.ServicerContext[Any, Any]) -> LocalGang:
+        gang = self._gangs.find(job_uid, epoch)
+        if gang is not None:
+            self._check_part(gang, context)
+            return gang
+        if self._gangs.newest_epoch(job_uid) > epoch:
+            raise EpochStale(f"epoch {epoch} is over: the job has a newer one here")
+        raise GangNotFound(f"epoch {epoch} of {job_uid} is not on this node")
+
+    def _check_part(self, gang: LocalGang, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        members = [member.node.removeprefix("nodes/") for member in gang.desired.members]
+        check_node(self._callers.of(context), members, f"epoch {gang.desired.epoch} of {gang.desired.job}")
+
+
+def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> None:
+    """Raises NodeNotYours: a daemon speaks for its own node, and that must be one of the members."""
+    if caller.role is CallerRole.DAEMON and caller.name not in members:
+        raise NodeNotYours(f"nodes/{caller.name} has no part in {of}", name=caller.name)
+
+
+def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:
+    return next(logs.read(job_uid, rank, offset), None)
+
+
+async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:
+    async for message in messages:
+        gang.hear(from_wire(message))
+
+
+class PeerCalls:
+    """Calls to other daemons, over one channel each."""
+
+    def __init__(self, token: str, tls: str = "") -> None:
+        """`tls`: the directory of the certificate to show, where they ask for one."""
+        self._token = token
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Raises OSError when the leader cannot say."""
+        try:
+            found = await self._stub(address).GetRendezvous(
+                peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise OSError(f"the leader at {address} has no rendezvous: {error.details()}") from error
+        return found.host, found.port
+
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
+        answer = await self._stub(address).ShardWritten(
+            peer_pb2.ShardWrittenRequest(
+                job_uid=job_uid,
+                epoch=epoch,
+                stop_sequence=report.agreement,
+                step=report.step,
+                refusal=report.refusal,
+                shards=[
+                    peer_pb2.Shard(
+                        rank=shard.rank,
+                        file=shard.file,
+                        size_bytes=shard.size_bytes,
+                        digest=shard.digest,
+                        header_digest=shard.header_digest,
+                        device_model=shard.device_model,
+                    )
+                    for shard in report.shards
+                ],
+            )
+        )
+        return bool(answer.published)
+
+    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+        """Where a member stands after this order; None if it does not say."""
+        try:
+            state: peer_pb2.RowState = await self._stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        return state
+
+    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
+        return Link(self._stub(address), heard)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    def _stub(self, address: str) -> Any:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
+            self._channels[address] = channel
+        return peer_pb2_grpc.PeerServiceStub(channel)

@@ -1,0 +1,108 @@
+"""Whose a process is. What names one in a file was perhaps written by the job, so it is believed only where the kernel
+bears it out: nobody else's process is ever signalled for a job.
+
+A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that says it is this
+rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
+for a process that is not its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ganger_daemon.node.processes import NOBODY, ProcessId, is_alive
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """What a launcher says of a rank. `is_own`: the kernel names it as the parent."""
+
+    process: ProcessId
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProcesses:
+    """A rank's process, alive or not; NOBODY if it never had one. `stranger` lives and was named as the rank's, but is
+    not."""
+
+    process: ProcessId
+    stranger: ProcessId | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """All that is known is who it is not."""
+        return self.stranger is not None and not self.process.pid
+
+
+def recognise(
+    child: RankProcess | None, noted: Collection[ProcessId], belongs: Callable[[ProcessId], bool]
+) -> FoundProcesses:
+    """`noted`: who files say it is, the most credible first. A dead process needs no proof: it hears no signal."""
+    adopted = [child.process] if child is not None and not child.is_own else []
+    named = [process for process in (*adopted, *noted) if process.pid > 0]
+    strangers = [process for process in named if is_alive(process) and not belongs(process)]
+    proved = [process for process in named if process not in strangers]
+    if child is not None and child.is_own:
+        proved.insert(0, child.process)
+    return FoundProcesses(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
+
+
+def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
+    """Pids of processes that came from a gang's ranks and left their sessions and parents: by the environment they were
+    started with, which is the rank's; or the launcher's (it has `inject`), and then they still map a control page.
+    Looks at every process that may be looked at."""
+    names = [b"GANGER_PAGE=" + bytes(path) for path in page_paths]
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        variables, pid = environment.split(b"\0"), int(entry.name)
+        is_forked = os.fsencode(inject) in environment and any(_maps(pid, path) for path in page_paths)
+        if is_forked or any(name in variables for name in names):
+            found.add(pid)
+    return frozenset(found)
+
+
+def stranger_text(rank: int, found: FoundProcesses) -> str:
+    pid = found.stranger.pid if found.stranger is not None else 0
+    return f"the files of rank {rank} name process {pid}, which is none of this gang: it is left alone"
+
+
+def parent_of(pid: int) -> int:
+    """0 when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:
+    """Whether a process writes its output to this log, or maps this control page. False where that cannot be seen."""
+    if any(_are_one(Path(f"/proc/{pid}/fd/{output}"), log) for output in (1, 2)):
+        return True
+    return _maps(pid, page)
+
+
+def _maps(pid: int, file: Path) -> bool:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+    # to write into it: who only looks at a page is no rank
+    ends = (b" " + bytes(file), b" " + bytes(file) + b" (deleted)")
+    return any(b" rw-s " in line and line.endswith(ends) for line in maps.splitlines())
+
+
+def _are_one(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,310 @@
+"""The conversation with the master: a session, then Reconcile for ever; on news the held call is cancelled and made
+anew.
+
+The observed set goes up complete when it changed, as a digest-only heartbeat else. Jobs, and this daemon, go on
+while the master is away: every failure is met with waiting and trying again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.injob.page import now_ns
+from ganger.protocol.leases import lease_until, renewed
+from ganger.wire.channels import PART_BYTES, open_aio_channel
+from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.errors import from_rpc_error, reason_of
+from ganger.wire.times import duration, seconds
+from ganger.wire.tls import trouble_with
+
+from ganger_daemon.node.database_position import DatabasePosition
+from ganger_daemon.node.gang_set import GangSet
+from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.progress import report_progress
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 60.0
+# A master that restarts is back within seconds, and jobs may wait for it: ask often at first, and never seldom.
+_FIRST_RETRY_SECONDS = 0.05
+_LAST_RETRY_SECONDS = 2.0
+_LASTING_RETRY_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
+# Deadline of one part of a set, which the master answers at once.
+_PART_SECONDS = 10.0
+# Most bytes that a gang takes in a message beyond its own.
+_FIELD_BYTES = 16
+# Reasons that will not go away by asking again soon; a person has to do something.
+_LASTING = frozenset(
+    {
+        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
+        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS",
+    }
+)  # fmt: skip
+
+
+class SupersededError(Exception):
+    """The session is void: open a new one, keep what runs."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What one session has said and heard."""
+
+    session: str
+    lost_after_seconds: float | None
+    observation: int = 0
+    desired_version: int = 0
+    said: list[agent_pb2.ObservedGang] | None = None
+    said_rows: list[agent_pb2.ObservedRows] = field(default_factory=list)
+    said_faults: dict[int, str] = field(default_factory=dict)
+    said_proved: bool = False
+    # The newest desired set of this session; None before the first answer.
+    desired: list[agent_pb2.DesiredGang] | None = None
+    # Epochs of its gangs whose spec is still to come.
+    missing: frozenset[int] = frozenset()
+    rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
+    # Name of the master's database, and whether the master requests ended gangs because that was restored.
+    store: str = ""
+    reports_finished: bool = False
+    # Epochs of gangs that the master wants described.
+    describe: frozenset[int] = frozenset()
+
+
+class Session:
+    """`find_master` is asked again at each attempt: a restarted master may listen elsewhere."""
+
+    def __init__(
+        self,
+        host: NodeContext,
+        gangs: GangSet,
+        find_master: Callable[[], Endpoint],
+        describe: Callable[[], agent_pb2.CreateSessionRequest],
+    ) -> None:
+        self._host = host
+        self._gangs = gangs
+        self._find_master = find_master
+        self._describe = describe
+        self._seen = DatabasePosition(host.paths.state / "master.json")
+        self._news = asyncio.Event()
+        self._wait = _FIRST_RETRY_SECONDS
+        self.connected = asyncio.Event()
+
+    def news(self) -> None:
+        """Something observed changed."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until cancelled. The session outlives a broken connection, as long as the master knows it."""
+        conversation: Conversation | None = None
+        self._wait = _FIRST_RETRY_SECONDS
+        while True:
+            endpoint: Endpoint | None = None
+            try:
+                endpoint = self._find_master()
+                async with open_aio_channel(endpoint) as channel:
+                    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
+                    if conversation is None:
+                        conversation = await self._open(stub)
+                    await self._converse(stub, conversation)
+            except SupersededError:
+                log.info("session superseded")
+                conversation = None
+                # whoever says so is there: the waits that had grown while it was away are over
+                self._wait = _FIRST_RETRY_SECONDS
+            except EndpointError as error:
+                log.info("no master", extra={"error": str(error)})
+            except grpc.aio.AioRpcError as error:
+                reason = reason_of(from_rpc_error(error))
+                level = logging.ERROR if reason in _LASTING else logging.INFO
+                trouble = await self._trouble(endpoint) if reason == "UNREACHABLE" else ""
+                level = logging.ERROR if trouble else level
+                log.log(level, "master not reached", extra={"reason": reason, "error": trouble or error.details()})
+                if reason in _LASTING:
+                    self._wait = _LASTING_RETRY_SECONDS
+            self.connected.clear()
+            await self._pause(endpoint)
+            self._wait = min(_LAST_RETRY_SECONDS, self._wait * 2)
+
+    async def _trouble(self, endpoint: Endpoint | None) -> str:
+        """What is wrong with the certificates of either end, if that is it: gRPC does not tell."""
+        if endpoint is None or not endpoint.tls:
+            return ""
+        return await asyncio.to_thread(trouble_with, endpoint)
+
+    async def _pause(self, tried: Endpoint | None) -> None:
+        """Waits before the next attempt, no longer than until a master announces itself elsewhere."""
+        until = time.monotonic() + self._wait * (0.5 + random.random())
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(_LOOK_SECONDS, left))
+            try:
+                if self._find_master() != tried:
+                    return
+            except EndpointError:
+                continue
+
+    async def _open(self, stub: Any) -> Conversation:
+        request = self._describe()
+        storage = self._host.storage
+        request.storage_token = storage.found
+        request.seen.CopyFrom(self._seen.message)
+        answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
+        storage.learn(answer.storage, answer.storage_token)
+        self._host.storage_learned()
+        self._host.logs.storage = storage.path if storage.proved else None
+        self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
+        self._host.logs.kept_seconds = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
+        self._gangs.new_session()
+        log.info(
+            "session opened", extra={"session": answer.session, "storage": answer.storage, "proved": storage.proved}
+        )
+        lost_after = seconds(answer.lost_after) if answer.HasField("lost_after") else None
+        return Conversation(answer.session, lost_after, store=answer.store, reports_finished=answer.report_finished)
+
+    async def _converse(self, stub: Any, conversation: Conversation) -> None:
+        progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
+        conversation.said = None  # whether the last words were heard is not known: say everything again
+        try:
+            while True:
+                request = self._request(conversation)
+                try:
+                    for part in _first_parts(request):
+                        await stub.Reconcile(part, timeout=_PART_SECONDS)
+                    sent_at = now_ns()
+                    answer = await self._call(stub, request, conversation)
+                except grpc.aio.AioRpcError as error:
+                    if reason_of(from_rpc_error(error)) == "SESSION_SUPERSEDED":
+                        raise SupersededError from error
+                    raise
+                if answer is None:
+                    continue  # news came first
+                self._wait = _FIRST_RETRY_SECONDS
+                await self._take(answer, conversation, sent_at)
+                self.connected.set()
+        finally:
+            progress.cancel()
+            await asyncio.gather(progress, return_exceptions=True)
+
+    def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
+        self._news.clear()
+        observed, rows = self._gangs.observed(conversation.describe), self._gangs.rotation.observed()
+        faults = dict(self._host.devices.faults())
+        proved = self._host.storage.proved
+        changed = (
+            conversation.said is None
+            or observed != conversation.said
+            or rows != conversation.said_rows
+            or faults != conversation.said_faults
+            or proved != conversation.said_proved
+        )
+        if changed:
+            conversation.observation += 1
+            conversation.said, conversation.said_faults, conversation.said_proved = observed, faults, proved
+            conversation.said_rows = rows
+        return agent_pb2.ReconcileRequest(
+            session=conversation.session,
+            observation=conversation.observation,
+            desired_version=conversation.desired_version,
+            changed=changed,
+            gangs=observed if changed else [],
+            device_faults=faults if changed else {},
+            max_wait=duration(self._max_wait(conversation)),
+            storage_proved=proved,
+            rows=rows if changed else [],
+            missing_specs=sorted(conversation.missing),
+            finished=self._gangs.finished if changed and conversation.reports_finished else [],
+        )
+
+    def _max_wait(self, conversation: Conversation) -> float:
+        """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
+        limit = MAX_WAIT_SECONDS
+        if conversation.lost_after_seconds is not None:
+            limit = min(limit, conversation.lost_after_seconds / 4)
+        return max(0.05, limit * (0.8 + 0.2 * random.random()))
+
+    async def _call(
+        self, stub: Any, request: agent_pb2.ReconcileRequest, conversation: Conversation
+    ) -> agent_pb2.ReconcileResponse | None:
+        """The answer; None when there was news while the call was held: it is cancelled, and the caller calls again."""
+        call = stub.Reconcile(request, timeout=seconds(request.max_wait) + 15.0)
+        answered = asyncio.ensure_future(_wait_for(call))
+        news = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({answered, news}, return_when=asyncio.FIRST_COMPLETED)
+            if answered.done():
+                return answered.result()
+            # A set that was not heard because its call was cancelled goes up again with the next.
+            conversation.said = None
+            return None
+        finally:
+            news.cancel()
+            if not answered.done():
+                call.cancel()
+            await asyncio.gather(news, answered, return_exceptions=True)
+
+    async def _take(self, answer: agent_pb2.ReconcileResponse, conversation: Conversation, sent_at_ns: int) -> None:
+        acknowledged = frozenset(answer.acknowledged_epochs)
+        conversation.describe = frozenset(answer.describe_epochs)
+        if answer.changed:
+            self._seen.note(conversation.store, answer.desired_version, answer.gangs)
+            conversation.missing = _specs_kept(answer, conversation.desired or ())
+            conversation.desired, conversation.rows = list(answer.gangs), list(answer.rows)
+        if conversation.desired is not None and (answer.changed or acknowledged):
+            conversation.missing = await self._gangs.apply(
+                conversation.desired, acknowledged, conversation.rows, conversation.missing
+            )
+        # A version counts as applied once every gang of it is known whole: until then its answers come at once.
+        if answer.changed and not conversation.missing:
+            conversation.desired_version = answer.desired_version
+        # After its orders: they may stop a gang that is frozen because its lease has ended.
+        until = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        # A daemon that has no gangs has no lease that could have ended.
+        has_orders = answer.desired_version > 0 or not conversation.said
+        self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
+        self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
+        self._gangs.wake_all()
+
+
+def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.ReconcileRequest]:
+    """Move gangs for which one message has no room out of a request; return the requests to send before it."""
+    parts: list[agent_pb2.ReconcileRequest] = []
+    while request.ByteSize() > PART_BYTES and len(request.gangs) > 1:
+        part = agent_pb2.ReconcileRequest(
+            session=request.session, observation=request.observation, changed=True, continues=True
+        )
+        room = PART_BYTES
+        count = 0
+        for count, gang in enumerate(request.gangs):
+            room -= gang.ByteSize() + _FIELD_BYTES
+            if room < 0 and count:
+                break
+        part.gangs.extend(request.gangs[:count])
+        del request.gangs[:count]
+        parts.append(part)
+    return parts
+
+
+def _specs_kept(answer: agent_pb2.ReconcileResponse, known: Iterable[agent_pb2.DesiredGang]) -> frozenset[int]:
+    """Fill in specs that an answer leaves out for want of room and that came earlier; return epochs without one."""
+    if not answer.later_specs:
+        return frozenset()
+    specs = {gang.epoch: gang.spec for gang in known if gang.HasField("spec")}
+    missing = set(answer.later_specs)
+    for gang in answer.gangs:
+        if gang.epoch in missing and gang.epoch in specs:
+            gang.spec.CopyFrom(specs[gang.epoch])
+            missing.discard(gang.epoch)
+    return frozenset(missing)
+
+
+async def _wait_for(call: Any) -> agent_pb2.ReconcileResponse:
+    answer: agent_pb2.ReconcileResponse = await call
+    return answer

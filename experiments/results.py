@@ -1,0 +1,187 @@
+"""What became of each experiment, as JSON, as rows of a table for people, and as a page of the documentation."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import textwrap
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from ganger_master.simulator.report.seeds import Interval
+
+from experiments.experiment import MeasuredRows
+from experiments.paper_claims import PaperClaim, half_width, meets, middle
+
+_PAGE = """# The papers' claims, run again
+
+`ganger reproduce --all --json` runs the experiments of the papers anew, each with the paper's set-up, and prints the
+paper's figures beside ours, whether the claim *holds* and whether ours *beats* it. What holds and what beats is decided
+by one file, [thresholds.toml](../experiments/thresholds.toml); each experiment is a file beside
+it that begins with its set-up. Published data are read from the folders `--traces` and `--papers`; an experiment whose
+data are not there is skipped, and says so.
+
+```console
+$ ganger reproduce --list
+$ ganger reproduce --only B14 --quick
+$ ganger reproduce --all --document docs/reproduce.md
+```
+
+A run that was stopped goes on where it was: what the same code has measured on the same data is not measured again,
+unless with `--anew`. Processor time, of one core, is noted below: {minutes:.0f} min for {noted} experiments.
+
+± is the half-width of a 95 % confidence interval over seeds; of such figures the mean is compared. Loads are what was
+offered by what the cluster can do. Raw rows are in `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim
+hold.
+
+{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold, {beaten} are beaten. This page is what
+`--document` wrote.
+"""
+HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `cpu_s`: processor
+    time of all parts, whenever they were measured; NaN: nobody noted it."""
+
+    claim: PaperClaim
+    found: MeasuredRows | None = None
+    skipped: str = ""
+    failed: str = ""
+    is_quick: bool = False
+    cpu_s: float = math.nan
+
+    @property
+    def holds(self) -> bool | None:
+        return None if self.found is None else meets(self.claim.holds, self.found.ours)
+
+    @property
+    def beats(self) -> bool | None:
+        """None also where nobody asks for more than to hold."""
+        return None if self.found is None or not self.claim.beats else meets(self.claim.beats, self.found.ours)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Ready for `json.dumps`: no NaN. `interval` has the half-width of a 95 % confidence interval (Student's t over the
+    seeds) of each figure in which chance has a part."""
+    claim, found = result.claim, result.found
+    told: dict[str, Any] = {
+        "name": claim.name,
+        "title": claim.title,
+        "source": claim.source,
+        "paper": dict(claim.paper),
+        "ours": None if found is None else {name: _plain(middle(figure)) for name, figure in found.ours.items()},
+        "holds": result.holds,
+        "beats": result.beats,
+        "criteria": {"holds": claim.holds, "beats": claim.beats},
+    }
+    if found is not None:
+        told |= {
+            "load": found.load,
+            "seeds": found.seeds,
+            "cpu_s": _plain(result.cpu_s),
+            "interval": {
+                name: _plain(half_width(figure)) for name, figure in found.ours.items() if isinstance(figure, Interval)
+            },
+            "why": found.why,
+        }
+    if result.skipped:
+        told["skipped"] = result.skipped
+    if result.failed:
+        told["failed"] = result.failed
+    return told | ({"quick": True} if result.is_quick else {})
+
+
+def as_cells(result: Result) -> tuple[str, ...]:
+    """Under `HEADINGS`; of our figures those that the paper gives or a criterion asks for."""
+    claim, found = result.claim, result.found
+    ours = "" if found is None else _figures(found, claim.figures | set(claim.paper))
+    return (
+        claim.name,
+        claim.title,
+        _answer(result.holds, result),
+        _answer(result.beats, result),
+        ", ".join(f"{name} {_text(figure)}" for name, figure in claim.paper.items()),
+        ours,
+        "" if found is None else _load(found.load),
+        # Where it went wrong is told beside the table.
+        result.skipped or result.failed.partition("\n")[0] or ("" if found is None else found.why),
+    )
+
+
+def as_lines(result: Result, width: int) -> list[str]:
+    """The same for people, in lines of `width` signs."""
+    name, title, holds, beats, *rest = as_cells(result)
+    lines = [f"{name}  {title}"]
+    pairs = {"holds": holds, "beats": beats} | dict(zip(HEADINGS[4:], rest, strict=True))
+    for heading, text in pairs.items():
+        if text:
+            lines += textwrap.wrap(text, width, initial_indent=f"    {heading:5}  ", subsequent_indent=" " * 11)
+    return lines
+
+
+def in_short(result: Result) -> tuple[str, str, str, str]:
+    """Name, whether it holds, whether it is beaten, claim."""
+    name, title, holds, beats, *_ = as_cells(result)
+    return name, holds, beats, title
+
+
+def document(results: Sequence[Result], date: str) -> str:
+    """docs/reproduce.md: what the last full run found."""
+    rows = ["| " + " | ".join(map(_cell, as_cells(result))) + " |" for result in results]
+    ran = [result for result in results if result.found is not None]
+    text = _PAGE.format(
+        date=date,
+        machine=_machine(),
+        claims=len(results),
+        minutes=sum(result.cpu_s for result in ran if not math.isnan(result.cpu_s)) / 60.0,
+        noted=sum(not math.isnan(result.cpu_s) for result in ran),
+        run=len(ran),
+        hold=sum(bool(result.holds) for result in ran),
+        beaten=sum(bool(result.beats) for result in ran),
+    )
+    head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    every = [
+        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}"
+        f"{'' if math.isnan(result.cpu_s) else f'; {result.cpu_s:.0f} s'}): {_figures(found, set(found.ours))}"
+        for result in results
+        if (found := result.found) is not None
+    ]
+    return "\n".join([text, *head, *rows, "", "## Every figure", "", *every, ""])
+
+
+def _machine() -> str:
+    return f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), Python {platform.python_version()}"
+
+
+def _answer(answer: bool | None, result: Result) -> str:
+    if answer is not None:
+        return "yes" if answer else "no"
+    return "failed" if result.failed else "skipped" if result.skipped else "-"
+
+
+def _load(load: Mapping[str, float] | float | None) -> str:
+    if load is None:
+        return "-"
+    if isinstance(load, Mapping):
+        return ", ".join(f"{name} {value:.2f}" for name, value in load.items())
+    return f"{load:.2f}"
+
+
+def _figures(found: MeasuredRows, names: Set[str]) -> str:
+    return ", ".join(f"{name} {_text(figure)}" for name, figure in found.ours.items() if name in names)
+
+
+def _text(figure: float | str | Interval) -> str:
+    return figure if isinstance(figure, str) else str(figure) if isinstance(figure, Interval) else f"{figure:.4g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _plain(value: float) -> float | None:
+    return None if math.isnan(value) or math.isinf(value) else value

@@ -1,0 +1,146 @@
+"""Which members of a job array are to be stopped, by what they have reported so far?
+
+Pure: the same records give the same answer, whoever asks and however often. A member's records are what it had reported
+when it came to rung 0, 1, 2, ... of the rule; None is a value that is no number, and worse than any that is. Nobody is
+stopped because a member is slow: only what was reported at the same rung is compared.
+
+* HALVING, successive halving: of n members that set out, the best n / factor at the first rung go on, of these the best
+  1 / factor at the second, and so on; one at least. Jamieson and Talwalkar, "Non-stochastic best arm identification and
+  hyperparameter optimization" (AISTATS 2016), Algorithm 1. There all wait at a rung for the last to come; here nobody
+  waits, and a member is stopped as soon as so many others did better that it cannot be among those who go on. So nobody
+  is stopped whom the paper's would keep, and who runs on before it is decided spends devices that were its own.
+* ASHA, asynchronous successive halving: judged when it comes to a rung, a member goes on if it is among the best
+  1 / factor of those that have come to it so far, itself included. Li et al., "A system for massively parallel
+  hyperparameter tuning" (MLSys 2020), section 3.2, in the form that stops instead of promoting, as Ray Tune has it: the
+  first `factor` - 1 to come always go on.
+* MEDIAN: stopped where its best value so far is worse than the median of the others' running means up to the same rung.
+  Golovin et al., "Google Vizier: a service for black-box optimization" (KDD 2017), section 3.2.2. There the others are
+  trials that have ended; here all that came as far, since the members of an array start together. At least
+  `LEAST_OTHERS` of them, or nobody is judged.
+* THRESHOLD: stopped where it is worse than a bound at a rung.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from statistics import median
+from typing import Final, TypeAlias
+
+from msgspec import Struct
+
+from ganger_master.core.array_members import RuleKind, StopRule
+
+Value: TypeAlias = float | None
+
+LEAST_OTHERS: Final = 3
+
+
+class Contender(Struct, frozen=True, gc=False):
+    """A member. `records`: by rung; of one that was stopped, up to the rung at which it was."""
+
+    index: int
+    records: tuple[Value, ...] = ()
+    # It may come to further rungs: it runs, waits or is held.
+    is_live: bool = True
+    # It ended before it was done, other than by the rule: who reported less than others is not compared with it.
+    has_failed: bool = False
+
+
+class EarlyStop(Struct, frozen=True, gc=False):
+    """Whom to stop, at which rung, and why, for people."""
+
+    index: int
+    rung: int
+    value: Value
+    why: str
+
+
+def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tuple[EarlyStop, ...]:
+    """Whom to stop now that the member of index `reporting` has come to a new rung; in the order of their indices.
+
+    HALVING may stop others than that one, the other rules only judge it, at its newest rung."""
+    if rule.kind is RuleKind.HALVING:
+        return _halving(rule, contenders)
+    member = next(one for one in contenders if one.index == reporting)
+    if not (member.is_live and member.records):
+        return ()
+    rung = len(member.records) - 1
+    others = [
+        one.records for one in contenders if one.index != reporting and not one.has_failed and len(one.records) > rung
+    ]
+    match rule.kind:
+        case RuleKind.ASHA:
+            why = _asha(rule, member.records[rung], [records[rung] for records in others])
+        case RuleKind.MEDIAN:
+            why = _below_median(rule, member.records, [records[: rung + 1] for records in others])
+        case RuleKind.THRESHOLD:
+            is_worse = _key(rule, member.records[rung]) > _key(rule, rule.bound)
+            why = f"worse than {rule.bound:g}" if is_worse else ""
+    return (EarlyStop(reporting, rung, member.records[rung], why),) if why else ()
+
+
+def best(rule: StopRule, values: Sequence[tuple[int, Value]]) -> tuple[int, float] | None:
+    """Of (index, value) pairs the one that does best; the first of several."""
+    found = min(((_key(rule, value), index, value) for index, value in values if value is not None), default=None)
+    return None if found is None or found[2] is None else (found[1], found[2])
+
+
+def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[EarlyStop, ...]:
+    stopped: dict[int, EarlyStop] = {}
+    there = [one for one in contenders if not one.has_failed]
+    # Those who set out: who ended without coming to the first rung did not.
+    keeps = sum(bool(one.records) or one.is_live for one in there)
+    # Who goes on from every rung so far, whatever the others do. Only they count against others at the next: who may
+    # yet be stopped at a rung below never comes to it where all wait for each other.
+    sure = {one.index for one in there}
+    for rung in range(max((len(one.records) for one in there), default=0)):
+        keeps = max(1, int(keeps / rule.factor))
+        there = [one for one in there if one.index not in stopped and (one.is_live or len(one.records) > rung)]
+        keys = {one.index: _key(rule, one.records[rung]) for one in there if len(one.records) > rung}
+        line = sorted(keys[index] for index in sure if index in keys)
+        may_come = len(there) - len(keys)
+        every = sorted(keys.values())
+        for one in there:
+            if one.index not in keys:
+                continue
+            key = keys[one.index]
+            ahead = bisect_left(line, key)
+            if one.is_live and ahead >= keeps:
+                why = f"{ahead} others did better, and {keeps} go on"
+                stopped[one.index] = EarlyStop(one.index, rung, one.records[rung], why)
+            if bisect_left(every, key) + may_come >= keeps:
+                sure.discard(one.index)
+        sure.intersection_update(keys)
+    return tuple(stopped[index] for index in sorted(stopped))
+
+
+def _asha(rule: StopRule, value: Value, others: Sequence[Value]) -> str:
+    come = len(others) + 1
+    keeps = int(come / rule.factor)
+    ahead = sum(_key(rule, other) < _key(rule, value) for other in others)
+    if not keeps or ahead < keeps:
+        return ""
+    return f"{ahead} of the {come} that came so far did better, and {keeps} go on"
+
+
+def _below_median(rule: StopRule, records: Sequence[Value], others: Sequence[Sequence[Value]]) -> str:
+    if len(others) < LEAST_OTHERS:
+        return ""
+    middle = median(_mean_key(rule, other) for other in others)
+    if min(_key(rule, value) for value in records) <= middle:
+        return ""
+    shown = -middle if rule.maximise else middle
+    return f"its best value is worse than {shown:.6g}, the median of the running means of {len(others)} others"
+
+
+def _key(rule: StopRule, value: Value) -> float:
+    """Smaller is better."""
+    if value is None or math.isnan(value):
+        return math.inf
+    return -value if rule.maximise else value
+
+
+def _mean_key(rule: StopRule, values: Sequence[Value]) -> float:
+    return math.fsum(keys) / len(keys) if math.isfinite(sum(keys := [_key(rule, one) for one in values])) else math.inf

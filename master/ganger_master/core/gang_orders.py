@@ -1,0 +1,237 @@
+"""How what is wanted of one gang changes: every change raises its master sequence, a stop keeps its own.
+
+Pure functions from gang to gang, and what a gang still holds at each level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ganger_master.core.desired_state import threads_of
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    LocalityLevel,
+    ObservedPhase,
+    Piece,
+    Restore,
+    SuspendLevel,
+)
+
+
+def new_gang(
+    epoch: int,
+    job: int,
+    claims: Sequence[Claim],
+    level: LocalityLevel,
+    now: float,
+    role: GangRole,
+    restore: Restore,
+    wanted_from: int,
+) -> Gang:
+    """A gang that runs at once, or prepares to as the destination of a move; its nodes want it from that version on."""
+    moving = role is GangRole.DESTINATION
+    return Gang(
+        epoch=epoch,
+        job=job,
+        role=role,
+        phase=GangPhase.MOVING if moving else GangPhase.STARTING,
+        pieces=tuple([Piece(claim, claim, wanted_from=wanted_from) for claim in claims]),
+        level=level,
+        create_time=now,
+        intent=GangIntent.PREPARE if moving else GangIntent.RUN,
+        restore=restore,
+        threads=threads_of(claims),
+        since=now,
+    )
+
+
+def run(gang: Gang, now: float) -> Gang:
+    """Running needs no agreement: it cancels a stop at any time."""
+    was_going = gang.phase in (GangPhase.MOVING, GangPhase.RESIZING)
+    phase = GangPhase.RUNNING if gang.stepped and was_going else GangPhase.STARTING
+    return _order(
+        replace(
+            gang,
+            role=GangRole.ACTIVE,
+            intent=GangIntent.RUN,
+            park_level=SuspendLevel.NONE,
+            stop_sequence=0,
+            stop_step=0,
+            rested_level=SuspendLevel.NONE,
+            phase=phase,
+            parked_by_plan=False,
+            # A report from before the order says nothing about the steps after it.
+            pieces=tuple(_not_parked(piece) for piece in gang.pieces),
+            since=now,
+        )
+    )
+
+
+def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
+    """The stop that is under way goes on at the new level."""
+    sequence = gang.master_sequence + 1
+    return replace(
+        gang,
+        master_sequence=sequence,
+        intent=GangIntent.PARK,
+        park_level=level,
+        phase=GangPhase.STOPPING,
+        stop_sequence=gang.stop_sequence or sequence,
+        parked_by_plan=by_plan,
+        since=now,
+    )
+
+
+def hand_over(gang: Gang) -> Gang:
+    phase = GangPhase.RESIZING if gang.phase is GangPhase.RESIZING else GangPhase.MOVING
+    ordered = _order(replace(gang, intent=GangIntent.HAND_OVER, phase=phase))
+    return replace(ordered, stop_sequence=gang.stop_sequence or ordered.master_sequence)
+
+
+def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
+    """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
+    if gang.intent is GangIntent.STOP:
+        return gang
+    return replace(
+        gang,
+        master_sequence=gang.master_sequence + 1,
+        role=GangRole.LEAVING,
+        intent=GangIntent.STOP,
+        phase=GangPhase.STOPPING,
+        checkpoint_first=checkpoint_first,
+        since=now,
+    )
+
+
+def retune(gang: Gang, claims: Sequence[Claim], repin: bool) -> Gang:
+    pieces = tuple(replace(piece, claim=claim, held=claim) for piece, claim in zip(gang.pieces, claims, strict=True))
+    requests = gang.repin_request + 1 if repin else gang.repin_request
+    return _order(replace(gang, pieces=pieces, threads=threads_of(claims), repin_request=requests))
+
+
+def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
+    """More host memory for its arenas: the limit rises, nothing else changes."""
+    pieces = tuple(
+        replace(piece, claim=claim, held=claim if piece.held is not None else None)
+        for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
+    return _order(replace(gang, pieces=pieces))
+
+
+def let_in(gang: Gang, newcomer: Claim) -> Gang:
+    """Shares devices with who comes to them; its daemon is told."""
+    pieces = tuple([_shared(piece, newcomer) if piece.claim.node == newcomer.node else piece for piece in gang.pieces])
+    return gang if pieces == gang.pieces else _order(replace(gang, pieces=pieces))
+
+
+def marked(gang: Gang, node: str, mask: int) -> Gang:
+    """Shares these of its devices on a node, and no others. Its daemon need not be told at once: who comes to a device
+    has no mark either, and so waits until it is free."""
+
+    def of(piece: Piece) -> Piece:
+        if piece.claim.node != node:
+            return piece
+        held = piece.held
+        if held is not None:
+            held = replace(held, shared_mask=held.shared_mask & mask)
+        return replace(piece, claim=replace(piece.claim, shared_mask=mask), held=held)
+
+    return replace(gang, pieces=tuple([of(piece) for piece in gang.pieces]))
+
+
+def _shared(piece: Piece, newcomer: Claim) -> Piece:
+    claim = _marked(piece.claim, newcomer.device_mask)
+    return replace(piece, claim=claim, held=None if piece.held is None else _marked(piece.held, newcomer.device_mask))
+
+
+def _marked(claim: Claim, mask: int) -> Claim:
+    return replace(claim, shared_mask=claim.shared_mask | claim.device_mask & mask)
+
+
+def rested(gang: Gang, now: float) -> Gang:
+    """All parts rest: OFFLOAD gives up devices and cores, keeps the memory that its processes use and their arenas, and
+    what cannot be freed of the devices. What rested so before keeps what it kept."""
+    pieces = gang.pieces
+    if gang.park_level is SuspendLevel.OFFLOAD:
+        pieces = tuple(
+            piece if _has_given_up(piece) else replace(piece, held=kept_offloaded(piece)) for piece in pieces
+        )
+    return replace(
+        gang,
+        pieces=pieces,
+        phase=GangPhase.PARKED,
+        rested_level=gang.park_level,
+        stop_step=pieces[0].stop_step,
+        since=now,
+    )
+
+
+def kept_offloaded(piece: Piece) -> Claim:
+    cores = (0,) * len(piece.claim.millicores)
+    memory = min(piece.claim.memory_bytes, piece.kept_memory_bytes or piece.claim.memory_bytes)
+    kept = replace(piece.claim, device_mask=0, millicores=cores, shared_mask=0, memory_bytes=memory)
+    return replace(kept, parked_bytes=piece.residue_bytes)
+
+
+def _has_given_up(piece: Piece) -> bool:
+    held = piece.held
+    return held is None or (held != piece.claim and not held.device_mask and not any(held.millicores))
+
+
+def begin_anew(gang: Gang) -> Gang:
+    """What it was told on the nodes since its last order counts no more."""
+    return _order(gang)
+
+
+def has_given_up(gang: Gang) -> bool:
+    """Whether its devices are others' by now: it came to rest in host memory, and was not told to run since. It stays
+    so while it stops at another level, or comes back from having tried to."""
+    return gang.rested_level is SuspendLevel.OFFLOAD
+
+
+def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
+    """Holds these claims (again), piece by piece, but for parts that have ended."""
+    pieces = tuple(
+        replace(piece, claim=claim, held=None if piece.gone else claim)
+        for piece, claim in zip(gang.pieces, claims, strict=True)
+    )
+    return replace(gang, pieces=pieces, threads=threads_of(claims))
+
+
+def holding_nothing(gang: Gang) -> Gang:
+    return replace(gang, pieces=tuple(replace(piece, held=None) for piece in gang.pieces))
+
+
+def holds_nothing(gang: Gang) -> bool:
+    return all(piece.held is None for piece in gang.pieces)
+
+
+def is_over(gang: Gang) -> bool:
+    """Whether nothing is left of it anywhere, nor on a node that may come back with it."""
+    return all(piece.gone and piece.held is None and not piece.lost for piece in gang.pieces)
+
+
+def holds_devices(gang: Gang) -> bool:
+    """Whether it still holds its whole placement."""
+    return all(piece.held == piece.claim for piece in gang.pieces)
+
+
+def same_place(one: Sequence[Claim], other: Sequence[Claim]) -> bool:
+    """Same nodes, devices and tasks: what is parked on one can run on the other without moving."""
+    return [(c.node, c.device_mask, c.tasks) for c in one] == [(c.node, c.device_mask, c.tasks) for c in other]
+
+
+def _order(gang: Gang) -> Gang:
+    return replace(gang, master_sequence=gang.master_sequence + 1)
+
+
+def _not_parked(piece: Piece) -> Piece:
+    if piece.phase in (ObservedPhase.PARKED, ObservedPhase.READY, ObservedPhase.STOPPING):
+        return replace(piece, phase=ObservedPhase.STARTING)
+    return piece

@@ -1,0 +1,152 @@
+"""What a job's state allows: may it be suspended at this level, may it be moved, is it there at all?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ganger_master.core.answers import Refused
+from ganger_master.core.capacity import find_place, judge_change
+from ganger_master.core.colocation import has_arenas
+from ganger_master.core.memberships import members_of
+from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
+from ganger_master.core.state import State
+
+
+def find_job(state: State, number: int) -> JobRecord | Refused:
+    job = state.jobs.get(number)
+    return no_job(number, state.counters.next_job, state.jobs) if job is None else job
+
+
+def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> Refused:
+    """A job that is not there: it never was, it is kept no longer, or it is an array."""
+    text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
+    members = members_of(jobs, number)
+    if members:
+        shown = next(f"{number}_{job.spec.array.index}" for job in members if job.spec.array is not None)
+        text = f"{number} is an array of jobs: name a member, for example {shown}; `ganger show {number}` lists them"
+        return Refused("JOB_NOT_FOUND", text, {"array": f"arrays/{number}"})
+    if 0 < number < next_job:
+        text = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
+    return Refused("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
+
+
+def unfinished(state: State, number: int) -> JobRecord | Refused:
+    """The job, if it has neither ended nor is about to."""
+    job = find_job(state, number)
+    if isinstance(job, Refused):
+        return job
+    if job.state.is_finished or (job.ending is not None and job.ending.is_finished):
+        state_name = (job.ending or job.state).value
+        return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
+    return job
+
+
+def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendLevel | Refused:
+    """The level to suspend at, NONE if there is nothing to do."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch:
+        return busy(job, "it is being moved")
+    if gang is None or job.ending is not None:
+        return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
+    offered = job.capabilities
+    present = gang.park_level if gang.intent is GangIntent.PARK else SuspendLevel.NONE
+    if level is SuspendLevel.NONE:
+        if present and job.state is JobState.SUSPENDED:
+            return SuspendLevel.NONE
+        order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
+        may_offload, may_pause = has_arenas(gang), gang.epoch not in state.set_of
+        possible = order[0 if may_offload else 1 : 3 if may_pause else 2]
+        chosen = next((one for one in possible if offered.offers(one)), SuspendLevel.NONE)
+        if chosen is SuspendLevel.NONE:
+            return _unavailable(job, "any level")
+        return chosen
+    if not offered.offers(level):
+        return _unavailable(job, level.name)
+    if level is SuspendLevel.PAUSE and gang.epoch in state.set_of:
+        text = (
+            f"{job.name} takes turns with others on its devices, and a paused job keeps them: use OFFLOAD or CHECKPOINT"
+        )
+        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
+    if present > level:
+        return Refused(
+            "LEVEL_UNAVAILABLE",
+            f"{job.name} is suspended at {present.name}, which keeps less than {level.name}; resume it first",
+            {"job": job.name, "level": level.name},
+        )
+    if present == level and job.state is JobState.SUSPENDED:
+        return SuspendLevel.NONE
+    if level is SuspendLevel.OFFLOAD and gang.intent is GangIntent.RUN and not has_arenas(gang):
+        why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
+    return level
+
+
+def check_move(
+    state: State, job: JobRecord, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
+) -> tuple[Claim, ...] | Refused:
+    """The claims a job is to move to: with nodes or none where it runs, with claims also where a plan has parked it."""
+    gang = state.gangs.get(job.epoch)
+    if job.next_epoch or job.ending is not None:
+        return busy(job, "it is being moved or ends")
+    if gang is not None and gang.node_set and not has_arenas(gang):
+        return busy(job, "it takes turns with others on its devices, and no host memory is reserved to leave them")
+    may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
+    if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
+        return not_running(job, gang)
+    if not can_hand_over(job):
+        missing = job.capabilities.missing
+        why = missing.get("MOVE") or missing.get("OFFLOAD", "the job offers no level that captures its state")
+        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
+    unknown = [name for name in nodes if name not in state.nodes]
+    if unknown:
+        return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
+    if claims:
+        refusals = judge_change(state, job, claims, retune=True)
+        if not refusals:
+            return claims
+        text = refusals[0].message
+    else:
+        avoid = frozenset() if nodes else frozenset(gang.nodes)
+        found = find_place(state, job, avoid, frozenset(nodes) or None)
+        if found is not None:
+            return found[0]
+        where = "on " + ", ".join(f"nodes/{name}" for name in nodes) if nodes else "on other nodes"
+        text = f"there is no room for it {where}"
+    candidates = {claim.node for claim in claims} or set(nodes) or state.nodes.keys() - set(gang.nodes)
+    leaving = _leaving(state, job, candidates)
+    if leaving:
+        text = f"{text} yet; {leaving}: move it again once that is gone (`ganger nodes` shows what is free)"
+    return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
+
+
+def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
+    """Who still holds something on these nodes and is told to go; empty if nobody does."""
+    found: dict[str, list[str]] = {}
+    for node in sorted(nodes):
+        for epoch in state.gangs_on.get(node, {}):
+            gang = state.gangs[epoch]
+            if gang.intent is GangIntent.STOP:
+                who = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"
+                found.setdefault(who, []).append(f"nodes/{node}")
+    return "; ".join(f"{who} is still leaving {', '.join(places)}" for who, places in found.items())
+
+
+def busy(job: JobRecord, why: str) -> Refused:
+    return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
+
+
+def not_running(job: JobRecord, gang: Gang | None) -> Refused:
+    present = gang.phase.value if gang is not None else job.state.value
+    if gang is not None and gang.phase is GangPhase.STARTING:
+        text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it is RUNNING"
+        return Refused("NOT_RUNNING", text, {"job": job.name})
+    remedy = "; resume it first" if job.state is JobState.SUSPENDED else ""
+    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
+
+
+def _unavailable(job: JobRecord, level: str) -> Refused:
+    missing = job.capabilities.missing
+    why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
+    text = f"{job.name} does not offer {level}: {why or 'it has not reported what it can do yet'}"
+    return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})

@@ -1,0 +1,121 @@
+"""Places kept for gangs that optimistic requests would starve: one table in rank order, made anew each pass.
+
+A reserved place is whole or not at all: one the gang could hold if everybody else left it. The one with the most of it
+free already is taken, so that the last piece frees soonest. Being recomputed, it is gone with the job, node or rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from ganger.cluster.claims import split_cores
+from ganger.cluster.fit import demand
+from ganger.cluster.placement import places
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.scan import Scan
+from ganger.cluster.topology import Topology, bits
+from ganger.cluster.view import LoadMode, View
+from msgspec import Struct
+from msgspec.structs import replace
+
+# A gang is kept a place after so many refusals, or so long a wait.
+CONFLICTS_BEFORE = 3
+SECONDS_BEFORE = 120.0
+# A scan says which nodes will do; the first of them nearly always does.
+_NODES_TRIED = 8
+
+
+class ReservationRequest(Struct, frozen=True, gc=False):
+    """A waiting job that has earned a place, and the nodes that are closed to it."""
+
+    job: str
+    rank: int
+    shape: GangShape
+    closed: tuple[str, ...] = ()
+
+
+class Reservation(Struct, frozen=True, gc=False):
+    job: str
+    rank: int
+    claims: tuple[Claim, ...]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(claim.node for claim in self.claims)
+
+
+def begins_at(conflicts: int, since: float) -> float:
+    """From when on a gang that waits since that time is kept a place."""
+    return since if conflicts >= CONFLICTS_BEFORE else since + SECONDS_BEFORE
+
+
+def reserve(view: View, wanting: Sequence[ReservationRequest], limit: int = 8) -> tuple[Reservation, ...]:
+    """Places for the first `limit` in rank order, disjoint, each whole or not at all."""
+    found: list[Reservation] = []
+    if not wanting:
+        return ()
+    idle = view.vacant()
+    for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:limit]:
+        claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0), one.closed)
+        if claims is not None:
+            for claim in claims:
+                idle.take(claim, one.shape.gpus)
+            found.append(Reservation(one.job, one.rank, claims))
+    for reservation in found:
+        for claim in reservation.claims:
+            idle.give(claim)
+    return tuple(found)
+
+
+def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> tuple[Claim, ...] | None:
+    if shape.nodes <= 1:
+        claim = _on_one_node(view, idle, shape, closed)
+        if claim is not None:
+            return (claim,)
+    patient = replace(shape, locality=replace(shape.locality, wish=None))
+    found = places(idle, patient, mode=LoadMode.PACK, limit=4, affinity=False, avoid=closed)
+    return min(found, key=lambda claims: -_free_already(view, claims), default=None)
+
+
+def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> Claim | None:
+    """The node that lacks the fewest devices, then cores. Both views have the same slots."""
+    everything = tuple(role.tasks for role in shape.roles)
+    slots = np.flatnonzero(Scan.of(idle, shape, closed).hosts(shape.locality.widest))
+    now = Scan.of(view, shape)
+    free = np.bitwise_count(now.free[slots] & idle.columns().free[slots]).astype(np.int64)
+    lacking = np.maximum(0, shape.gpus - free)
+    for slot in map(int, slots[np.lexsort((slots, -now.columns.millicores[slots], lacking))][:_NODES_TRIED]):
+        topology = idle.topologies[slot]
+        needed = demand(topology.configuration_set, shape, everything)
+        mask = _mask(topology, idle.free[slot], int(now.free[slot]), needed.gpus, shape.locality.widest)
+        millicores = split_cores(topology, idle.millicores[slot], mask or 0, needed.millicores)
+        if mask is not None and millicores is not None:
+            return Claim(idle.nodes[slot], mask, millicores, needed.memory_bytes, 0, everything)
+    return None
+
+
+def _mask(topology: Topology, allowed: int, free: int, count: int, widest: LocalityLevel) -> int | None:
+    """`count` of the allowed devices within `widest`, free ones first."""
+    free &= allowed
+    mask = topology.best(free, count, min(widest, LocalityLevel.NODE))
+    if mask is not None or allowed.bit_count() < count:
+        return mask
+    if widest >= LocalityLevel.NODE:
+        return _some(free, allowed, count)
+    fallback = topology.best(allowed, count, widest)
+    near = [group.device_mask for group in topology.configuration_set.groups if group.level <= widest]
+    if widest >= LocalityLevel.SOCKET:
+        near += topology.sockets
+    choices = [_some(free & group, allowed & group, count) for group in near if (allowed & group).bit_count() >= count]
+    choices += [fallback] if fallback is not None else []
+    return min(choices, key=lambda choice: (-(choice & free).bit_count(), choice), default=None)
+
+
+def _some(first: int, then: int, count: int) -> int:
+    chosen = [*bits(first), *bits(then & ~first)][:count]
+    return sum(1 << device for device in chosen)
+
+
+def _free_already(view: View, claims: Sequence[Claim]) -> int:
+    return sum((view.free[view.slots[claim.node]] & claim.device_mask).bit_count() for claim in claims)

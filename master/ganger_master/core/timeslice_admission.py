@@ -1,0 +1,526 @@
+"""May these jobs take turns on these devices? The judgement of a plan's matrix, whole or not at all.
+
+Who takes turns must let itself be stopped, at the level of the matrix, and for nobody of lower priority; its state must
+have room: in the arenas of all rows at once for OFFLOAD, on the devices for PAUSE. Each row must fit. Node sets are
+disjoint, and one change of a set is made before the next. Who is elsewhere than its row would have it moves there, and
+takes turns where it is until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NoReturn, TypeAlias
+
+from ganger.cluster.fit import MEMORY_SHARE, fit
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.topology import bits
+from msgspec.structs import replace
+
+from ganger_master.core import capacity, events, moving, sharing
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import moves as copies
+from ganger_master.core import timeslice_groups as node_sets
+from ganger_master.core.answers import Refused
+from ganger_master.core.colocation import has_arenas
+from ganger_master.core.commands import Change
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    LocalityLevel,
+    NodeSet,
+    SuspendLevel,
+)
+from ganger_master.core.preconditions import unfinished
+from ganger_master.core.sizes import shape_for
+from ganger_master.core.state import State
+from ganger_master.core.worlds import has_two_worlds
+
+Claims: TypeAlias = tuple[Claim, ...]
+
+# What a node says whose daemon switches rows.
+CAPABILITY: Final = "rotation"
+SWITCHES_PER_QUANTUM: Final = 50.0
+ROWS_LIMIT: Final = 64
+# Shorter ones would be all switching on any machine.
+_LEAST_QUANTUM_SECONDS: Final = 0.5
+
+
+class _RefusedError(Exception):
+    """`number`: of the job it is about."""
+
+    def __init__(self, number: int, refusal: Refusal) -> None:
+        self.number, self.refusal = number, refusal
+
+
+class _Member:
+    """One who is to take turns: `claims` are where it is or is to be, `gang` is what it holds, if it does."""
+
+    __slots__ = ("change", "claims", "gang", "job", "level", "moves", "rests")
+
+    def __init__(
+        self,
+        change: Change,
+        job: JobRecord,
+        gang: Gang | None,
+        claims: Claims,
+        level: LocalityLevel,
+        rests: bool = False,
+        moves: bool = False,
+    ) -> None:
+        self.change, self.job, self.gang, self.claims, self.level = change, job, gang, claims, level
+        self.rests, self.moves = rests, moves
+
+    @property
+    def comes(self) -> bool:
+        """Whether it has no devices there yet."""
+        return self.begins or self.rests
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has nothing at all there yet."""
+        return self.gang is None or self.moves
+
+    def memory_for(self, place: int) -> int:
+        """Return the bytes of host memory that it takes for one of its claims, beyond what it holds there."""
+        claim = self.claims[place]
+        if self.begins or self.gang is None:
+            return claim.memory_bytes + claim.arena_bytes
+        return self.gang.lacking_claims[place].memory_bytes if self.rests else 0
+
+
+def judge_rows(
+    state: State, changes: Sequence[Change], proposer: str, now: float
+) -> events.RowsChanged | tuple[int, Refusal]:
+    """What happens, or which job is to blame and why."""
+    try:
+        return _judge(state, changes, proposer, now)
+    except _RefusedError as refused:
+        return refused.number, refused.refusal
+
+
+def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -> events.RowsChanged:
+    first = changes[0]
+    for change in changes:
+        common = (change.kind, change.node_set, change.quantum_seconds, change.level)
+        if common != ("ROW", first.node_set, first.quantum_seconds, first.level):
+            _refuse(
+                change.number, Reason.CLAIM_MISMATCH, detail="a matrix is proposed alone, and says one thing of all"
+            )
+    before = state.sets.get(first.node_set)
+    if first.node_set and before is None:
+        _refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
+    if before is not None and before.coming is not None:
+        figures = {"version": before.active.version, "coming": before.coming.version}
+        _refuse(first.number, Reason.STALE_REVISION, figures, detail="its last change is not yet made on all its nodes")
+    rows = _rows(changes)
+    _check_quantum(state, first)
+    members = {change.number: _member(state, change, before) for change in changes}
+    if before is not None:
+        _check_complete(state, before, members)
+    _check_nodes(state, before, members)
+    _check_priorities(members, rows)
+    held = _held(state, before, members)
+    for member in members.values():
+        if member.comes:
+            _check_start(state, member, held)
+    rows, staying = _staying(state, members, rows, before, held)
+    here = {**members, **{-number: member for number, (member, _) in staying.items()}}
+    stays = {number: own for number, (_, own) in staying.items()}
+    count = max([len(rows), *[index + 1 for own in stays.values() for index in own]])
+    if count > ROWS_LIMIT:
+        _refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
+    rows = rows + ((),) * (count - len(rows))
+    whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
+    for row in whole:
+        _check_row(state, [here[number] for number in row], held)
+    beginning = [member for member in members.values() if member.begins]
+    _check_host_memory(state, [member for member in members.values() if member.comes])
+    for member in here.values():
+        _check_level(state, member, first.level, here)
+    levels = {member.job.number: capacity.level_of(state, member.claims) for member in beginning}
+    starts = {one.job.number: (one.claims, levels[one.job.number]) for one in beginning if one.gang is None}
+    moves = {one.job.number: (one.claims, levels[one.job.number], one.change.purpose) for one in beginning if one.moves}
+    resumes = tuple(sorted([number for number, member in members.items() if member.rests]))
+    takes = _takes(state, held, here, whole)
+    return events.RowsChanged(
+        now,
+        proposer,
+        first.node_set,
+        rows,
+        first.quantum_seconds,
+        first.level,
+        starts,
+        resumes,
+        takes,
+        first.reason,
+        moves,
+        stays,
+    )
+
+
+def _staying(
+    state: State,
+    members: Mapping[int, _Member],
+    rows: Sequence[Sequence[int]],
+    before: NodeSet | None,
+    held: Mapping[str, Claim],
+) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[_Member, tuple[int, ...]]]]:
+    """The rows, and of those who move and take turns in this set where they are now and the rows they have there: all
+    in which their devices idle and there are cores for them, or one of their own."""
+    found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
+    taken = [[members[number] for number in row] for row in rows]
+    for number, member in members.items():
+        gang = member.gang
+        if not member.moves or gang is None or before is None or gang.node_set != before.number:
+            continue
+        one = _Member(member.change, member.job, gang, gang.claims, gang.level)
+        own = [i for i, row in enumerate(taken) if _fits(state, [one, *row], held)]
+        if own and all(member in taken[index] for index in own):
+            own = _changed_places(state, taken, one, member, own, held, found)
+        if not own:
+            own = [len(taken)]
+            taken.append([])
+        for index in own:
+            taken[index].append(one)
+        found[number] = one, tuple(own)
+    known = set(map(id, members.values()))
+    named = [tuple(sorted([one.job.number for one in row if id(one) in known])) for row in taken]
+    return tuple(named[: len(rows)]), found
+
+
+def _changed_places(
+    state: State,
+    taken: list[list[_Member]],
+    leaving: _Member,
+    coming: _Member,
+    own: list[int],
+    held: Mapping[str, Claim],
+    settled: Collection[int],
+) -> list[int]:
+    """The rows for who leaves, whose devices idle only beside where it comes to be. There it would be woken for the
+    moment that its program takes to start, and its neighbours would wait for it twice. So who takes turns with it has
+    one in its place, if that is possible, and it has theirs. `settled`: numbers of others who leave, and have
+    their rows already."""
+    for index, row in enumerate(taken):
+        if index in own or coming in row:
+            continue
+        others = [one for one in row if not node_sets.is_free_of_turns([leaving.claims, one.claims])]
+        rest = [one for one in row if one not in others]
+        stay = any(one.moves or one.job.number in settled for one in others)
+        if stay or not _fits(state, [*rest, leaving], held):
+            continue
+        for at in own:
+            beside = [*taken[at], *others]
+            if _fits(state, beside, held):
+                taken[at], taken[index] = beside, rest
+                return [index]
+    return own
+
+
+def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bool:
+    try:
+        _check_row(state, row, held)
+    except _RefusedError:
+        return False
+    return True
+
+
+def _is_launched_in_part(state: State, gang: Gang) -> bool:
+    """Whether some of its parts may be on their devices and wait for others that are to be launched yet. Turns that
+    begin then are a deadlock: who is there comes to no boundary without the others, and they wait for their turn."""
+    is_new = gang.phase is GangPhase.STARTING and not gang.stepped
+    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.set_of
+
+
+def _rests_by_plan(gang: Gang) -> bool:
+    offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
+    return gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and gang.parked_by_plan and offloaded
+
+
+def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
+    count = max([index for change in changes for index in change.rows], default=-1) + 1
+    if not 0 < count <= ROWS_LIMIT:
+        _refuse(
+            changes[0].number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="rows count from 0"
+        )
+    rows = tuple([tuple(sorted([c.number for c in changes if index in c.rows])) for index in range(count)])
+    for change in changes:
+        if not change.rows:
+            _refuse(change.number, Reason.CLAIM_MISMATCH, detail="it is in no row: suspend it instead")
+    if not all(rows):
+        _refuse(changes[0].number, Reason.CLAIM_MISMATCH, {"row": rows.index(())}, detail="a row without gangs")
+    return rows
+
+
+def _check_quantum(state: State, change: Change) -> None:
+    switch = node_sets.slowest_switch(state, change.node_set)
+    least = max(_LEAST_QUANTUM_SECONDS, SWITCHES_PER_QUANTUM * switch)
+    if change.quantum_seconds < least:
+        figures = {
+            "quantum_milliseconds": int(1000 * change.quantum_seconds),
+            "least_milliseconds": int(1000 * least),
+            "switch_milliseconds": int(1000 * switch),
+        }
+        _refuse(change.number, Reason.QUANTUM, figures)
+
+
+def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
+    job = unfinished(state, change.number)
+    if isinstance(job, Refused):
+        _refuse(change.number, Reason.WRONG_STATE, detail=job.message)
+    if change.revision != job.revision:
+        _refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
+    if not job.spec.preemptible:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
+    if job.spec.time_limit_seconds is not None:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+    if job.capabilities.no_turns:
+        _refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
+    gang = state.gangs.get(job.epoch)
+    if state.is_waiting(job) and gang is not None:
+        return _resting(state, change, job, gang)
+    if state.is_waiting(job):
+        if not change.claims:
+            _refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
+        if any(claim.shared_mask for claim in change.claims):
+            _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+        return _Member(change, job, None, change.claims, LocalityLevel.CLUSTER)
+    if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
+        return _resting(state, change, job, gang)
+    is_active = gang is not None and gang.role is GangRole.ACTIVE
+    settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
+    if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
+        _refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
+    if _is_launched_in_part(state, gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
+    if sharing.beside(state, gang):
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+    if has_two_worlds(state, job.number):
+        _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
+    if change.claims and not orders.same_place(change.claims, gang.claims):
+        return _moving(state, change, job, gang)
+    of = state.set_of.get(gang.epoch)
+    if of is not None and (before is None or of != before.number):
+        _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
+    return _Member(change, job, gang, gang.claims, gang.level)
+
+
+def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
+    """One who rests in host memory, and goes on there or elsewhere."""
+    if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
+        _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
+    if change.claims and not orders.same_place(change.claims, gang.claims):
+        return _moving(state, change, job, gang)
+    if copies.is_superseded(state, gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
+    claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
+    return _Member(change, job, gang, claims, gang.level, rests=True)
+
+
+def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
+    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not moving.can_hand_over(job):
+        _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
+    if gang.node_set and not has_arenas(gang):
+        _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
+    if any(claim.shared_mask for claim in change.claims):
+        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+    if gang.phase is not GangPhase.PARKED and not node_sets.is_free_of_turns([change.claims, gang.claims]):
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
+    if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
+        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
+    return _Member(change, job, gang, change.claims, LocalityLevel.CLUSTER, moves=True)
+
+
+def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
+    for epoch in node_sets.members(state, before):
+        number = state.gangs[epoch].job
+        member = members.get(number)
+        if member is None:
+            detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
+            _refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
+        if member.gang is None or member.gang.epoch != epoch:
+            # A node that was lost has yet to say that it is gone.
+            detail = f"an earlier gang of jobs/{number} may be on its devices there yet"
+            _refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
+
+
+def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> None:
+    for number, member in members.items():
+        for claim in member.claims:
+            node = state.nodes.get(claim.node)
+            if node is None:
+                _refuse(number, Reason.NODE_GONE, node=claim.node)
+            of = state.set_on.get(claim.node)
+            if of is not None and (before is None or of != before.number):
+                _refuse(number, Reason.WRONG_STATE, {"node_set": of}, claim.node, "node sets have no node in common")
+            if node.capabilities.get(CAPABILITY) != "yes":
+                _refuse(number, Reason.NOT_SUPPORTED, node=claim.node, detail="its daemon switches no rows")
+
+
+def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[int]]) -> None:
+    """Nobody stops for a lower priority, so only equals take turns on a device."""
+    on: dict[tuple[str, int], int] = {}
+    for number in dict.fromkeys([number for row in rows for number in row]):
+        member = members[number]
+        for claim in member.claims:
+            for device in bits(claim.device_mask):
+                other = on.setdefault((claim.node, device), number)
+                mine, theirs = member.job.spec.priority, members[other].job.spec.priority
+                if mine != theirs:
+                    figures = {"priority": mine, "priority_there": theirs}
+                    _refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
+
+
+def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> dict[str, Claim]:
+    """What those who are there hold together, node by node: free for whoever takes turns with them."""
+    epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
+    if before is not None:
+        epochs.update(node_sets.members(state, before))
+    found: dict[str, Claim] = {}
+    for epoch in sorted(epochs):
+        for piece in state.gangs[epoch].pieces:
+            if piece.held is not None and piece.held.device_mask:
+                held = found.get(piece.held.node)
+                cores = piece.held.millicores
+                if held is not None:
+                    cores = tuple([one + other for one, other in zip(held.millicores, cores, strict=True)])
+                mask = piece.held.device_mask | (held.device_mask if held is not None else 0)
+                found[piece.held.node] = Claim(piece.held.node, mask, cores, 0)
+    return found
+
+
+def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> None:
+    job = member.job
+    shape = shape_for(job, member.claims)
+    if isinstance(shape, Refusal):
+        raise _RefusedError(job.number, shape)
+    refusals = () if member.moves else capacity.rules(state, job, shape.gpus)
+    refusals = refusals or capacity.node_rules(state, job, member.claims)
+    if not refusals:
+        claims = member.claims
+        arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}
+        wanted = replace(shape, arena_bytes_per_device=arena.pop()) if len(arena) == 1 else shape
+        holding = _free_for(member, held)
+        refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
+    if refusals:
+        raise _RefusedError(job.number, refusals[0])
+
+
+def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
+    """What the others hold there together, and what it keeps itself."""
+    kept = {}
+    if member.gang is not None and not member.moves:
+        kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
+    found = []
+    for claim in member.claims:
+        own, theirs = kept.get(claim.node), held.get(claim.node)
+        if own is not None and theirs is not None:
+            found.append(replace(own, device_mask=theirs.device_mask, millicores=theirs.millicores))
+        elif own is not None or theirs is not None:
+            found.append(own or theirs or claim)
+    return tuple(found)
+
+
+def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> None:
+    used: dict[str, int] = {}
+    cores: dict[str, tuple[int, ...]] = {}
+    for member in row:
+        for claim in member.claims:
+            twice = used.get(claim.node, 0) & claim.device_mask
+            if twice:
+                figures = {"conflicting": twice.bit_count()}
+                _refuse(member.job.number, Reason.GPUS, figures, claim.node, "two of a row have devices in common")
+            used[claim.node] = used.get(claim.node, 0) | claim.device_mask
+            known = cores.get(claim.node, (0,) * len(claim.millicores))
+            cores[claim.node] = tuple([one + other for one, other in zip(known, claim.millicores, strict=True)])
+            free = state.view.millicores[state.view.slots[claim.node]] if claim.node in state.view.slots else ()
+            own = held[claim.node].millicores if claim.node in held else (0,) * len(free)
+            for socket, (have, there) in enumerate(zip(free, own, strict=True)):
+                if cores[claim.node][socket] > have + there:
+                    figures = {"needed_millicores": cores[claim.node][socket], "free_millicores": have + there}
+                    _refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
+
+
+def _check_host_memory(state: State, coming: Sequence[_Member]) -> None:
+    """Check the host memory of all gangs that start or go on at once; `fit` has checked each alone."""
+    needed: dict[str, int] = {}
+    for member in coming:
+        for place, claim in enumerate(member.claims):
+            needed[claim.node] = needed.get(claim.node, 0) + member.memory_for(place)
+            free = state.view.memory[state.view.slots[claim.node]]
+            if needed[claim.node] > free:
+                figures = {"needed_bytes": needed[claim.node], "free_bytes": free}
+                _refuse(member.job.number, Reason.MEMORY, figures, claim.node, "the states of all rows do not fit")
+
+
+def _check_level(state: State, member: _Member, level: SuspendLevel, members: Mapping[int, _Member]) -> None:
+    job = member.job
+    if level not in (SuspendLevel.PAUSE, SuspendLevel.OFFLOAD):
+        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, {"level": int(level)}, detail="rows change by PAUSE or OFFLOAD")
+    offered = job.capabilities
+    if offered.known and not offered.offers(level):
+        why = offered.missing.get(level.name, f"it does not offer {level.name}")
+        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, detail=why)
+    for claim in member.claims:
+        if claim.device_mask:
+            _check_room(state, member, claim, level, members)
+
+
+def _check_room(
+    state: State, member: _Member, claim: Claim, level: SuspendLevel, members: Mapping[int, _Member]
+) -> None:
+    """For what rests: in an arena, or on the device."""
+    job = member.job
+    whole = state.view.topology(claim.node).configuration_set.device_memory_bytes
+    if level is SuspendLevel.OFFLOAD:
+        # Of whom nothing is known it could be all that a device has.
+        needed = job.arena_bytes_per_device or whole
+        reserved = claim.arena_bytes // claim.device_mask.bit_count()
+        if reserved < needed:
+            free = state.view.memory[state.view.slots[claim.node]]
+            figures = {"needed_bytes": needed, "reserved_bytes": reserved, "free_bytes": free}
+            _refuse(job.number, Reason.MEMORY, figures, claim.node, "its arena has no room in host memory")
+        return
+    for device in bits(claim.device_mask):
+        needs = [
+            other.job.shape.device_memory_bytes
+            for other in members.values()
+            if any(own.node == claim.node and own.device_mask >> device & 1 for own in other.claims)
+        ]
+        if not all(needs) or sum(needs) > MEMORY_SHARE * whole:
+            figures = {"needed_bytes": sum(needs), "free_bytes": int(MEMORY_SHARE * whole)}
+            detail = (
+                "the jobs that take turns do not all stay on the device" if all(needs) else "what it uses is not known"
+            )
+            _refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
+
+
+def _takes(
+    state: State, held: Mapping[str, Claim], members: Mapping[int, _Member], rows: Sequence[Sequence[int]]
+) -> Claims:
+    """What the set will hold beyond what its gangs hold now, node by node; what it gives back is not counted."""
+    found = []
+    for node in sorted({claim.node for member in members.values() for claim in member.claims}):
+        mask = memory = 0
+        needs: dict[int, tuple[int, ...]] = {}
+        for number, member in members.items():
+            for place, claim in enumerate(member.claims):
+                if claim.node == node:
+                    mask |= claim.device_mask
+                    memory += member.memory_for(place)
+                    needs[number] = claim.millicores
+        own = held.get(node, Claim(node, 0, (0,) * len(next(iter(needs.values()))), 0))
+        charged = node_sets.charges(rows, needs).values()
+        cores = [max(0, sum(more) - had) for more, had in zip(zip(*charged, strict=True), own.millicores, strict=True)]
+        found.append(Claim(node, mask & ~own.device_mask, tuple(cores), memory))
+    return tuple(found)
+
+
+def _refuse(
+    number: int, reason: Reason, figures: Mapping[str, int] | None = None, node: str = "", detail: str = ""
+) -> NoReturn:
+    raise _RefusedError(number, Refusal(reason, figures or {}, node, f"jobs/{number}", detail))

@@ -1,0 +1,328 @@
+"""What becomes of a node set: who takes turns is charged for it, who has gone leaves, a set without turns dissolves.
+
+The gangs of a set all hold its devices. Cores are held once for all rows, as many as the largest row needs: each gang
+is charged with what its row needs beyond the rows before it, so that sums over gangs are what the set holds. Host
+memory is each gang's own. While a new matrix is not yet active everywhere, both count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from ganger_master.core import attempts, ending, moving, sharing
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import placement_leases as queue
+from ganger_master.core.events import RowsChanged
+from ganger_master.core.model import Claim, Gang, GangIntent, JobState, LocalityLevel, Matrix, NodeSet, Piece
+from ganger_master.core.state import State
+
+Cores: TypeAlias = tuple[int, ...]
+
+
+def charges(rows: Sequence[Sequence[int]], needs: Mapping[int, Cores]) -> dict[int, Cores]:
+    """Millicores by socket that each gang is charged with on a node; `needs`: those of its claim there. Their sum is
+    the largest row, socket by socket."""
+    found = {epoch: [0] * len(cores) for epoch, cores in needs.items()}
+    sockets = max([len(cores) for cores in needs.values()], default=0)
+    most = [0] * sockets
+    for row in rows:
+        there = [epoch for epoch in dict.fromkeys(row) if epoch in needs]
+        for socket in range(sockets):
+            missing = max(0, sum([needs[epoch][socket] for epoch in there]) - most[socket])
+            most[socket] += missing
+            for epoch in there:
+                more = min(missing, needs[epoch][socket] - found[epoch][socket])
+                found[epoch][socket] += more
+                missing -= more
+    return {epoch: tuple(cores) for epoch, cores in found.items()}
+
+
+def change(state: State, event: RowsChanged) -> None:
+    """A plan's matrix begins to be told; who waited gets its gang. All of it fits: `taking_turns` has seen to that."""
+    now, cause = event.time, event.cause
+    for number, (claims, level) in event.starts.items():
+        # What a gang shares in turns is not taken off what is free, but computed with all others who share it.
+        for claim in claims:
+            state.dirty.rows[claim.node] = None
+        queue.note_approved(state, number)
+        attempts.start(state, number, claims, level, now, cause)
+        state.counters.approved += 1
+    for number in event.resumes:
+        gang = state.gangs[state.jobs[number].epoch]
+        # Nobody is beside it who shares its devices at once.
+        state.put_gang(_alone(state, gang))
+        _go_on(state, number, now, cause)
+    for number, (claims, level, purpose) in event.moves.items():
+        for claim in claims:
+            state.dirty.rows[claim.node] = None
+        if state.is_waiting(state.jobs[number]):
+            _start_again(state, number, claims, level, now, cause)
+        else:
+            moving.begin(state, number, claims, level, now, cause, purpose)
+    epochs = _epochs_of(state, event)
+    nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
+    before = state.sets.get(event.number)
+    if before is None:
+        number = state.counters.next_set
+        state.counters.next_set += 1
+        matrix = Matrix(1, epochs, event.quantum_seconds, event.level)
+        state.put_set(NodeSet(number, nodes, nodes[0], matrix))
+    else:
+        number = before.number
+        matrix = Matrix(before.active.version + 1, epochs, event.quantum_seconds, event.level)
+        state.put_set(replace(before, nodes=tuple(sorted({*before.nodes, *nodes})), coming=matrix))
+    begun = event.starts.keys() | event.moves.keys() | {*event.resumes}
+    for job in sorted({job for row in event.rows for job in row} - begun):
+        state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
+        # Whom it shared devices with at once is gone, or rests.
+        gang = _alone(state, state.gangs[state.jobs[job].epoch])
+        if gang.pieces != state.gangs[gang.epoch].pieces:
+            state.put_gang(gang)
+    figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_seconds:g}"}
+    for job in sorted({job for row in event.rows for job in row}):
+        own = " ".join([str(index) for index, row in enumerate(event.rows) if job in row])
+        state.history(
+            now, f"jobs/{job}", "rows_changed", cause, event.reason, rows=own, of_rows=len(event.rows), **figures
+        )
+
+
+def _alone(state: State, gang: Gang) -> Gang:
+    """Return the gang without marks of devices that it shares at once, except those that a stray has."""
+    for piece in gang.pieces:
+        node = piece.claim.node
+        gang = orders.marked(gang, node, piece.claim.shared_mask & sharing.stray_devices(state, node))
+    return gang
+
+
+def _go_on(state: State, number: int, now: float, cause: str) -> None:
+    job = state.jobs[number]
+    if state.is_waiting(job):
+        gang = state.gangs[job.epoch]
+        _start_again(state, number, gang.claims, gang.level, now, cause)
+    else:
+        attempts.resume(state, number, now, cause)
+
+
+def _start_again(
+    state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str
+) -> None:
+    """Who waits with its state in host memory."""
+    queue.note_approved(state, number)
+    attempts.start(state, number, claims, level, now, cause)
+    state.counters.approved += 1
+
+
+def _epochs_of(state: State, event: RowsChanged) -> tuple[tuple[int, ...], ...]:
+    """Of who moves both: where it is to be, and as long as it takes turns here, where it is."""
+    found = []
+    for index, row in enumerate(event.rows):
+        jobs = [state.jobs[number] for number in row]
+        leaving = [state.jobs[number].epoch for number, rows in event.stays.items() if index in rows]
+        coming = [job.next_epoch if job.number in event.moves else job.epoch for job in jobs]
+        found.append((*coming, *leaving))
+    return tuple(found)
+
+
+def follow(state: State, now: float, cause: str) -> None:
+    """What follows for the sets that were touched."""
+    while state.dirty.sets:
+        number = next(iter(state.dirty.sets))
+        del state.dirty.sets[number]
+        if number in state.sets:
+            _review(state, number, now, cause)
+
+
+def takes_turns(gang: Gang | None) -> bool:
+    """Whether it may be on its devices: until it rests elsewhere or has gone."""
+    return gang is not None and any(_on_devices(piece) for piece in gang.pieces)
+
+
+def members(state: State, node_set: NodeSet) -> list[int]:
+    """Epochs that take turns, in order. Who has left and runs again, on devices of its own, is not brought back by a
+    matrix that is about to end."""
+    newest = node_set.newest.epochs
+    found = []
+    for epoch in {epoch for row in node_set.rows for epoch in row}:
+        gang = state.gangs.get(epoch)
+        if gang is not None and takes_turns(gang) and (epoch in newest or gang.node_set == node_set.number):
+            found.append(epoch)
+    return sorted(found)
+
+
+def slowest_switch(state: State, number: int) -> float:
+    """Seconds that the last switch of rows took, as measured on the slowest of its nodes; zero if nobody has."""
+    node_set = state.sets.get(number)
+    if node_set is None:
+        return 0.0
+    seen = [state.rows_seen.get((number, node)) for node in node_set.nodes]
+    return max([one.switch_seconds for one in seen if one is not None], default=0.0)
+
+
+def is_free_of_turns(claims: Iterable[Sequence[Claim]]) -> bool:
+    """Whether no two of these gangs have a device in common."""
+    used: dict[str, int] = {}
+    for own in claims:
+        for claim in own:
+            if used.get(claim.node, 0) & claim.device_mask:
+                return False
+            used[claim.node] = used.get(claim.node, 0) | claim.device_mask
+    return True
+
+
+def _review(state: State, number: int, now: float, cause: str) -> None:
+    _give_up_unable(state, state.sets[number], now, cause)
+    node_set = state.sets[number]
+    coming = node_set.coming
+    if coming is not None and all(_is_active(state, number, node, coming.version) for node in node_set.nodes):
+        node_set = replace(node_set, active=coming, coming=None)
+    live = members(state, node_set)
+    for epoch in {epoch for row in node_set.rows for epoch in row}.difference(live) & state.gangs.keys():
+        state.put_gang(replace(state.gangs[epoch], node_set=0))
+    if _needs_no_turns(state, node_set, live):
+        _dissolve(state, node_set, live, now, cause)
+        return
+    nodes = _nodes_of(state, live)
+    newest = node_set.newest
+    if node_set.coming is None and newest.epochs - set(live):
+        rows = tuple([own for row in newest.rows if (own := tuple([epoch for epoch in row if epoch in live]))])
+        rows = filled(rows, {epoch: state.gangs[epoch] for epoch in live})
+        node_set = replace(node_set, coming=replace(newest, version=newest.version + 1, rows=rows))
+    if set(nodes) != set(node_set.nodes) and node_set.coming is None:
+        node_set = replace(node_set, nodes=nodes)
+    leader = node_set.leader
+    if leader not in node_set.nodes or _is_lost(state, leader):
+        able = [node for node in node_set.nodes if not _is_lost(state, node)] or node_set.nodes
+        node_set = replace(node_set, leader=able[0], set_epoch=node_set.set_epoch + 1)
+        state.history(now, f"nodes/{able[0]}", "leads_node_set", cause, node_set=number, set_epoch=node_set.set_epoch)
+    state.put_set(node_set)
+    _charge(state, node_set, live)
+    # What was just put has been looked at.
+    state.dirty.sets.pop(number, None)
+
+
+def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> None:
+    """Who turns out to be unable to stop would keep its devices from the others for ever: it waits for some of its own
+    again, from its last checkpoint, for nobody knew when it was let in."""
+    unable = {
+        epoch
+        for node in node_set.nodes
+        if (seen := state.rows_seen.get((node_set.number, node))) is not None
+        for epoch in seen.unable
+        if epoch in state.gangs_on.get(node, ())
+    }
+    for epoch in sorted(unable):
+        gang = state.gangs.get(epoch)
+        if gang is None or gang.intent is not GangIntent.RUN or state.set_of.get(epoch) != node_set.number:
+            continue
+        job = state.jobs[gang.job]
+        if job.ending is None:
+            state.put_job(replace(job, preemptions=job.preemptions + 1))
+            reason = f"it takes no turns: it cannot be suspended at {node_set.newest.level.name}"
+            state.history(now, job, "turn_refused", cause, reason, epoch=epoch)
+            ending.end(state, job.number, JobState.PENDING, now, reason)
+
+
+def _is_active(state: State, number: int, node: str, version: int) -> bool:
+    seen = state.rows_seen.get((number, node))
+    return _is_lost(state, node) or (seen is not None and seen.version >= version)
+
+
+def _is_lost(state: State, node: str) -> bool:
+    """One that has been removed was lost, too, and gangs that had a part there may take turns yet."""
+    known = state.nodes.get(node)
+    return known is None or known.lost
+
+
+def filled(rows: Sequence[Sequence[int]], gangs: Mapping[int, Gang]) -> tuple[tuple[int, ...], ...]:
+    """The rows with everybody in them who runs and whose devices idle there, who has the fewest turns first; as long
+    as none needs more cores than the largest does."""
+    found = [list(row) for row in rows]
+    turns = {epoch: sum([epoch in row for row in rows]) for epoch in gangs}
+    needs = {node: _needs_on(gangs.values(), node) for gang in gangs.values() for node in gang.nodes}
+    most = {node: _largest(_sums(rows, own)) for node, own in needs.items()}
+    for row in found:
+        for epoch in sorted(gangs, key=lambda one: (turns[one], one)):
+            there = [*[gangs[other] for other in row], gangs[epoch]]
+            if epoch in row or gangs[epoch].intent is not GangIntent.RUN:
+                continue
+            if not is_free_of_turns([gang.claims for gang in there]):
+                continue
+            wanted = {node: _largest(_sums([[*row, epoch]], needs[node])) for node in gangs[epoch].nodes}
+            if all(want <= have for node in wanted for want, have in zip(wanted[node], most[node], strict=True)):
+                row.append(epoch)
+                turns[epoch] += 1
+    return tuple([tuple(row) for row in found])
+
+
+def _largest(sums: Sequence[Cores]) -> Cores:
+    return tuple([max(cores) for cores in zip(*sums, strict=True)])
+
+
+def _needs_no_turns(state: State, node_set: NodeSet, live: Sequence[int]) -> bool:
+    """Whether all who are left can run at once."""
+    gangs = [state.gangs[epoch] for epoch in live]
+    if not is_free_of_turns([gang.claims for gang in gangs]):
+        return False
+    for node in {node for gang in gangs for node in gang.nodes}:
+        needs = _needs_on(gangs, node)
+        most = [max(cores) for cores in zip(*_sums(node_set.rows, needs), strict=True)]
+        if any(sum(cores) > most[socket] for socket, cores in enumerate(zip(*needs.values(), strict=True))):
+            return False
+    return True
+
+
+def _sums(rows: Sequence[Sequence[int]], needs: Mapping[int, Cores]) -> list[Cores]:
+    found = []
+    for row in rows:
+        there = [needs[epoch] for epoch in dict.fromkeys(row) if epoch in needs]
+        if there:
+            found.append(tuple([sum(cores) for cores in zip(*there, strict=True)]))
+    return found
+
+
+def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, cause: str) -> None:
+    state.forget_set(node_set.number)
+    for epoch in live:
+        gang = state.gangs[epoch]
+        pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
+        gang = replace(gang, pieces=pieces, node_set=0)
+        # Who is being prepared has heard of no switch.
+        state.put_gang(gang if gang.intent is GangIntent.PREPARE else orders.begin_anew(gang))
+        job = state.jobs[gang.job]
+        state.put_job(replace(job, revision=job.revision + 1))
+        state.history(now, job, "turns_ended", cause, node_set=node_set.number)
+
+
+def _charge(state: State, node_set: NodeSet, live: Collection[int]) -> None:
+    gangs = [state.gangs[epoch] for epoch in live]
+    by_node = {
+        node: charges(node_set.rows, _needs_on(gangs, node)) for node in {node for gang in gangs for node in gang.nodes}
+    }
+    for gang in gangs:
+        pieces = []
+        for piece in gang.pieces:
+            if _on_devices(piece):
+                cores = by_node[piece.claim.node][gang.epoch]
+                piece = replace(piece, held=replace(piece.claim, millicores=cores))
+            pieces.append(piece)
+        state.put_gang(replace(gang, pieces=tuple(pieces), node_set=node_set.number))
+
+
+def _needs_on(gangs: Iterable[Gang], node: str) -> dict[int, Cores]:
+    return {
+        gang.epoch: piece.claim.millicores
+        for gang in gangs
+        for piece in gang.pieces
+        if piece.claim.node == node and _on_devices(piece)
+    }
+
+
+def _on_devices(piece: Piece) -> bool:
+    return piece.held is not None and bool(piece.held.device_mask)
+
+
+def _nodes_of(state: State, epochs: Iterable[int]) -> tuple[str, ...]:
+    return tuple(sorted({node for epoch in epochs for node in state.gangs[epoch].nodes}))

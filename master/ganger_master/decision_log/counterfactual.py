@@ -1,0 +1,146 @@
+"""What another policy would have decided at the same instants, each time on the state as it really was.
+
+The story stays the recorded one, so that what nodes report and schedulers ask keeps its meaning: one decision at a time
+is taken by the other policy, and thrown away. What would have followed from it (who would have run since, what would
+have been free) is not to be had from a recording.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+from ganger.cluster.room import CapacityIndex
+from msgspec import Struct
+
+from ganger_master.core import commands
+from ganger_master.core.answers import Answer
+from ganger_master.core.commands import Change, Command
+from ganger_master.core.decide import decide
+from ganger_master.core.model import JobState
+from ganger_master.core.state import State
+from ganger_master.decision_log.job_history import VerdictReason, verdict_of
+from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.passes import plan_by
+from ganger_master.planner.totals import capacity_of
+from ganger_master.policies import Places, live_policy_named
+
+# Between two passes of a planner: one looks at all jobs and nodes.
+_PASS_SECONDS = 1.0
+
+
+class Difference(Struct, frozen=True):
+    """A verdict about a job that would have been another. `line`: of the recording."""
+
+    line: int
+    time: float
+    job: int
+    recorded: str
+    otherwise: str
+    recorded_why: tuple[VerdictReason, ...] = ()
+    otherwise_why: tuple[VerdictReason, ...] = ()
+
+
+class CounterfactualPlan(Struct, frozen=True):
+    """What a planner of the other policy would have done: who starts where, and who is stopped for it."""
+
+    line: int
+    time: float
+    starts: dict[int, tuple[str, ...]]
+    stops: tuple[int, ...]
+
+
+class Otherwise:
+    """`tell` it everything that happens. KeyError for an unknown policy, ValueError for one that asks an oracle."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = live_policy_named(policy)
+        if self.policy.resizes:
+            raise ValueError(f"policy {policy!r} goes by measured losses and speeds, which no recording has")
+        # Of the recording that the other policy has answered, too.
+        self.verdicts = self.passes = 0
+        self.differences: list[Difference] = []
+        self.planned: list[CounterfactualPlan] = []
+        self._table = LiveTable()
+        self._passed_at = float("-inf")
+        self._answer: Answer | None = None
+
+    def tell(self, happening: Happening, state: State | None) -> None:
+        if state is None:
+            return
+        match happening:
+            case Begun():
+                self._table = _table_of(state)
+                self._passed_at = float("-inf")
+            case Drawn(effects=effects):
+                for number in effects.jobs:
+                    job = state.jobs.get(number)
+                    if job is not None:
+                        self._table.put(job, state.gangs.get(job.epoch))
+            case RecordedCommand(number, time, command):
+                self._answer = None
+                if not isinstance(command, commands.RequestGang | commands.ProposePlan):
+                    return
+                if self.policy.places is Places.JOBS:
+                    self._answer = self._decide(state, command, time)
+                elif time >= self._passed_at + _PASS_SECONDS:
+                    self._passed_at = time
+                    self._plan(state, number, time)
+            case Decided(number, time, command, answer, _) if self._answer is not None:
+                self._compare(number, time, command, answer, self._answer)
+            case _:
+                return
+
+    def _decide(self, state: State, command: Command, now: float) -> Answer:
+        twin = copy.copy(state)
+        # It is judged by taking and giving back, which leaves its mark on a view.
+        twin.view = state.view.copy()
+        twin.settings, twin.policy = replace(state.settings, policy=self.policy.name), self.policy
+        return decide(twin, command, now).answer
+
+    def _compare(self, line: int, time: float, command: Command, recorded: Answer, other: Answer) -> None:
+        for number in _jobs_of(command):
+            self.verdicts += 1
+            (was, whys), (would_be, other_whys) = verdict_of(recorded, number), verdict_of(other, number)
+            if was != would_be or [why.reason for why in whys] != [why.reason for why in other_whys]:
+                self.differences.append(Difference(line, time, number, was, would_be, whys, other_whys))
+
+    def _plan(self, state: State, line: int, time: float) -> None:
+        view = state.view.copy()
+        capacity = capacity_of(view, self._table)
+        found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, CapacityIndex(view))
+        self.passes += 1
+        starts = {change.number: _nodes_of(change) for change in found.changes if change.kind == "START"}
+        stops = tuple(change.number for change in found.changes if change.kind == "SUSPEND")
+        planned = CounterfactualPlan(line, time, starts, stops)
+        before = self.planned[-1] if self.planned else CounterfactualPlan(0, 0.0, {}, ())
+        if (before.starts, before.stops) != (starts, stops):
+            self.planned.append(planned)
+
+
+def _jobs_of(command: Command) -> Iterator[int]:
+    match command:
+        case commands.RequestGang(number=number):
+            yield number
+        case commands.ProposePlan(changes=changes):
+            for change in changes:
+                yield change.number
+        case _:
+            return
+
+
+def _nodes_of(change: Change) -> tuple[str, ...]:
+    return tuple(claim.node for claim in change.claims)
+
+
+def _table_of(state: State) -> LiveTable:
+    table = LiveTable(quotas=state.settings.quota_devices)
+    for job in state.jobs.values():
+        if job.state.is_finished:
+            # Others like it may take as long.
+            table.put(msgspec.structs.replace(job, state=JobState.PENDING), None)
+        table.put(job, state.gangs.get(job.epoch))
+    return table

@@ -1,0 +1,276 @@
+"""The story of one job in a recording: what it asked for, what was answered and why, what was free there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ganger.cluster.refusals import Refusal
+from msgspec import Struct
+
+from ganger_master.core import commands
+from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer, PlanAnswer, Refused, Rejected
+from ganger_master.core.commands import Command
+from ganger_master.core.explain import explain
+from ganger_master.core.model import Claim, JobRecord, JobState
+from ganger_master.core.queue import GrantedLease
+from ganger_master.core.state import State
+from ganger_master.decision_log.rerun import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
+
+
+class VerdictReason(Struct, frozen=True):
+    """One ground of an answer. `message` has the figures in words."""
+
+    reason: str
+    message: str
+    figures: dict[str, int] = {}
+    node: str = ""
+    job: str = ""
+
+
+class Held(Struct, frozen=True):
+    """What another job has on a node."""
+
+    job: str
+    gpus: int
+
+
+class Free(Struct, frozen=True):
+    """What was free on a node at that instant."""
+
+    node: str
+    takes_gangs: bool
+    gpus_free: tuple[int, ...]
+    gpus: int
+    free_millicores: int
+    free_memory_bytes: int
+    held: tuple[Held, ...] = ()
+
+
+class RequestedPlace(Struct, frozen=True):
+    """A part of a gang, as it was asked for."""
+
+    node: str
+    gpus: tuple[int, ...]
+    millicores: int
+    memory_bytes: int
+
+
+class Moment(Struct, frozen=True):
+    """One thing that happened to the job. `line`: of the recording; `what`: lower_snake; `text`: the rest in words.
+
+    `rank`: in the queue, from 1; zero where it has none. `verdict`: "approved", "refused", "passed" or nothing.
+    `candidates`: places asked for, best first. `free`: on the nodes of these, before the decision."""
+
+    line: int
+    time: float
+    what: str
+    text: str = ""
+    verdict: str = ""
+    rank: int = 0
+    turn: int = 0
+    why: tuple[VerdictReason, ...] = ()
+    candidates: tuple[tuple[RequestedPlace, ...], ...] = ()
+    free: tuple[Free, ...] = ()
+
+
+class Story:
+    """Of the job of one number: `tell` it everything that happens, with the state that goes with it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.moments: list[Moment] = []
+        self._before: Moment | None = None
+        # In the planner's line, as it was last told.
+        self._told_rank = 0
+
+    def tell(self, happening: Happening, state: State | None) -> None:
+        if state is None:
+            return
+        match happening:
+            case Begun(number, time, cause):
+                self._add(self._situation(number, time, "state", cause, state))
+            case RecordedCommand(number, time, command):
+                self._before = self._asked(number, time, command, state)
+            case Decided(_, _, command, answer, _):
+                self._decided(command, answer)
+            case Drawn(number, time, effects, turns):
+                for row in effects.history:
+                    if row.subject == f"jobs/{self.number}":
+                        figures = " ".join(f"{name}={value}" for name, value in sorted(row.figures.items()))
+                        text = ", ".join(part for part in (row.message, figures, f"by {row.cause.rstrip(':')}") if part)
+                        self._add(Moment(number, row.time, row.kind, text))
+                for turn in turns:
+                    if turn.number == self.number:
+                        self._add(Moment(number, time, "turn", _turn_text(turn), rank=turn.rank, turn=turn.turn))
+            case Broke(number, time, error, _):
+                self._add(Moment(number, time, "core_failed", error))
+            case Ended(number, time, reason):
+                self._add(self._situation(number, time, "end", reason, state))
+            case _:
+                return
+
+    def situation(self, line: int, time: float, text: str, state: State) -> None:
+        """How the job stands, where the story is broken off."""
+        self._add(self._situation(line, time, "end", text, state))
+
+    def _add(self, moment: Moment | None) -> None:
+        if moment is not None:
+            self.moments.append(moment)
+
+    def _situation(self, line: int, time: float, what: str, cause: str, state: State) -> Moment | None:
+        job = state.jobs.get(self.number)
+        if job is None:
+            # It has ended, and so long ago that it is no longer kept.
+            return Moment(line, time, what, f"{cause}; it is gone") if self.moments else None
+        found = explain(state, self.number, time)
+        rank = state.queue_rank(self.number)
+        gang = state.gangs.get(job.epoch)
+        places = (_places(gang.claims),) if gang is not None and job.state is JobState.HOLDING else ()
+        text = f"{cause}; {_stands(state, job, time)}"
+        return Moment(line, time, what, text, rank=rank, why=_whys(found.blockers), candidates=places)
+
+    def _asked(self, line: int, time: float, command: Command, state: State) -> Moment | None:
+        number, rank = self.number, state.queue_rank(self.number)
+        match command:
+            case commands.RequestGang(number=asked) if asked == number:
+                who = command.scheduler or "the default scheduler"
+                turn = state.turns.get(command.turn)
+                late = "" if turn is not None or not command.turn else ", which it no longer has"
+                how = f"in turn {command.turn}{late}" if command.turn else "out of turn"
+                text = f"{who} {'asks' if command.candidates else 'passes'} {how}, {_free_in_all(state)}"
+                places = tuple(_places(claims) for claims in command.candidates)
+                free = _free_on(state, number, command.candidates)
+                whys = _whys(command.blockers)
+                return Moment(line, time, "request", text, "", rank, command.turn, whys, places, free)
+            case commands.ProposePlan():
+                change = next((one for one in command.changes if one.number == number), None)
+                if change is None:
+                    return self._ranked(line, time, command, state)
+                text = f"the {command.proposer} proposes to {change.kind.lower()} it, {_free_in_all(state)}"
+                places = (_places(change.claims),) if change.claims else ()
+                free = _free_on(state, number, [change.claims])
+                return Moment(line, time, "plan", text, "", rank, 0, (), places, free)
+            case commands.SubmitJob():
+                # Whose number it gets is not known yet.
+                return Moment(line, time, "submit", f"{command.user or 'somebody'} submits it")
+            case _ if getattr(command, "number", 0) == number:
+                user = getattr(command, "user", "") or "somebody"
+                return Moment(line, time, _snake(type(command).__name__), f"asked by {user}", rank=rank)
+            case _:
+                return None
+
+    def _ranked(self, line: int, time: float, command: commands.ProposePlan, state: State) -> Moment | None:
+        """A plan without the job, that says where in the line it stands: told when that is another place."""
+        if command.line is None or self.number not in command.line.numbers:
+            return None
+        rank = command.line.numbers.index(self.number) + 1
+        if rank == self._told_rank:
+            return None
+        self._told_rank = rank
+        text = f"the {command.proposer} lets it wait, {len(command.line.numbers)} wait in all, {_free_in_all(state)}"
+        return Moment(line, time, "ranked", text, rank=rank)
+
+    def _decided(self, command: Command, answer: Answer) -> None:
+        moment, self._before = self._before, None
+        if moment is None or (isinstance(command, commands.SubmitJob) and answer != JobAnswer(self.number)):
+            return
+        if moment.what == "ranked":
+            self._add(moment)
+            return
+        verdict, whys = verdict_of(answer, self.number)
+        if isinstance(command, commands.RequestGang) and not command.candidates and verdict == "refused":
+            verdict = "passed"
+        text = moment.text
+        if isinstance(answer, Approved) and len(moment.candidates) > 1:
+            text += f"; candidate {answer.candidate + 1} is taken"
+        self._add(
+            Moment(
+                moment.line,
+                moment.time,
+                moment.what,
+                text,
+                verdict,
+                moment.rank,
+                moment.turn,
+                whys or moment.why,
+                moment.candidates,
+                moment.free,
+            )
+        )
+
+
+def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[VerdictReason, ...]]:
+    """What an answer says of a job: approved or refused, and why not."""
+    match answer:
+        case Rejected(refusals=refusals):
+            return "refused", _whys(refusals)
+        case PlanAnswer(verdicts=verdicts):
+            own = next((verdict for verdict in verdicts if verdict.number == number), ChangeAnswer(number, False, 0))
+            return ("approved" if own.approved else "refused"), _whys(own.refusals)
+        case Refused(reason=reason, message=message):
+            return "refused", (VerdictReason(reason, message),)
+        case _:
+            return "approved", ()
+
+
+def _whys(refusals: Iterable[Refusal]) -> tuple[VerdictReason, ...]:
+    return tuple(VerdictReason(one.reason.name, one.message, dict(one.figures), one.node, one.job) for one in refusals)
+
+
+def _places(claims: Iterable[Claim]) -> tuple[RequestedPlace, ...]:
+    return tuple(
+        RequestedPlace(claim.node, _bits(claim.device_mask), sum(claim.millicores), claim.memory_bytes)
+        for claim in claims
+    )
+
+
+def _free_on(state: State, number: int, candidates: Iterable[Sequence[Claim]]) -> tuple[Free, ...]:
+    names = dict.fromkeys(claim.node for claims in candidates for claim in claims)
+    return tuple(_free(state, number, name) for name in names if name in state.view)
+
+
+def _free(state: State, number: int, name: str) -> Free:
+    row = state.view.row(name)
+    return Free(
+        name,
+        row.available,
+        _bits(row.free_mask),
+        state.view.topology(name).devices,
+        sum(row.free_millicores),
+        row.free_memory_bytes,
+        tuple(_held(state, number, name)),
+    )
+
+
+def _held(state: State, number: int, name: str) -> Iterator[Held]:
+    for epoch, place in state.gangs_on.get(name, {}).items():
+        gang = state.gangs[epoch]
+        held = gang.pieces[place].held
+        if held is not None and gang.job != number:
+            yield Held(f"jobs/{gang.job}", held.device_mask.bit_count())
+
+
+def _bits(mask: int) -> tuple[int, ...]:
+    return tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+
+
+def _free_in_all(state: State) -> str:
+    return f"{state.free_devices} of {state.devices} GPUs free in all"
+
+
+def _stands(state: State, job: JobRecord, now: float) -> str:
+    if state.is_waiting(job):
+        return f"it waits for {max(0.0, now - job.pending_since):.0f} s, {len(state.waiting)} wait in all"
+    if job.state.is_finished:
+        return f"it has ended: {job.state.value.lower()}"
+    gang = state.gangs.get(job.epoch)
+    return f"it is {job.state.value.lower()}" + (f", its gang {gang.phase.value.lower()}" if gang is not None else "")
+
+
+def _turn_text(turn: GrantedLease) -> str:
+    kept = f", places kept on {', '.join(turn.reserved_nodes)}" if turn.reserved_nodes else ""
+    return f"to {turn.scheduler or 'the default scheduler'} for {turn.expires - turn.given:g} s{kept}"
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{sign.lower()}" if sign.isupper() else sign for sign in name).lstrip("_")

@@ -1,0 +1,351 @@
+"""Writes down what the writer decides, for as long as it is asked to: a thread of its own encodes and writes.
+
+A recording never costs the master anything but time. What goes wrong with it ends it, and leaves no file; a file that
+is there is whole. It is bounded in time (by who asked), in size, in what waits to be written, and by what the disk must
+have left for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Final, Protocol
+
+from ganger_master.core.answers import Answer
+from ganger_master.core.commands import Command
+from ganger_master.core.effects import Effects
+from ganger_master.core.events import Event
+from ganger_master.core.queue import GrantedLease
+from ganger_master.core.state import State
+from ganger_master.core.state_image import Image, image_of
+from ganger_master.decision_log.lines import (
+    FORMAT,
+    BatchLine,
+    BrokenLine,
+    CommandLine,
+    End,
+    Header,
+    Line,
+    digest_of,
+    encode_line,
+    raw,
+    state_lines,
+)
+from ganger_master.decision_log.redaction import Hiding
+from ganger_master.runtime.store_thread import StoreThread
+
+log = logging.getLogger(__name__)
+
+DIRECTORY: Final = "captures"
+MOST_BYTES: Final = 256 << 20
+MOST_SECONDS: Final = 3600.0
+# Commands that wait to be written; a disk that is slower than the master must not fill its memory.
+_MOST_WAITING: Final = 100_000
+# What a recording leaves of the disk: the store is on it, too.
+_LEFT_BYTES: Final = 256 << 20
+_LOOKED_BYTES: Final = 1 << 20
+_PARTIAL: Final = ".partial"
+_COMPRESSION: Final = 1
+
+
+class RecordingError(Exception):
+    """There is no recording; the message says why and what to do."""
+
+
+class Recorded:
+    """A recording that is there to be read."""
+
+    def __init__(self, path: Path, reason: str, commands: int, batches: int, seconds: float) -> None:
+        self.path = path
+        self.reason = reason
+        self.commands = commands
+        self.batches = batches
+        self.seconds = seconds
+        self.size_bytes = path.stat().st_size
+
+
+class Records(Protocol):
+    """What makes a recording known to those who decide, and ends it."""
+
+    def record(self, recording: DecisionRecording) -> None: ...
+
+    def end_recording(self, reason: str) -> None: ...
+
+
+async def record(writer: Records, recording: DecisionRecording, seconds: float) -> Recorded:
+    """Records for some time, or as long as there is room. RecordingError. Who goes away while waiting ends it, too."""
+    writer.record(recording)
+    reason = "its time was over"
+    try:
+        await asyncio.wait_for(recording.ending.wait(), seconds)
+        reason = recording.reason
+    except TimeoutError:
+        pass
+    except asyncio.CancelledError:
+        reason = "the client that started it went away"
+        raise
+    finally:
+        writer.end_recording(reason)
+    return await recording.done
+
+
+class DecisionRecording:
+    """One recording, told by one event loop what happens there. `done`: what came of it, or RecordingError."""
+
+    def __init__(
+        self,
+        directory: Path,
+        version: str,
+        *,
+        with_environment: bool = False,
+        most_bytes: int = MOST_BYTES,
+        left_bytes: int = _LEFT_BYTES,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Recorded] = self._loop.create_future()
+        # Set when it is over, or should be ended as soon as can be; the reason is said in the file.
+        self.ending = asyncio.Event()
+        self.reason = ""
+        self._version = version
+        self._with_environment = with_environment
+        self._hiding = Hiding(secrets.token_bytes(32), with_environment)
+        self._file = _File(directory, most_bytes, left_bytes)
+        self._thread: StoreThread | None = None
+        self._lines: list[Callable[[], Line]] = []
+        self._waiting = 0
+        self._commands = self._batches = 0
+        self._began = 0.0
+        self._problem: BaseException | None = None
+
+    # -- told by the writer, between two of its steps ------------------------------------------------------------------
+
+    def begin(self, state: State, now: float) -> None:
+        """The state is as the end of a batch left it."""
+        self._began = now
+        self._thread = StoreThread("recording")
+        header = Header(FORMAT, self._version, now, state.settings.policy, self._with_environment)
+        self._do(self._open, header)
+        self.start_over(state, now, "the recording began")
+
+    def start_over(self, state: State, now: float, cause: str) -> None:
+        """Another state takes the place of what was there."""
+        self._hand_over()
+        image = self._image_of(state)
+        if image is not None:
+            self._do(self._write_state, image, now, cause)
+
+    def command(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> None:
+        self._commands += 1
+        self._lines.append(lambda: self._command_line(now, command, answer, happened))
+        if len(self._lines) >= _LINES_AT_ONCE:
+            self._hand_over()
+
+    def batch(self, now: float, effects: Effects, turns: Iterable[GrantedLease]) -> None:
+        self._batches += 1
+        line = BatchLine(now, effects, tuple(turns))
+        self._lines.append(lambda: line)
+        self._hand_over()
+
+    def broke(self, now: float, command: Command | None, error: BaseException) -> None:
+        self._lines.append(lambda: self._broken_line(now, command, error))
+        self._hand_over()
+
+    def end(self, state: State | None, now: float, reason: str) -> None:
+        """The last call. `state` as the end of a batch left it; None if it cannot be trusted."""
+        self._note_end(reason)
+        if self._thread is None:
+            self._note_done(RecordingError(f"cannot record: {reason}"))
+            return
+        self._hand_over()
+        image = None if state is None else self._image_of(state)
+        self._do(self._close, image, now, reason)
+        self._thread.end()
+
+    def _do(self, work: Callable[..., None], *arguments: object) -> None:
+        assert self._thread is not None, "a recording that has not begun"
+        self._thread.do(self._in_thread, work, *arguments)
+
+    def _image_of(self, state: State) -> Image | None:
+        try:
+            return image_of(state)
+        except Exception as error:
+            # A mistake of ours, which is no reason to hold up the master.
+            self._do(self._fail, error)
+            return None
+
+    def _hand_over(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        self._do(self._write, lines)
+        self._waiting += len(lines)
+        if self._waiting > _MOST_WAITING:
+            self._note_end("the disk is slower than the master")
+
+    def _note_written(self, count: int) -> None:
+        self._waiting -= count
+
+    def _note_end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.ending.set()
+
+    def _note_done(self, found: Recorded | RecordingError) -> None:
+        if isinstance(found, RecordingError):
+            log.warning("recording failed", extra={"error": str(found)})
+        else:
+            log.info("recording ended", extra={"path": str(found.path), "reason": found.reason})
+        if self.done.done():
+            return
+        if isinstance(found, RecordingError):
+            self.done.set_exception(found)
+            # Who asked may have gone.
+            self.done.exception()
+        else:
+            self.done.set_result(found)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _in_thread(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            if self._problem is None or work == self._close:
+                work(*arguments)
+        except Exception as error:
+            # Whatever it is, it must not cost the master more than this recording.
+            self._problem = error
+            if not isinstance(error, OSError | RecordingError):
+                log.exception("recording failed")
+            self._file.discard()
+            self._tell(self._note_end, "it cannot be written")
+        if work == self._close and self._problem is not None:
+            self._tell(self._note_done, RecordingError(_explained(self._problem, self._file.directory)))
+
+    def _open(self, header: Header) -> None:
+        self._file.open()
+        self._put(header)
+
+    def _fail(self, error: Exception) -> None:
+        raise error
+
+    def _write_state(self, image: Image, now: float, cause: str) -> None:
+        for line in state_lines(self._hiding.image(image), now, cause):
+            self._put(line)
+            if self._file.is_full:
+                raise RecordingError(f"cannot record: {self._file.is_full} before the state is written")
+
+    def _write(self, lines: Sequence[Callable[[], Line]]) -> None:
+        for line in lines:
+            self._put(line())
+        self._tell(self._note_written, len(lines))
+
+    def _put(self, line: Line) -> None:
+        self._file.write(encode_line(line))
+        if self._file.is_full:
+            self._tell(self._note_end, self._file.is_full)
+
+    def _close(self, image: Image | None, now: float, reason: str) -> None:
+        if self._problem is not None:
+            return
+        digest = "" if image is None else digest_of(self._hiding.image(image))
+        self._file.write(encode_line(End(now, reason, self._commands, self._batches, digest)))
+        path = self._file.publish()
+        found = Recorded(path, reason, self._commands, self._batches, now - self._began)
+        self._tell(self._note_done, found)
+
+    def _command_line(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> CommandLine:
+        kinds = tuple([type(event).__name__ for event in happened])
+        return CommandLine(now, *raw(self._hiding.command(command)), *raw(answer), kinds)
+
+    def _broken_line(self, now: float, command: Command | None, error: BaseException) -> BrokenLine:
+        text = f"{type(error).__name__}: {error}"
+        if command is None:
+            return BrokenLine(now, text)
+        return BrokenLine(now, text, *raw(self._hiding.command(command)))
+
+    def _tell(self, told: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(told, *arguments)
+        except RuntimeError:
+            # The loop is over: nobody is there to be told.
+            return
+
+
+# Handed over earlier than with the batch when there are many: they are large together.
+_LINES_AT_ONCE: Final = 1_000
+
+
+class _File:
+    """One file of lines, seen by its name once it is whole."""
+
+    def __init__(self, directory: Path, most_bytes: int, left_bytes: int) -> None:
+        self.directory = directory
+        # Why nothing but the last line should be written.
+        self.is_full = ""
+        self._most_bytes = most_bytes
+        self._left_bytes = left_bytes
+        self._path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}.jsonl.gz"
+        self._partial = self._path.with_name(self._path.name + _PARTIAL)
+        # The file, and what packs lines into it.
+        self._open: tuple[IO[bytes], gzip.GzipFile] | None = None
+        self._looked_at = 0
+
+    def open(self) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        # Of masters that were killed: there is one master of this directory, and one recording of it.
+        for left in self.directory.glob(f"*{_PARTIAL}"):
+            left.unlink(missing_ok=True)
+        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        self._open = file, gzip.GzipFile("", "wb", _COMPRESSION, file, 0)
+
+    def write(self, line: bytes) -> None:
+        assert self._open is not None, "nothing is written before the file is open"
+        file, lines = self._open
+        lines.write(line)
+        size = file.tell()
+        if size >= self._most_bytes:
+            self.is_full = f"it has {self._most_bytes} bytes"
+        if size - self._looked_at >= _LOOKED_BYTES or not self._looked_at:
+            self._looked_at = max(1, size)
+            found = os.statvfs(self._partial)
+            if found.f_bavail * found.f_frsize < self._left_bytes:
+                self.is_full = f"the disk has less than {self._left_bytes} bytes left"
+
+    def publish(self) -> Path:
+        assert self._open is not None, "nothing is published before the file is open"
+        file, lines = self._open
+        lines.close()
+        os.fsync(file.fileno())
+        file.close()
+        self._partial.rename(self._path)
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return self._path
+
+    def discard(self) -> None:
+        for file in reversed(self._open or ()):
+            try:
+                file.close()
+            except OSError:
+                # What could not be written cannot be flushed either.
+                continue
+        try:
+            self._partial.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("partial recording left", extra={"path": str(self._partial), "error": str(error)})
+
+
+def _explained(error: BaseException, directory: Path) -> str:
+    if isinstance(error, RecordingError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"cannot record into {directory}: {error.strerror or error}"
+    return f"cannot record: {type(error).__name__}: {error} (see the master's log)"

@@ -1,0 +1,195 @@
+"""How fast a job runs with so many cores for its GPU: rising to a sweet point, flat from there on.
+
+S(C) = P0*log C + P1*C below theta, P2 from theta on (Xiao et al., "Scheduling CPU for GPU-based deep learning jobs",
+SoCC 2018 poster). Some curves have a second knee where the input pipeline waits for storage before more cores help
+again (Synergy's profiles of AlexNet and ShuffleNet); a `Shelf` describes it. Knows nothing of memory: see storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_error, is_usable
+
+# Sweet points are tried this far apart; finer than a core cannot be allocated to a rank anyway.
+THETA_STEP = 0.5
+# Weight of the wish that both branches meet at theta: decides theta between two measured points, yields to them else.
+_CONTINUITY = 0.3
+# Weight of the wish for a straight line (P0 = 0) where too few points tell: one measured 3 % off outweighs it.
+_STRAIGHTNESS = 0.03
+# Residuals below this are measurement noise; a shelf must not be bought to explain it.
+_NOISE = 0.02
+# A shelf adds a knee and a level to the four numbers of the plain curve: below this it could explain anything.
+_SHELF_POINTS = 7
+# Most sweet points tried: a 256-core server is searched in steps of a core or two.
+_MOST_THETAS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPoint:
+    """A measurement: `cores` per GPU (> 0), `rate` in any unit per second (> 0)."""
+
+    cores: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Past `begins` cores the rate rises again, in a line, to `rate` at `ends`."""
+
+    begins: float
+    ends: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class CpuModel:
+    """The fitted curve. `rate` never falls with cores; below one core it goes to zero in proportion."""
+
+    log_coefficient: float
+    linear_coefficient: float
+    plateau: float
+    sweet_point: float
+    shelf: Shelf | None = None
+    error: FitError = NOT_FITTED
+
+    @property
+    def peak(self) -> float:
+        """The rate no number of cores exceeds."""
+        return self.plateau if self.shelf is None else self.shelf.rate
+
+    @property
+    def knee(self) -> float:
+        """The cores from which more do not help: the sweet point, or the end of the shelf."""
+        return self.sweet_point if self.shelf is None else self.shelf.ends
+
+    def rate(self, cores: float) -> float:
+        """At `cores` per GPU; zero and below give zero."""
+        if not cores > 0.0:
+            return 0.0
+        if self.shelf is not None and cores > self.shelf.begins:
+            share = min(1.0, (cores - self.shelf.begins) / (self.shelf.ends - self.shelf.begins))
+            return self.plateau + share * (self.shelf.rate - self.plateau)
+        # what less than a core runs is a share of what one runs
+        above = max(cores, 1.0)
+        if above >= self.sweet_point:
+            return self.plateau * min(1.0, cores)
+        rising = self.log_coefficient * math.log(above) + self.linear_coefficient * above
+        return min(rising, self.plateau) * min(1.0, cores)
+
+    def rates(self, cores: ArrayLike) -> Floats:
+        """`rate` for an array of any shape."""
+        counts = np.asarray(cores, float)
+        above = np.maximum(counts, 1.0)
+        rising = self.log_coefficient * np.log(above) + self.linear_coefficient * above
+        found = np.where(above < self.sweet_point, np.minimum(rising, self.plateau), self.plateau)
+        if self.shelf is not None:
+            shelf = self.shelf
+            share = np.clip((counts - shelf.begins) / (shelf.ends - shelf.begins), 0.0, 1.0)
+            found = np.where(counts > shelf.begins, self.plateau + share * (shelf.rate - self.plateau), found)
+        return np.asarray(found * np.clip(counts, 0.0, 1.0), float)
+
+
+def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
+    """The curve of least relative error through the points, its own error with it; None if no point is usable.
+
+    Points that are not finite and above zero are left out, repeats at one number of cores averaged. One point c:
+    proportional up to c, flat beyond (more cores are promised nothing). Points that fall with cores give the flattest
+    curve that does not fall, and an error that says so.
+    """
+    measured = averaged(points)
+    if not measured:
+        return None
+    if len(measured) == 1:
+        return _proportional(measured[0])
+    cores = np.array([point.cores for point in measured])
+    rates = np.array([point.rate for point in measured])
+    plain, cost = _best_curve(cores, rates)
+    unexplained = cost > len(measured) * _NOISE**2
+    shelved = _shelved(cores, rates) if unexplained and len(measured) >= _SHELF_POINTS else None
+    best = plain
+    if shelved is not None and _criterion(shelved[1], len(measured), 6) < _criterion(cost, len(measured), 4):
+        best = shelved[0]
+    return replace(best, error=fit_error(best.rates(cores), rates))
+
+
+def averaged(points: Iterable[CpuPoint]) -> tuple[CpuPoint, ...]:
+    """Usable points by cores ascending, repeats averaged."""
+    by_cores: dict[float, list[float]] = {}
+    for point in points:
+        if is_usable(point.cores, point.rate):
+            by_cores.setdefault(point.cores, []).append(point.rate)
+    return tuple(CpuPoint(cores, sum(rates) / len(rates)) for cores, rates in sorted(by_cores.items()))
+
+
+def sweet_point_bracket(points: Sequence[CpuPoint], tolerance: float = 0.1) -> tuple[float, float]:
+    """Where theta must lie by the measurements alone: (most cores still short of the best rate by more than
+    `tolerance`, fewest cores within it). Cores, ascending; (0, c) if even the fewest measured cores are enough."""
+    measured = averaged(points)
+    if not measured:
+        return (0.0, math.inf)
+    best = max(point.rate for point in measured)
+    short = [point.cores for point in measured if point.rate < (1.0 - tolerance) * best]
+    low = max(short, default=0.0)
+    return (low, min(point.cores for point in measured if point.cores > low) if low < measured[-1].cores else math.inf)
+
+
+def _proportional(point: CpuPoint) -> CpuModel:
+    plateau = point.rate / min(1.0, point.cores)
+    whole = max(1.0, point.cores)
+    return CpuModel(0.0, plateau / whole, plateau, whole, error=FitError(1, 0.0, 0.0))
+
+
+def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:
+    """Least squares of relative residuals for every sweet point tried; ties go to the fewest cores."""
+    most = float(cores[-1])
+    steps = min(_MOST_THETAS, max(1, round((most - 1.0) / THETA_STEP) + 1))
+    thetas = np.linspace(min(1.0, most), most, steps)
+    found = [_curve(cores, rates, float(theta)) for theta in thetas]
+    return min(found, key=lambda fit: (round(fit[1], 9), fit[0].sweet_point))
+
+
+def _curve(cores: Floats, rates: Floats, theta: float) -> tuple[CpuModel, float]:
+    # In the basis (log C, C - log C) with coefficients >= 0 the curve cannot fall: P0 >= -P1.
+    above = np.maximum(cores, 1.0)
+    below = above < theta
+    log = np.log(above)
+    line = above - log
+    fraction = np.minimum(cores, 1.0)
+    rows = np.stack([below * log, below * line, ~below * 1.0], axis=1) * (fraction / rates)[:, None]
+    scale = float(rates[-1])
+    at_theta = max(theta, 1.0)
+    meets = _CONTINUITY / scale * np.array([math.log(at_theta), at_theta - math.log(at_theta), -1.0])
+    straight = _STRAIGHTNESS / scale * np.array([1.0, -1.0, 0.0])
+    # loading it takes longer than a short simulation, which only reads profiles
+    from scipy.optimize import nnls
+
+    solution, _ = nnls(np.vstack([rows, meets, straight]), np.concatenate([np.ones(len(rates)), [0.0, 0.0]]))
+    log_part, line_part, plateau = (float(value) for value in solution)
+    model = CpuModel(log_part - line_part, line_part, plateau, theta)
+    wishes = float((meets @ solution) ** 2 + (straight @ solution) ** 2)
+    return model, float(np.sum((model.rates(cores) / rates - 1.0) ** 2)) + wishes
+
+
+def _shelved(cores: Floats, rates: Floats) -> tuple[CpuModel, float] | None:
+    """The best curve whose last points stand on a higher level, reached in a line from the one before."""
+    found: list[tuple[CpuModel, float]] = []
+    for first_high in range(3, len(cores)):
+        low, cost = _best_curve(cores[:first_high], rates[:first_high])
+        high = rates[first_high:]
+        level = float(np.sum(1.0 / high) / np.sum(1.0 / high**2))
+        if low.sweet_point > cores[first_high - 1] or level <= low.plateau:
+            continue
+        shelf = Shelf(float(cores[first_high - 1]), float(cores[first_high]), level)
+        found.append((replace(low, shelf=shelf), cost + float(np.sum((level / high - 1.0) ** 2))))
+    return min(found, key=lambda fit: fit[1], default=None)
+
+
+def _criterion(cost: float, points: int, parameters: int) -> float:
+    """Schwarz's criterion, with residuals no smaller than the noise of a rate."""
+    return points * math.log(max(cost / points, _NOISE**2)) + parameters * math.log(points)

@@ -1,0 +1,140 @@
+"""What jobs that share a GPU cost one another.
+
+On one GPU, time is conserved: residents that together want more than all of it each run at the share they get,
+speed = min(1, 1 / sum of loads), a load being utilisation times a multiplier plus an overhead for being there at all.
+Both numbers belong to the type of GPU (sharing is cheaper on later ones) and are learned from packs that were tried:
+published figures are a prior.
+A forecast only says what is worth trying; what is kept is decided by measuring (Gandiva, OSDI 2018, section 3.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ganger.cluster.fit import MEMORY_SHARE
+
+from ganger_master.estimators.fitting import Floats, is_usable
+from ganger_master.estimators.posterior import Belief, jacobian, posterior
+
+# What a measured speed in a pack scatters by: noise, and what two numbers cannot say (see the tests: MAE 0.07).
+_NOISE = 0.1
+# Loads near one are neither contended nor not; the corner is rounded by this much so that trials there teach.
+_CORNER = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Of one job alone on its GPU: `utilisation` 0 to 1 (share of time with a kernel running), device memory."""
+
+    utilisation: float
+    memory_bytes: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Contention:
+    """Belief over (log multiplier, log overhead) of one type of GPU; `trials` were learned from."""
+
+    belief: Belief
+    trials: int = 0
+
+    @property
+    def multiplier(self) -> float:
+        return math.exp(float(self.belief.mean[0]))
+
+    @property
+    def overhead(self) -> float:
+        return math.exp(float(self.belief.mean[1]))
+
+
+# Prior of a GPU nobody packed on: utilisation counts once, plus or minus 15 %; each resident costs some 5 % more.
+UNKNOWN_DEVICE = Contention(Belief.independent(np.array([0.0, math.log(0.05)]), np.array([0.15, 1.0])))
+
+
+@dataclass(frozen=True, slots=True)
+class ColocationTrial:
+    """A pack that was measured: everybody's pressure alone, and everybody's speed relative to alone (> 0)."""
+
+    pressures: tuple[Pressure, ...]
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Sum of relative speeds (time slicing gives exactly 1), with its 80 % range; the slowest resident's speed."""
+
+    gain: float
+    low: float
+    high: float
+    slowest: float
+    fits: bool
+
+    @property
+    def is_promising(self) -> bool:
+        """Memory fits and the pack is more likely than not better than time slicing."""
+        return self.fits and self.gain > 1.0
+
+
+def shared_speeds(pressures: Sequence[Pressure], contention: Contention = UNKNOWN_DEVICE) -> tuple[float, ...]:
+    """Speed of each resident relative to running alone; one resident runs at 1."""
+    return tuple(_speeds(pressures, contention.multiplier, contention.overhead))
+
+
+def fit_together(pressures: Iterable[Pressure], device_memory_bytes: float) -> bool:
+    """Whether there is memory for all of them on one GPU."""
+    return sum([pressure.memory_bytes for pressure in pressures]) <= MEMORY_SHARE * device_memory_bytes
+
+
+def forecast(
+    pressures: Sequence[Pressure], device_memory_bytes: float, contention: Contention = UNKNOWN_DEVICE
+) -> Forecast:
+    """What packing these jobs on one GPU would give. No jobs: a gain of zero, nothing to try."""
+    speeds = shared_speeds(pressures, contention)
+    fits = fit_together(pressures, device_memory_bytes)
+    if not speeds:
+        return Forecast(0.0, 0.0, 0.0, 0.0, fits)
+    gain = sum(speeds)
+
+    def law(numbers: Floats) -> Floats:
+        return np.array([math.log(sum(_speeds(pressures, *np.exp(numbers).tolist())))])
+
+    slope = jacobian(contention.belief, law)
+    spread = math.sqrt(float((slope @ contention.belief.covariance @ slope.T)[0, 0]) + _NOISE**2 / len(speeds))
+    if len(speeds) == 1:
+        spread = 0.0
+    # 1.28 deviations either way hold 80 %
+    return Forecast(gain, gain * math.exp(-1.28 * spread), gain * math.exp(1.28 * spread), min(speeds), fits)
+
+
+def learn(contention: Contention, trials: Iterable[ColocationTrial]) -> Contention:
+    """The belief after trials. Trials with a speed or utilisation that is not finite and above zero, or with one
+    resident, teach nothing. Packs without contention teach only that there is none below their load."""
+    usable = [
+        trial
+        for trial in trials
+        if len(trial.pressures) == len(trial.speeds) > 1
+        and is_usable(*trial.speeds, *(pressure.utilisation for pressure in trial.pressures))
+    ]
+    if not usable:
+        return contention
+    wanted = np.array([sum(p.utilisation for p in t.pressures) for t in usable for _ in t.speeds])
+    residents = np.array([float(len(t.pressures)) for t in usable for _ in t.speeds])
+
+    def law(numbers: Floats) -> Floats:
+        # -log(max(1, load)), its corner rounded
+        load = wanted * math.exp(numbers[0]) + residents * math.exp(numbers[1])
+        return np.asarray(-np.logaddexp(0.0, _CORNER * np.log(load)) / _CORNER, float)
+
+    measured = np.log([speed for trial in usable for speed in trial.speeds])
+    # residents of one trial see one another's noise: a pair counts as one measurement, not two
+    noise = np.diag([_NOISE**2 * len(trial.speeds) for trial in usable for _ in trial.speeds])
+    return Contention(posterior(contention.belief, law, measured, noise), contention.trials + len(usable))
+
+
+def _speeds(pressures: Sequence[Pressure], multiplier: float, overhead: float) -> list[float]:
+    if len(pressures) < 2:
+        return [1.0] * len(pressures)
+    load = sum(multiplier * max(0.0, pressure.utilisation) + overhead for pressure in pressures)
+    return [min(1.0, 1.0 / load)] * len(pressures)

@@ -1,0 +1,185 @@
+"""Holes for gangs that find no room, made by moves: for whom one is looked for, when it is worth it, and who may go.
+
+A hole is made once the gang has waited as long as it would cost others, GPU-second for GPU-second: who has waited so
+long may have to wait as long again. What is left of a place that was found is kept, so that nobody else takes it
+meanwhile. A job that outranks others preempts them: into host memory, where they lose nothing, or onto storage, if so
+much memory kept on the host would cost more victims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from ganger.cluster.placement import widest_now
+from ganger.cluster.resources import GangShape
+from msgspec.structs import replace as replace_of
+
+from ganger_master.core.colocation import has_arenas
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.purpose import Goal
+from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, Looked
+from ganger_master.planner.migration_plans import Errand, is_waiting
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
+from ganger_master.policies.orders import SLACK_S
+from ganger_master.policies.park_and_move import badness, swap_for
+
+# Jobs of one pass for which a hole is looked for, first job first: a search takes as long as many placements.
+_MOST_HOLES: Final = 4
+# Nobody is stopped for a gang for which moves will make a hole within this time.
+_SOON_S: Final = 60.0
+# Who rests for another is of the lowest priority that will do.
+_LOWEST: Final = -1000
+# A hole that was not there is looked for again when more is free, or when the gang has waited so much longer.
+_LOOK_AGAIN: Final = 2.0
+_LEAST_LOOK_S: Final = 5.0
+_NEVER: Final = Looked(-math.inf, 0)
+
+
+class Holes:
+    """Of one pass. `looked`: as the last pass left it."""
+
+    def __init__(self, acting: Acting, looked: Mapping[int, Looked]) -> None:
+        self._acting = acting
+        self._looked = dict(looked)
+        # Whose hole will be worth it soon: nobody is stopped for them meanwhile.
+        self.soon: set[int] = set()
+
+    @property
+    def looked(self) -> dict[int, Looked]:
+        """To be remembered."""
+        return {number: looked for number, looked in self._looked.items() if is_waiting(self._acting.table, number)}
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether there could be one for anybody."""
+        table = self._acting.table
+        if not table.has_waiting:
+            return False
+        least = table.least_urgent_running
+        if least is None:
+            return False
+        urgent = table.most_urgent_waiting
+        return table.least_waiting_gpus <= self._acting.free or (urgent is not None and urgent > least)
+
+    def given_up(self, errands: Iterable[Errand]) -> None:
+        for errand in errands:
+            self._look_later(errand.waiting)
+
+    def make(self, found: PlanDraft) -> None:
+        """Begins errands for the first of those who wait on."""
+        acting = self._acting
+        started = {change.number for change in found.changes if change.kind == "START"}
+        numbers = found.line.tolist()
+        out = started | acting.busy | acting.changed
+        if acting.terms.is_strict:
+            first = next((n for n in numbers if n not in out and is_waiting(acting.table, n)), None)
+            numbers = [] if first is None else [first]
+        vain: set[GangShape] = set()
+        looks = 0
+        # Too many devices are wanted by all others, and of nobody can they be had.
+        for number in acting.table.asking(numbers, acting.free, acting.table.least_urgent_running):
+            if number in out:
+                continue
+            got = acting.table.get(number)
+            if got is None or (shape := got[0].shape) in vain:
+                continue
+            looked = self._looked.get(number, _NEVER)
+            if acting.now < looked.again_s and acting.free <= looked.free:
+                acting.come_back(looked.again_s)
+                if looked.is_found:
+                    self.soon.add(number)
+            else:
+                looks += 1
+                self._make(got[0])
+            vain.add(shape)
+            if looks == _MOST_HOLES:
+                break
+
+    def _make(self, job: JobRecord) -> None:
+        acting = self._acting
+        waited = max(0.0, acting.now - job.pending_since)
+        shape = replace_of(
+            job.shape, locality=replace_of(job.shape.locality, widest=widest_now(job.shape, waited), wish=None)
+        )
+        stay = acting.busy
+        hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
+        if hole is not None:
+            worth_s = hole.cost / max(1, shape.gpus)
+        elif self._outranks(job):
+            hole, level = self._by_stops(job, shape, stay)
+        if hole is None or not hole.moves:
+            self._look_later(job.number)
+            return
+        if waited + SLACK_S < worth_s:
+            is_soon = worth_s <= waited + _SOON_S
+            if is_soon:
+                self.soon.add(job.number)
+            self._looked[job.number] = Looked(job.pending_since + worth_s, acting.free, is_soon)
+            acting.come_back(job.pending_since + worth_s)
+            return
+        if acting.under_way + len(hole.moves) > MOST_AT_ONCE:
+            self._look_later(job.number)
+            return
+        saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
+        acting.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
+
+    def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> Hole | None:
+        acting = self._acting
+        if acting.free < shape.gpus:
+            return None
+        movables = Movables(acting.room.view, [one for other, _, one in acting.gangs.values() if _may_go(other, job)])
+        hole = hole_for(acting.room, movables, shape, placement=acting.terms.placement, stay=stay)
+        return hole if hole is not None and hole.moves else None
+
+    def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
+        """Return the hole that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
+        best, at = None, SuspendLevel.OFFLOAD
+        for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
+            gangs = self._stoppable(job, level)
+            hole = swap_for(self._acting.room, gangs, shape, placement=self._acting.terms.placement, stay=stay)
+            if hole is not None and (best is None or badness(hole) < badness(best)):
+                best, at = hole, level
+        return best, at
+
+    def _outranks(self, job: JobRecord) -> bool:
+        least = self._acting.table.least_urgent_running
+        return least is not None and least < job.spec.priority
+
+    def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
+        """Return gangs that may move for a job; those of lower priority may also rest at this level."""
+        found = []
+        for other, gang, one in self._acting.gangs.values():
+            if not _may_go(other, job):
+                continue
+            if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
+                claims = one.claims
+                if level is SuspendLevel.OFFLOAD:
+                    # A gang in host memory gives none of it back.
+                    claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
+                cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
+                one = Movable(one.number, one.shape, claims, one.move_cost, cost)
+            found.append(one)
+        return found
+
+    def _look_later(self, number: int) -> None:
+        acting = self._acting
+        got = acting.table.get(number) if number else None
+        if got is not None:
+            waited = max(_LEAST_LOOK_S, acting.now - got[0].pending_since)
+            again_s = acting.now + (_LOOK_AGAIN - 1.0) * waited
+            self._looked[number] = Looked(max(again_s, acting.now + _LEAST_LOOK_S), acting.free)
+            acting.come_back(self._looked[number].again_s)
+
+
+def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
+    if level is SuspendLevel.CHECKPOINT:
+        return job.capabilities.checkpoint
+    return job.capabilities.offload and has_arenas(gang)
+
+
+def _may_go(other: JobRecord, job: JobRecord) -> bool:
+    """Whether one may be moved for the other: nobody waits for a move of lower priority."""
+    return other.spec.movable and other.spec.priority <= job.spec.priority

@@ -1,0 +1,221 @@
+"""What a pass that moves jobs goes by, and what it has begun so far: errands, changes, and when to look again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.view import View
+
+from ganger_master.core.colocation import has_arenas
+from ganger_master.core.commands import Change, Promise
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.moving import can_hand_over
+from ganger_master.core.purpose import Goal
+from ganger_master.planner.job_table import LiveTable, is_shared
+from ganger_master.planner.migration_outcomes import Brought, Nobody, Rated
+from ganger_master.planner.migration_plans import Errand, MigrationStep, Stage, carry_on, stage_of
+from ganger_master.planner.move_costs import MoveCosts, move_costs
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order
+from ganger_master.policies.migration_choice import movable
+from ganger_master.policies.placements import PlacementPreference
+
+# Moves under way at once, for each of which hosts and networks work.
+MOST_AT_ONCE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """When a gang's hole is looked for again: then, or when more devices are `free`. `is_found`: there is one, which
+    will be worth it soon."""
+
+    again_s: float
+    free: int
+    is_found: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What is remembered; lost, it costs some moves twice."""
+
+    errands: tuple[Errand, ...] = ()
+    looked: Mapping[int, Looked] = field(default_factory=dict)
+    # When each job was last sent away, for a while.
+    moved_at: Mapping[int, float] = field(default_factory=dict)
+    brought: Brought = field(default_factory=Brought)
+    # When who lies badly was looked for last, and when they are again though nothing happens.
+    closer_s: float = -math.inf
+    closer_again_s: float = math.inf
+    # What the other pass said last, but for its changes.
+    found: PlanDraft | None = None
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What the master is to keep for whom."""
+        return tuple([Promise(one.waiting, one.hole) for one in self.errands if one.waiting])
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationTerms:
+    """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
+    that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for, of
+    a node; None: as many in all as there are devices in use. `on_trial`: packs of these are being measured."""
+
+    placement: PlacementPreference
+    draining: tuple[str, ...] = ()
+    holes: bool = True
+    is_strict: bool = False
+    per_hour: float | None = None
+    rated: Rated = field(default_factory=Nobody)
+    on_trial: frozenset[int] = frozenset()
+
+
+class Acting:
+    """`trying` is the room, with all taken that has been begun."""
+
+    def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: WhatIf) -> None:
+        self.terms = terms
+        self.table = table
+        self.now = now
+        self.trying = trying
+        self.room = trying.room
+        self.errands: list[Errand] = []
+        self.changes: list[Change] = []
+        self.again_s = math.inf
+
+    def come_back(self, when_s: float) -> None:
+        """The next pass is to be then at the latest, though nothing happens."""
+        self.again_s = min(self.again_s, when_s)
+
+    @property
+    def free(self) -> int:
+        """Devices of nodes that take gangs that nobody has, and that are kept for nobody."""
+        return self.room.free_devices
+
+    @cached_property
+    def running(self) -> list[tuple[JobRecord, Gang]]:
+        return self.table.running
+
+    @cached_property
+    def costs(self) -> MoveCosts:
+        return move_costs(self.running)
+
+    @cached_property
+    def gangs(self) -> dict[int, tuple[JobRecord, Gang, Movable]]:
+        """Those that can be moved at all, by number."""
+        return self.movable(self.running)
+
+    def movable(
+        self, pairs: Iterable[tuple[JobRecord, Gang]], *, packed: bool = False
+    ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
+        """Of these; who shares its devices is its pack's to move, unless the `packed` are asked for."""
+        view, costs, rated = self.room.view, self.costs, self.terms.rated
+        found = {}
+        for job, gang in pairs:
+            if _goes_alone(job, gang) or (packed and _can_move(job, gang)):
+                kind = rated.signature(job.number)
+                one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
+                found[job.number] = job, gang, one
+        return found
+
+    @cached_property
+    def movable_gpus(self) -> int:
+        """Devices of the `gangs`, which need not be made for that."""
+        return sum([job.gpus for job, gang in self.running if _goes_alone(job, gang)])
+
+    @cached_property
+    def _pairs(self) -> dict[int, tuple[JobRecord, Gang]]:
+        return {job.number: (job, gang) for job, gang in self.running}
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Who is on an errand, or waits for one."""
+        return frozenset().union(*[errand.numbers for errand in self.errands])
+
+    @property
+    def changed(self) -> frozenset[int]:
+        return frozenset(change.number for change in self.changes)
+
+    @property
+    def under_way(self) -> int:
+        """Legs of errands that are not done."""
+        stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
+        return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
+
+    def ran_s(self, job: JobRecord) -> float:
+        """As long as it is expected to run yet, if nobody knows better."""
+        return job.run_seconds + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
+
+    def others(self, busy: frozenset[int]) -> Movables:
+        """Who may be moved for others' sake, but for these."""
+        return Movables(
+            self.room.view, [one for n, (job, _, one) in self.gangs.items() if n not in busy and job.spec.movable]
+        )
+
+    def begin(
+        self,
+        goal: Goal,
+        hole: Hole,
+        waiting: int = 0,
+        saved: float = 0.0,
+        last_goal: Goal | None = None,
+        level: SuspendLevel = SuspendLevel.OFFLOAD,
+    ) -> bool:
+        """An errand, and its first changes; not where somebody would have to rest on its way who cannot, or who would
+        find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another.
+        `level`: the level at which jobs without a new place rest."""
+        ordered, parked = in_order(hole.moves)
+        if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
+            return False
+        if not _has_memory(self.room.view, ordered, parked):
+            return False
+        legs = []
+        for move in ordered:
+            job, gang = self._pairs[move.number]
+            pause = self.costs.pause_s(job, gang)
+            own = last_goal if move is hole.moves[-1] else None
+            rest = SuspendLevel.OFFLOAD if move.claims else level
+            legs.append(
+                MigrationStep(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest)
+            )
+        errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
+        carried = carry_on([errand], self.table, self.trying, self.now)
+        self.errands.extend(carried.errands)
+        self.changes.extend(carried.changes)
+        return bool(carried.errands)
+
+
+def _has_memory(view: View, moves: Sequence[Displacement], parked: Sequence[Displacement]) -> bool:
+    """Whether all find host memory where they go. Who rests on its way gives none back before it is there."""
+    if not parked:
+        return True
+    needed: Counter[str] = Counter()
+    for move in moves:
+        for claim in move.claims:
+            needed[claim.node] += claim.memory_bytes + claim.arena_bytes
+        for claim in move.gang.claims if move.claims and move not in parked else ():
+            needed[claim.node] -= claim.memory_bytes + claim.arena_bytes
+    return all(needed[node] <= view.memory[view.slots[node]] for node in needed if node in view.slots)
+
+
+def _can_move(job: JobRecord, gang: Gang) -> bool:
+    if gang.intent is not GangIntent.RUN or gang.phase is not GangPhase.RUNNING or job.state is not JobState.HOLDING:
+        return False
+    if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
+        return False
+    # Who takes turns moves for those it takes them with: it leaves no room.
+    return can_hand_over(job) and not gang.node_set
+
+
+def _goes_alone(job: JobRecord, gang: Gang) -> bool:
+    return not is_shared(gang) and _can_move(job, gang)
+
+
+def _held(gang: Gang) -> Claims:
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])

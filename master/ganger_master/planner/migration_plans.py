@@ -1,0 +1,261 @@
+"""Moves that belong together, under way: who still has to go, who rests meanwhile, and what is kept until all is done.
+
+An errand is looked at anew in every pass, by what is there then: lost, it costs no more than the moves that were made.
+It is given up when somebody on it goes where it did not send him, or when its places are others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Final
+
+from ganger.cluster.fit import fit
+from ganger.cluster.resources import Claim
+from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.view import View
+
+from ganger_master.core.commands import Change
+from ganger_master.core.gang_orders import same_place
+from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.planner.job_table import LiveTable
+
+# An errand that is not done by then is given up: as long as the master waits for one move.
+LONGEST_S: Final = 600.0
+# How often somebody is asked to go, who does not.
+_MOST_TRIES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationStep:
+    """One job that goes from `source` to `claims`, or rests at `level` where there are none. `is_parked`: it rests in
+    host memory on its way, for others need its place before its own is free. `goal`: its own, if not the errand's."""
+
+    number: int
+    source: Claims
+    claims: Claims
+    pause_s: float
+    is_parked: bool = False
+    tries: int = 0
+    goal: Goal | None = None
+    level: SuspendLevel = SuspendLevel.OFFLOAD
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """`waiting`: the number of the job whose place is `hole`; zero if it is for none. `saved`: GPU-seconds."""
+
+    goal: Goal
+    legs: tuple[MigrationStep, ...]
+    began_s: float
+    waiting: int = 0
+    hole: Claims = ()
+    saved: float = 0.0
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset([leg.number for leg in self.legs] + [self.waiting] * bool(self.waiting))
+
+    def purpose(self, leg: MigrationStep) -> Purpose:
+        return Purpose(leg.goal or self.goal, self.waiting, self.saved, leg.pause_s)
+
+
+class Stage(Enum):
+    TO_BEGIN = "to begin"
+    UNDER_WAY = "under way"
+    RESTS = "rests in host memory"
+    DONE = "done"
+    ASTRAY = "astray"
+
+
+def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
+    """Where somebody is. Who has ended, or was suspended by a user, is in nobody's way."""
+    found = table.get(leg.number)
+    if found is None:
+        return Stage.DONE
+    job, gang = found
+    if job.next_epoch or job.ending is not None:
+        return Stage.UNDER_WAY
+    if gang is None or job.state is not JobState.HOLDING:
+        return Stage.DONE
+    if gang.intent is GangIntent.PARK:
+        rests = gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
+        return Stage.RESTS if rests else Stage.UNDER_WAY
+    if leg.claims and same_place(gang.claims, leg.claims):
+        return Stage.DONE
+    if not same_place(gang.claims, leg.source) or gang.intent is not GangIntent.RUN:
+        return Stage.ASTRAY
+    return Stage.TO_BEGIN if gang.phase is GangPhase.RUNNING else Stage.UNDER_WAY
+
+
+@dataclass
+class Carried:
+    """What to propose now, whose places are taken in the room, and the errands that go on."""
+
+    changes: list[Change] = field(default_factory=list)
+    errands: list[Errand] = field(default_factory=list)
+    given_up: list[Errand] = field(default_factory=list)
+
+
+def carry_on(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, now: float) -> Carried:
+    """The next changes of all errands. What they use, and what they still need, is taken in the room; the rest of a
+    place that is not free yet is left to who holds it."""
+    done = Carried()
+    errands = list(errands)
+    leaving = _masks(leg.source for errand in errands for leg in errand.legs)
+    for errand in errands:
+        stages = [stage_of(leg, table) for leg in errand.legs]
+        if _is_over(errand, stages, table):
+            continue
+        mark, count = trying.mark, len(done.changes)
+        followed = _follow(errand, stages, table, trying, now, leaving, done.changes)
+        if followed is None:
+            trying.undo(mark)
+            del done.changes[count:]
+            done.given_up.append(errand)
+        else:
+            done.errands.append(followed)
+    hold(done.errands, table, trying, {change.number for change in done.changes})
+    return done
+
+
+def hold(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
+    """Takes what is free of the places that are still needed. `begun`: whose changes have taken theirs."""
+    for errand in errands:
+        for leg in errand.legs:
+            stage = stage_of(leg, table)
+            has_none_yet = stage in (Stage.TO_BEGIN, Stage.RESTS) and leg.number not in begun
+            if has_none_yet or (stage is Stage.UNDER_WAY and leg.is_parked and not _moves(table, leg.number)):
+                keep(trying, leg.claims)
+        if errand.waiting and errand.waiting not in begun:
+            keep(trying, errand.hole)
+
+
+def keep(trying: WhatIf, claims: Claims) -> None:
+    """Takes what is free of these pieces."""
+    view = trying.room.view
+    for claim in claims:
+        slot = view.slots.get(claim.node)
+        if slot is None:
+            continue
+        mask = claim.device_mask & view.free[slot]
+        cores = tuple([min(want, have) for want, have in zip(claim.millicores, view.millicores[slot], strict=True)])
+        memory = min(claim.memory_bytes + claim.arena_bytes, max(0, view.memory[slot]))
+        trying.take((Claim(claim.node, mask, cores, memory),))
+
+
+def is_free(view: View, claims: Claims) -> bool:
+    """Whether all of it is there, on nodes that take gangs."""
+    for claim in claims:
+        slot = view.slots.get(claim.node)
+        if slot is None or not view.available[slot] or claim.device_mask & ~view.free[slot]:
+            return False
+        if any(want > have for want, have in zip(claim.millicores, view.millicores[slot], strict=True)):
+            return False
+        if claim.memory_bytes + claim.arena_bytes > view.memory[slot]:
+            return False
+    return True
+
+
+def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> Change:
+    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
+
+
+def _is_over(errand: Errand, stages: list[Stage], table: LiveTable) -> bool:
+    """Its gang has started, or is gone; without one, everybody has arrived."""
+    if errand.waiting:
+        return not is_waiting(table, errand.waiting)
+    return all(
+        stage is Stage.DONE or (stage is Stage.RESTS and not leg.claims) for leg, stage in _pairs(errand, stages)
+    )
+
+
+def is_waiting(table: LiveTable, number: int) -> bool:
+    """Whether it could be started."""
+    found = table.get(number)
+    if found is None:
+        return False
+    job, gang = found
+    return job.state is JobState.PENDING and job.ending is None and not job.next_epoch and gang is None
+
+
+def _follow(
+    errand: Errand,
+    stages: list[Stage],
+    table: LiveTable,
+    trying: WhatIf,
+    now: float,
+    leaving: Mapping[str, int],
+    changes: list[Change],
+) -> Errand | None:
+    """Its next changes, and the errand with who was asked; None where it is to be given up."""
+    view = trying.room.view
+    if now >= errand.began_s + LONGEST_S or Stage.ASTRAY in stages:
+        return None
+    if not _may_come_free(view, errand.hole, leaving):
+        return None
+    legs = []
+    for leg, stage in _pairs(errand, stages):
+        if stage in (Stage.TO_BEGIN, Stage.RESTS) and leg.claims and not _may_come_free(view, leg.claims, leaving):
+            return None
+        change = _next_change(errand, leg, stage, table, view)
+        if change is None:
+            legs.append(leg)
+            continue
+        if leg.tries >= _MOST_TRIES:
+            return None
+        legs.append(replace(leg, tries=leg.tries + 1))
+        changes.append(change)
+        if change.kind == "MOVE":
+            trying.take(leg.claims)
+    all_gone = all(
+        stage is Stage.DONE or (stage is Stage.RESTS and not leg.claims) for leg, stage in _pairs(errand, stages)
+    )
+    if errand.waiting and (all_gone or not errand.legs or is_free(view, errand.hole)):
+        found = table.get(errand.waiting)
+        if found is not None and not fit(view, found[0].shape, errand.hole, retune=True):
+            changes.append(Change(errand.waiting, found[0].revision, "START", errand.hole))
+            trying.take(errand.hole)
+    return replace(errand, legs=tuple(legs))
+
+
+def _next_change(errand: Errand, leg: MigrationStep, stage: Stage, table: LiveTable, view: View) -> Change | None:
+    found = table.get(leg.number)
+    if found is None or stage not in (Stage.TO_BEGIN, Stage.RESTS):
+        return None
+    job, _ = found
+    purpose = errand.purpose(leg)
+    if leg.claims and is_free(view, leg.claims):
+        return Change(job.number, job.revision, "MOVE", leg.claims, purpose=purpose)
+    if stage is Stage.TO_BEGIN and (leg.is_parked or not leg.claims):
+        return park(job, purpose, leg.level)
+    return None
+
+
+def _may_come_free(view: View, claims: Claims, leaving: Mapping[str, int]) -> bool:
+    """Whether nobody else is in the way: what is not free now is held by those who leave."""
+    for claim in claims:
+        slot = view.slots.get(claim.node)
+        if slot is None or not view.available[slot]:
+            return False
+        if claim.device_mask & ~view.free[slot] & ~leaving.get(claim.node, 0):
+            return False
+    return True
+
+
+def _moves(table: LiveTable, number: int) -> bool:
+    found: tuple[JobRecord, Gang | None] | None = table.get(number)
+    return found is not None and found[0].next_epoch != 0
+
+
+def _masks(claims: Iterable[Claims]) -> dict[str, int]:
+    masks: dict[str, int] = {}
+    for claim in [claim for some in claims for claim in some]:
+        masks[claim.node] = masks.get(claim.node, 0) | claim.device_mask
+    return masks
+
+
+def _pairs(errand: Errand, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
+    return list(zip(errand.legs, stages, strict=True))

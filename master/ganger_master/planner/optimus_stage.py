@@ -1,0 +1,319 @@
+"""Optimus's pass: how many GPUs each job should have now, by what one more would save, and the changes that lead there.
+
+Peng et al., EuroSys 2018, section 4. Every interval all live jobs are weighed anew: each gets what it needs at least,
+in order of arrival, as far as that fits; then the task that saves most time goes to its job, again and again
+(`policies.optimus_sizes`). Who should have another size gets it where it is (`in_place`): who has too much gives back
+at
+once, who is to have more does as soon as there is room for all of it. Who cannot be changed so, because no host memory
+is kept for its state, is stopped with a checkpoint and starts again, as in the paper. Who starts goes to the fewest
+servers, the smallest first (Optimus's placement), but who came first where somebody would wait behind one who had been
+stopped. Between intervals nobody is stopped or made smaller: who waits is weighed for what is left, and growth that was
+decided goes on.
+
+Beyond the paper: who runs comes before who waits, so that nobody is stopped altogether but for those who have waited
+too long, or who find no place; who is not elastic counts with its whole gang; growth that saves less than it costs, or
+finds no place, does not happen, and what that leaves goes back to those who would have given it; an elastic gang that
+fits nowhere takes as many GPUs as do fit; numbers of ranks that do not divide a job's global batch are passed over; and
+room is made for a gang that fits nowhere though there are GPUs enough, as in every other pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from ganger.cluster.feasibility import Ask
+from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.place_placement import Claims
+from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+from ganger.cluster.view import View
+from msgspec.structs import replace as replace_of
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.purpose import Goal
+from ganger_master.core.sizes import devices_of
+from ganger_master.planner.in_place_resize import (
+    NOTHING_UNDER_WAY,
+    Resizing,
+    can_change,
+    claims_of,
+    given_back,
+    part_of,
+    taken_beside,
+)
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.move_costs import move_costs
+from ganger_master.planner.order_stage import Choice
+from ganger_master.planner.plan import PlanDraft, carried_out
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.terms import PassTerms, held_of
+from ganger_master.planner.wanting import SizeRequests, without_growth
+from ganger_master.policies.job_facts import Capacity, Flags, Integers
+from ganger_master.policies.optimus_belief import Believed
+from ganger_master.policies.orders import JobOrder, ranked
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.selection import guarded
+
+
+def plan_optimus(
+    order: JobOrder,
+    placement: PlacementPreference,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: CapacityIndex,
+    believed: Believed,
+    may_stop: bool = True,
+    resize_s: float = 0.0,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    resizing: Resizing = NOTHING_UNDER_WAY,
+) -> PlanDraft:
+    """As `planner.plan.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
+    size takes that is a stop and a start; `resizing`: what the last pass said to remember."""
+    resizing = resizing.followed(table)
+    if not may_stop and not table.has_waiting and not resizing.waits_for_room:
+        return PlanDraft(next_change_s=now, resizing=resizing)
+    rows, facts = table.facts(now)
+    gangs = [table.gangs[row] for row in rows.tolist()]
+    jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
+    # Of a change of size that somebody else began, or that was forgotten, nobody knows what it will leave.
+    may_stop = may_stop and not any(map(partial(_is_unknown, resizing), jobs, gangs))
+    line = ranked(order, facts, now, capacity)
+    wanting = SizeRequests.of(
+        order, table, rows, facts, jobs, gangs, line, capacity, believed, may_stop, kept_out, resizing
+    )
+    if not wanting.is_anybody and not resizing.waits_for_room:
+        return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
+    room.refresh()
+    costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
+    takes_s = [
+        costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else resize_s
+        for job, gang in zip(jobs, gangs, strict=True)
+    ]
+    giving = resizing.given(table)
+    gpus = _within_reach(wanting, wanting.sizes(capacity, np.array(takes_s)), placement, room, giving)
+    running = facts.is_running & ~wanting.changing
+    resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
+    in_place = [at for at in resized if wanting.in_place(at)]
+    stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
+    given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, room.view)
+
+    waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
+    shapes = {jobs[at].number: wanting.shape(at, int(gpus[at])) for at in waiting}
+    keeps, may_stop_it = facts.is_running.copy(), facts.is_preemptible & ~wanting.changing
+    keeps[stopped] = False
+    # Nobody is told two things at once.
+    may_stop_it[in_place] = False
+    line = line[(wanting.waiting | keeps)[line]]
+    choice = Choice(
+        rows,
+        replace_of(facts, is_running=keeps, is_preemptible=may_stop_it),
+        line,
+        facts.number[line[wanting.waiting[line]]],
+        wanting.waiting,
+        gpus > 0,
+        *guarded(order, facts, capacity.gpus),
+        # Speeds are measured and losses fall all the time: whoever could have another size is weighed once more as soon
+        # as somebody may be stopped for it.
+        now if wanting.may_change_later else math.inf,
+    )
+    starting = wanting.waiting & (gpus > 0)
+    in_line = wanting.line[starting[wanting.line]]
+    least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in in_line.tolist() if wanting.elastic[at]}
+    going = [(jobs[at], gang) for at in np.flatnonzero(wanting.going).tolist() if (gang := gangs[at]) is not None]
+    going = [*going, *giving, *given.parts]
+    placed = partial(
+        carried_out,
+        choice,
+        order,
+        _yielding(placement, least),
+        table,
+        now,
+        room,
+        may_stop,
+        kept_out,
+        PassTerms(lambda job: shapes.get(job.number) or job.shape, mates_now=lambda: table.mates),
+        [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
+        going=going,
+    )
+    found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
+    have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
+    if found.waits and any(change.number in have_run for change in found.changes):
+        # Room is made for who came first: those who were stopped for it are not to start there for being smaller.
+        found = placed(placing=in_line)
+    growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
+    is_promised = found.waits and bool(going or stopped or any(one.kind == "SUSPEND" for one in found.changes))
+    # What is on its way, and what is free beside it, may be somebody's who waits.
+    may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
+    grown = _grown(wanting, may_grow, gpus, found.changes, room)
+    # Room that is not there, and not on its way, is not kept from newcomers.
+    is_coming = bool(going or stopped or wanting.changing.any())
+    told = {change.number for change in grown}
+    vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
+    if vain and not may_stop:
+        rest = resizing.without(vain)
+        return plan_optimus(
+            order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, resizing=rest
+        )
+    wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
+    wanted |= {change.number: devices_of(change.claims) for change in given.changes}
+    begun = {change.number for change in (*given.changes, *grown)}
+    going_on = {number: size for number, size in resizing.wanted.items() if number in resizing.begun}
+    return replace(
+        found,
+        changes=(*given.changes, *found.changes, *grown),
+        resizing=Resizing(
+            {**going_on, **wanted}, frozenset(begun | going_on.keys()), {**resizing.giving, **given.claims}
+        ),
+    )
+
+
+def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:
+    is_moved = gang is not None and gang.phase is GangPhase.MOVING
+    return bool(job.next_epoch) and not is_moved and job.number not in resizing.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Who is made smaller: the changes, what they will leave, and the gangs as if that were all of them."""
+
+    changes: tuple[Change, ...]
+    claims: Mapping[int, Claims]
+    parts: Sequence[tuple[JobRecord, Gang]]
+
+    @classmethod
+    def by(cls, wanting: SizeRequests, positions: Sequence[int], gpus: Integers, view: View) -> _Given:
+        changes, pieces, parts = [], {}, []
+        for at in positions:
+            job, gang = wanting.jobs[at], wanting.gangs[at]
+            claims = None if gang is None else claims_of(view, job, gang, int(gpus[at]))
+            if gang is None or claims is None:
+                continue
+            changes.append(wanting.resize(at, claims, Goal.GIVE_BACK))
+            pieces[job.number] = given = given_back(gang, claims)
+            if (part := part_of(gang, given)) is not None:
+                parts.append((job, part))
+        return cls(tuple(changes), pieces, parts)
+
+
+def _grown(
+    wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[Change], room: CapacityIndex
+) -> list[Change]:
+    """Who has room for all that it is to have, beside who starts; the room is left as it was."""
+    found: list[Change] = []
+    trying = WhatIf(room)
+    for change in changes:
+        if change.kind == "START":
+            trying.take(change.claims)
+    for at in positions:
+        job, gang = wanting.jobs[at], wanting.gangs[at]
+        claims = None if gang is None else claims_of(room.view, job, gang, int(gpus[at]))
+        if gang is not None and claims is not None:
+            trying.take(taken_beside(gang, claims))
+            found.append(wanting.resize(at, claims, Goal.GROW))
+    trying.undo()
+    return found
+
+
+def _within_reach(
+    wanting: SizeRequests,
+    wanted: Integers,
+    placement: PlacementPreference,
+    room: CapacityIndex,
+    giving: Sequence[tuple[JobRecord, Gang]],
+) -> Integers:
+    """The sizes without growth that would come to nothing, because no place is large enough once all who change size
+    have left theirs: else who got less than it should would be made to change for more every time. `giving`: who gives
+    something back already, and what."""
+    before = np.where(wanting.facts.is_running, wanting.facts.gpus, 0)
+    in_place = np.array([wanting.in_place(at) for at in range(len(before))], bool)
+    gpus = wanted
+    while True:
+        resized = wanting.elastic & (before > 0) & (gpus > 0) & (gpus != before)
+        if not (resized & (gpus > before)).any():
+            return gpus
+        decided = _as_far_as_it_goes(wanting, gpus, before, resized, in_place, placement, room, giving)
+        if (decided == gpus).all():
+            return gpus
+        gpus = without_growth(gpus, decided, before)
+
+
+def _as_far_as_it_goes(
+    wanting: SizeRequests,
+    gpus: Integers,
+    before: Integers,
+    resized: Flags,
+    in_place: Flags,
+    placement: PlacementPreference,
+    room: CapacityIndex,
+    giving: Sequence[tuple[JobRecord, Gang]],
+) -> Integers:
+    """The sizes, where those who would grow have what they find room for once the others have left theirs."""
+    decided = gpus.copy()
+    trial = CapacityIndex(room.view.copy())
+    for at in np.flatnonzero((resized & ~in_place) | wanting.going).tolist():
+        trial.give(_held(wanting.gangs[at]))
+    for _, part in giving:
+        trial.give(_held(part))
+    for at in np.flatnonzero(resized & in_place & (gpus < before)).tolist():
+        gang = wanting.gangs[at]
+        claims = None if gang is None else claims_of(trial.view, wanting.jobs[at], gang, int(gpus[at]))
+        if gang is not None and claims is not None:
+            trial.give(_held(part_of(gang, given_back(gang, claims))))
+    starting = np.flatnonzero((resized & ~in_place) | (wanting.waiting & (gpus > 0)))
+    for at in starting[np.lexsort((starting, gpus[starting]))].tolist():
+        shape = wanting.shape(at, int(gpus[at]))
+        yields = _yielding(placement, {shape: int(wanting.least[at])} if wanting.elastic[at] else {})
+        claims = yields.place(trial, shape) or ()
+        trial.take(claims)
+        if before[at] and devices_of(claims) <= before[at] < gpus[at]:
+            decided[at] = before[at]
+    growing = np.flatnonzero(resized & in_place & (gpus > before))
+    for at in growing[np.lexsort((growing, gpus[growing]))].tolist():
+        decided[at] = before[at]
+        gang = wanting.gangs[at]
+        for size in wanting.sizes_below(at, int(gpus[at])):
+            if gang is None or size <= before[at]:
+                break
+            claims = claims_of(trial.view, wanting.jobs[at], gang, size)
+            if claims is not None:
+                trial.take(taken_beside(gang, claims))
+                decided[at] = size
+                break
+    return decided
+
+
+def _held(gang: Gang | None) -> Claims:
+    return () if gang is None else held_of(gang)
+
+
+def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
+    """The placement, which gives an elastic gang fewer tasks, but no fewer than those, where more do not fit."""
+
+    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+        found = placement.search(room, ask, widest, demand)
+        if found is not None or ask.shape not in least:
+            return found
+        # Where a gang fits, one with fewer tasks does.
+        fits, too_many = least[ask.shape] - 1, ask.tasks
+        while fits + 1 < too_many:
+            tasks = (fits + too_many) // 2
+            smaller = placement.search(room, room.ask(_with_tasks(ask.shape, tasks)), widest, demand)
+            if smaller is None:
+                too_many = tasks
+            else:
+                fits, found = tasks, smaller
+        return found
+
+    # By counts a gang would find no place with fewer tasks.
+    return replace(placement, search=search, counts=None)
+
+
+def _with_tasks(shape: GangShape, tasks: int) -> GangShape:
+    return replace_of(shape, roles=(replace_of(shape.roles[0], tasks=tasks),))

@@ -1,0 +1,149 @@
+"""Tetris's pass: of all who wait, who lies best along what is free and has little work left starts first; nobody stops.
+
+Grandl et al., SIGCOMM 2014: alignment, less eps times the remaining work, among those furthest below their fair
+share. Its authors estimate durations from earlier runs of the same job: so does this one where no oracle tells them
+(`estimators.run_time`).
+
+Whoever has waited too long (`order.aging`) goes before all of that, in order; while one of them finds no place only
+those of a higher priority start where it could be. The paper bounds no wait: a gang that needs many places free at
+once would never start among jobs that need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from ganger.cluster.place_placement import Claims
+from ganger.cluster.resources import GangShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import JobRecord
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.place_stage import nodes_for
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.terms import held_by_all
+from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
+from ganger_master.policies.orders import JobOrder, next_change_s, ranked
+from ganger_master.policies.orders.finish_time_fairness import expected_s
+from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements.tetris_gangs import placement_by, tetris_gangs
+from ganger_master.policies.placements.tetris_pass import Knobs
+from ganger_master.policies.selection import guarded
+
+# Who came first of those who wait: the others wait longer, so that a pass has a bound.
+_MOST_WEIGHED = 1_000
+
+
+def plan_tetris(
+    knobs: Knobs,
+    order: JobOrder,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: CapacityIndex,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: KeptOut = NOTHING_KEPT_OUT,
+) -> PlanDraft:
+    """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
+    not have on some nodes (`kept_out`) is left out altogether for that time."""
+    if not table.has_waiting:
+        return PlanDraft()
+    asks = knobs.srtf_weight > 0.0
+    rows, facts = table.facts(now, expects=asks and remaining_s is None)
+    work = np.zeros(len(facts))
+    if asks:
+        left = expected_s(facts) if remaining_s is None else remaining_s(facts.number)
+        work = _demand(facts, capacity) * left
+    line = ranked(order, facts, now, capacity)
+    line = line[table.is_waiting(rows)[line]]
+    refused = [*kept_out.not_started, *kept_out.nodes]
+    waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
+    overdue, _ = guarded(order, facts, capacity.gpus)
+    jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]
+    room.refresh()
+    starting = _Starting(knobs, jobs, table, room)
+    work, shares = work[waiting], _shares(facts, capacity)[waiting]
+    ahead, behind = starting.overdue(np.flatnonzero(overdue[waiting]))
+    starting.best(ahead, work, shares)
+    with room.without(starting.kept):
+        starting.best(behind, work, shares)
+    starts = starting.undone()
+    return PlanDraft(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
+
+
+class _Starting:
+    """Which of the jobs that wait, first one first, start; taken in the room until that is undone."""
+
+    def __init__(self, knobs: Knobs, jobs: Sequence[JobRecord], table: LiveTable, room: CapacityIndex) -> None:
+        self._knobs, self._jobs, self._table = knobs, jobs, table
+        self._room = room
+        self._found: list[tuple[int, Claims]] = []
+        # Where those could be who have waited too long and find no place.
+        self.kept = frozenset[str]()
+
+    def overdue(self, overdue: Integers) -> tuple[Integers, Integers]:
+        """Starts who has waited too long, by position, in order; of the others those ahead of the first of them who
+        finds no place, and those behind."""
+        placement, room = placement_by(self._knobs), self._room
+        count = len(self._jobs)
+        first = count
+        for at in overdue.tolist():
+            shape = self._jobs[at].shape
+            claims = placement.place(room, shape, Want(avoid=self.kept))
+            if claims is not None:
+                room.take(claims)
+                self._found.append((at, claims))
+            elif self._would_fit(placement, shape):
+                first = min(first, at)
+                self.kept |= nodes_for(room.view, shape)
+        others = np.setdiff1d(np.arange(count), overdue)
+        return others[others < first], others[others > first]
+
+    def best(self, positions: Integers, work: Floats, shares: Floats) -> None:
+        """Starts those of them who lie best along what is free; the amounts are of all who wait."""
+        shapes = [self._jobs[at].shape for at in positions.tolist()]
+        for at, claims in tetris_gangs(self._room, shapes, work[positions], shares[positions], self._knobs):
+            self._found.append((int(positions[at]), claims))
+
+    def undone(self) -> tuple[Change, ...]:
+        """The starts, in the order in which they were found; the room is as it was."""
+        for _, claims in reversed(self._found):
+            self._room.give(claims)
+        jobs = self._jobs
+        return tuple([Change(jobs[at].number, jobs[at].revision, "START", claims) for at, claims in self._found])
+
+    def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
+        """Once all who run are gone."""
+        what_if = WhatIf(self._room)
+        for claims in held_by_all(self._table):
+            what_if.give(claims)
+        found = placement.place(self._room, shape)
+        what_if.undo()
+        return found is not None
+
+
+def _demand(facts: Facts, capacity: Capacity) -> Floats:
+    """What each job asks for, in shares of the cluster, summed over resources."""
+    demand: Floats = _parts(facts, capacity).sum(axis=0)
+    return demand
+
+
+def _shares(facts: Facts, capacity: Capacity) -> Floats:
+    """Of each job, the largest part of any resource that its user holds, by the user's weight."""
+    held = np.where(facts.is_running, _parts(facts, capacity), 0.0)
+    users = int(facts.user.max(initial=0)) + 1
+    by_user = np.array([np.bincount(facts.user, part, users) for part in held]).max(axis=0)
+    shares: Floats = by_user[facts.user] / facts.weight
+    return shares
+
+
+def _parts(facts: Facts, capacity: Capacity) -> Floats:
+    """(resources x jobs): what a job's gang takes of all GPUs, cores and memory there are."""
+    amounts = np.array([facts.gpus, facts.cores, facts.memory_bytes], float)
+    there_is = np.array([capacity.gpus, capacity.cores, capacity.memory_bytes])[:, None]
+    parts: Floats = np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0)
+    return parts

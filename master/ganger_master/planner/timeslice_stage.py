@@ -1,0 +1,127 @@
+"""Who of those that run is how far behind, and who is to go elsewhere for it: the time each has received, remembered.
+
+Of gangs of one size and priority on devices of one kind everybody is entitled to a share of what they all received, by
+weight, and nobody to more than all the time. What is owed is bounded, so that a fault of measuring does not last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from ganger.cluster.topology import bits
+from ganger.cluster.view import View
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.moving import can_hand_over
+from ganger_master.planner.move_costs import move_costs
+from ganger_master.planner.slices import seat_of
+from ganger_master.policies.slicing import SliceShare, shares
+from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced
+
+# Nobody is owed, or owes, more quanta than these.
+_MOST_OWED: Final = 8.0
+
+Pairs: TypeAlias = Collection[tuple[JobRecord, Gang]]
+_Kind: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """What is remembered, by number: `heard_s`: what each had received when it was last looked at; `behind_s`;
+    `since_s`: since when it is where it is; `bound_for`: the nodes that those go to who are on their way."""
+
+    heard_s: Mapping[int, float] = field(default_factory=dict)
+    behind_s: Mapping[int, float] = field(default_factory=dict)
+    since_s: Mapping[int, float] = field(default_factory=dict)
+    bound_for: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+
+NOTHING: Final = Fairness()
+
+
+def credited(
+    before: Fairness,
+    pairs: Pairs,
+    weights: Mapping[int, float],
+    received_s: Mapping[int, float],
+    view: View,
+    now: float,
+    quantum_s: float,
+) -> Fairness:
+    """After they have received so much. Who is new, or was not heard of, is neither ahead nor behind; nor who is
+    starting, be it where it moved to: it has its turns, and no step shows them."""
+    groups: dict[_Kind, list[tuple[JobRecord, Gang]]] = {}
+    steps = {job.number for job, gang in pairs if gang.phase is not GangPhase.STARTING and job.number in received_s}
+    for job, gang in pairs:
+        # Who has no devices shares none.
+        if job.gpus and job.number in steps and job.number in before.heard_s:
+            groups.setdefault(_kind(job, gang, view), []).append((job, gang))
+    behind = {job.number: before.behind_s.get(job.number, 0.0) for job, _ in pairs}
+    most = _MOST_OWED * quantum_s
+    for group in groups.values():
+        got = {job.number: received_s[job.number] - before.heard_s[job.number] for job, _ in group}
+        devices = {(claim.node, bit) for _, gang in group for claim in gang.claims for bit in bits(claim.device_mask)}
+        sharers = [SliceShare(job.number, job.gpus, weight=weights.get(job.number, 1.0)) for job, _ in group]
+        entitled = shares(sharers, len(devices))
+        whole, total = sum(entitled.values()), sum(got.values())
+        for number, own in got.items():
+            owed = behind[number] + total * entitled[number] / whole - own
+            behind[number] = min(max(owed, -most), most)
+    since = {job.number: before.since_s.get(job.number, now) for job, _ in pairs}
+    heard = {number: received_s[number] for number in steps}
+    moving = {job.number for job, _ in pairs if job.next_epoch}
+    bound_for = {number: nodes for number, nodes in before.bound_for.items() if number in moving}
+    return Fairness(heard, behind, since, bound_for)
+
+
+def going(
+    fairness: Fairness, pairs: Pairs, may_share: Collection[int], view: View, now: float, quantum_s: float
+) -> list[Going]:
+    """Who moves now, and to whom. `may_share`: numbers of those who may take turns."""
+    costs = move_costs(pairs)
+    standings = [
+        ServiceBalance(
+            job.number,
+            _kind(job, gang, view),
+            seat_of(gang.claims),
+            fairness.behind_s.get(job.number, 0.0),
+            now - fairness.since_s.get(job.number, now),
+            costs.pause_s(job, gang),
+            job.number in may_share,
+            may_go(job, gang),
+        )
+        for job, gang in pairs
+    ]
+    return balanced(standings, quantum_s)
+
+
+def moved(fairness: Fairness, changes: Iterable[Change], now: float) -> Fairness:
+    """Once these have sent somebody elsewhere."""
+    nodes = {change.number: frozenset(claim.node for claim in change.claims) for change in changes}
+    since = {**fairness.since_s, **dict.fromkeys(nodes, now)}
+    return replace(fairness, since_s=since, bound_for={**fairness.bound_for, **nodes})
+
+
+def stayed(fairness: Fairness, before: Fairness, numbers: Collection[int]) -> Fairness:
+    """If these were not sent after all."""
+    since = {**fairness.since_s, **{one: before.since_s[one] for one in numbers if one in before.since_s}}
+    bound_for = {number: nodes for number, nodes in fairness.bound_for.items() if number not in numbers}
+    return replace(fairness, since_s=since, bound_for=bound_for)
+
+
+def may_go(job: JobRecord, gang: Gang) -> bool:
+    """Whether it may be moved for the others' sake."""
+    return job.spec.movable and can_go(job, gang)
+
+
+def can_go(job: JobRecord, gang: Gang) -> bool:
+    """Whether it can be moved at all."""
+    return gang.phase is GangPhase.RUNNING and not job.next_epoch and can_hand_over(job)
+
+
+def _kind(job: JobRecord, gang: Gang, view: View) -> _Kind:
+    names = {view.topology(claim.node).configuration_set.name for claim in gang.claims if claim.device_mask}
+    return (job.gpus, job.spec.priority, *sorted(names))

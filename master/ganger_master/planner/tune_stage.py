@@ -1,0 +1,164 @@
+"""From wanted cores and memory to changes of a plan: each of them fits once those before it have happened.
+
+Who gives back goes first, then who starts, then who gets more, so that a newcomer finds what its neighbours had beyond
+their share. Nothing is promised twice: what is wanted and not there is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ganger.cluster.claims import resplit_cores, split_cores
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.view import View
+from msgspec.structs import replace
+
+from ganger_master.core.commands import Change
+from ganger_master.core.model import JobRecord
+
+# Millicores and bytes of each claim.
+Amounts: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Other amounts for the claims of a gang. Of one that is to start the claims say where, with device masks or, where
+    `gpus` says how many, without. With less than `least` it does not start."""
+
+    job: JobRecord
+    claims: tuple[Claim, ...]
+    amounts: Amounts
+    least: Amounts
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Fitted:
+    """`held_back`: some could not start yet."""
+
+    changes: list[Change] = field(default_factory=list)
+    held_back: bool = False
+
+
+def fitted(view: View, running: Sequence[Wish], starting: Sequence[Wish]) -> Fitted:
+    """Changes in an order in which they fit; `view` stays as it is."""
+    free = _Free(view)
+    found = Fitted()
+    growing = []
+    for wish in running:
+        if all(_is_less(claim, amounts) for claim, amounts in zip(wish.claims, wish.amounts, strict=True)):
+            _retune(free, wish, found)
+        else:
+            growing.append(wish)
+    # Who gives one thing back and wants more of another gives first.
+    growing.sort(key=lambda wish: not _gives(wish))
+    giving = sum(map(_gives, growing))
+    for wish in growing[:giving]:
+        _retune(free, wish, found)
+    for wish in starting:
+        claims = free.place(wish)
+        if claims is None:
+            found.held_back = True
+        else:
+            found.changes.append(Change(wish.job.number, wish.job.revision, "START", claims))
+    for wish in growing[giving:]:
+        _retune(free, wish, found)
+    return found
+
+
+def _retune(free: _Free, wish: Wish, found: Fitted) -> None:
+    claims = tuple([free.retuned(claim, *amounts) for claim, amounts in zip(wish.claims, wish.amounts, strict=True)])
+    if claims != wish.claims:
+        found.changes.append(Change(wish.job.number, wish.job.revision, "CORES", claims))
+
+
+def _is_less(claim: Claim, amounts: tuple[int, int]) -> bool:
+    return amounts[0] <= sum(claim.millicores) and amounts[1] <= claim.memory_bytes
+
+
+def _gives(wish: Wish) -> bool:
+    return any(
+        amounts[0] < sum(claim.millicores) or amounts[1] < claim.memory_bytes
+        for claim, amounts in zip(wish.claims, wish.amounts, strict=True)
+    )
+
+
+@dataclass(slots=True)
+class _Node:
+    slot: int
+    mask: int
+    millicores: list[int]
+    memory: int
+
+
+class _Free:
+    """What is free, node by node, while changes are made one after the other."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._nodes: dict[str, _Node] = {}
+
+    def retuned(self, claim: Claim, millicores: int, memory_bytes: int) -> Claim:
+        """The claim with these amounts, or with as much of them as is there; the difference is taken."""
+        node = self._node(claim.node)
+        if node is None:
+            return claim
+        held = sum(claim.millicores)
+        wanted = min(millicores, held + sum(node.millicores))
+        if wanted != held:
+            split = resplit_cores(claim.millicores, node.millicores, wanted)
+            node.millicores = [
+                have + old - new for have, old, new in zip(node.millicores, claim.millicores, split, strict=True)
+            ]
+        else:
+            split = claim.millicores
+        memory = min(memory_bytes, claim.memory_bytes + node.memory)
+        node.memory += claim.memory_bytes - memory
+        return replace(claim, millicores=split, memory_bytes=memory)
+
+    def place(self, wish: Wish) -> tuple[Claim, ...] | None:
+        """The claims with what is wanted, as far as it is there, taken; None, nothing taken, if it is too little."""
+        made = []
+        for at, claim in enumerate(wish.claims):
+            node = self._node(claim.node)
+            if node is None or not self._view.available[node.slot]:
+                return None
+            millicores = min(wish.amounts[at][0], sum(node.millicores))
+            memory = min(wish.amounts[at][1], node.memory - claim.arena_bytes)
+            mask = claim.device_mask or self._mask(node, wish, at)
+            if (
+                mask is None
+                or mask & ~node.mask
+                or millicores < max(1, wish.least[at][0])
+                or memory < wish.least[at][1]
+            ):
+                return None
+            split = split_cores(self._view.topologies[node.slot], node.millicores, mask, millicores)
+            assert split is not None, "so many are free"
+            made.append(replace(claim, device_mask=mask, millicores=split, memory_bytes=memory))
+        for claim in made:
+            node = self._nodes[claim.node]
+            node.mask &= ~claim.device_mask
+            node.millicores = [have - taken for have, taken in zip(node.millicores, claim.millicores, strict=True)]
+            node.memory -= claim.memory_bytes + claim.arena_bytes
+        return tuple(made)
+
+    def _mask(self, node: _Node, wish: Wish, at: int) -> int | None:
+        if not wish.gpus:
+            return 0
+        room = wish.job.shape.device_memory_bytes
+        free = node.mask & self._view.roomy(node.slot, room) if room else node.mask
+        widest = min(wish.job.shape.locality.widest, LocalityLevel.NODE)
+        return self._view.topologies[node.slot].best(free, wish.gpus[at], widest)
+
+    def _node(self, name: str) -> _Node | None:
+        found = self._nodes.get(name)
+        if found is None:
+            slot = self._view.slots.get(name)
+            if slot is None:
+                return None
+            view = self._view
+            found = self._nodes[name] = _Node(slot, view.free[slot], list(view.millicores[slot]), view.memory[slot])
+        return found

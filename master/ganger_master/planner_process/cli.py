@@ -1,0 +1,61 @@
+"""`ganger planner`: the cluster-wide planner, run by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def planner() -> None:
+    """Run the planner, which places all jobs where the policy weighs them against each other."""
+
+
+@planner.command()
+@click.option("--master", "--state-dir", "master", help="State directory of the master, or its address.")
+@click.option("--policy", default="", metavar="NAME", help="Default: the master's.")
+@click.option(
+    "--plan-every", default="", metavar="TIME", help="Least time between two plans that preempt running jobs."
+)
+@click.option(
+    "--note",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keeps there what it remembers, for when it is started anew.",
+)
+@click.option("--until-stdin-closes", is_flag=True, help="End when standard input closes.")
+@click.pass_context
+def run(
+    context: click.Context,
+    master: str | None,
+    policy: str,
+    plan_every: str,
+    note: Path | None,
+    until_stdin_closes: bool,
+) -> None:
+    """Place jobs, and preempt jobs for others, until stopped.
+
+    A master whose policy needs a planner starts one itself, unless it has --no-planner.
+    """
+    import asyncio
+
+    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.scheduling.running import until_stopped
+    from ganger.wire.endpoints import find_endpoint
+
+    from ganger_master.config import parse_duration
+    from ganger_master.planner_process.run import NoPlannerError, Planner
+    from ganger_master.runtime import log_format as logs
+
+    try:
+        seconds = parse_duration(plan_every) if plan_every else None
+    except ValueError as error:
+        raise click.UsageError(f"--plan-every: {error}") from error
+    logs.set_up("info")
+    where = master or context.find_root().obj
+    work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note)
+    try:
+        asyncio.run(until_stopped(work.run(), until_stdin_closes))
+    except NoPlannerError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error

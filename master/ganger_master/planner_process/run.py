@@ -1,0 +1,522 @@
+"""The planner: plans on news and when its pace says so, proposes, and hears what became of it.
+
+It comes back when the master does. It calls nothing that the public API lacks and keeps nothing that it could not find
+out again: killed at any instant it is started anew and goes on from what the master tells it, and from its note of what
+it remembered (`planner_process.note`), if it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf, isfinite, nan
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import numpy as np
+from ganger.cluster.refusals import Reason, Refusal, RefusalKind
+from ganger.scheduling.program import why_away
+from ganger.scheduling.running import first_end
+from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
+from ganger.wire import times
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint, EndpointError
+
+from ganger_master.core.commands import LINE_LIMIT, Change, Promise
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner import trials
+from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
+from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
+from ganger_master.planner.loop import PlanPace, is_stop
+from ganger_master.planner.measurements import Measurements, ProgressReport
+from ganger_master.planner.memory import PlannerMemory
+from ganger_master.planner.migration_context import MigrationTerms, Moving
+from ganger_master.planner.moves import plan_moves
+from ganger_master.planner.passes import plan_by
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
+from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
+from ganger_master.planner.shared import plan_shared
+from ganger_master.planner_process.cluster_mirror import ClusterMirror
+from ganger_master.planner_process.note import Note
+from ganger_master.planner_process.shell import parts_of
+from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.policies.elastic_growth import IDLE_S
+from ganger_master.policies.slicing import QUANTUM_S
+from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+# A connection that lasted this long ended by its age, not by a fault.
+_HEALTHY_SECONDS: Final = 5.0
+# Jobs whose places are told, and how often that of many is when nothing else is.
+_SHORT_LINE: Final = 100
+_LINE_SECONDS: Final = 1.0
+_TRIAL_PACE: Final = trials.TrialPace()
+# Between two looks at what running jobs report.
+_PROGRESS_SECONDS: Final = 1.0
+# What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
+_REACH_SECONDS: Final = 10.0
+# The next switch may take longer than the last; and then they may take less again.
+_QUANTUM_MARGIN: Final = 1.5
+_QUANTUM_BELIEVED_SECONDS: Final = 60.0
+# A stop with a checkpoint and a start, for who cannot have another size where it is: nobody measures that.
+_RESTART_SECONDS: Final = 30.0
+# What is measured is noted so often; what was decided at once. Notes take a fiftieth of a core at most.
+_NOTE_SECONDS: Final = 10.0
+_NOTE_REST: Final = 50.0
+
+
+class NoPlannerError(ValueError):
+    """The policy is not one a planner places by; the message says why."""
+
+
+class Planner:
+    """Plans for the master that `find` finds, asked at every connection. `policy` and `plan_every_s` are the master's
+    own unless given. `note`: the file for what is remembered; None: a planner that is started anew knows nothing."""
+
+    def __init__(
+        self,
+        find: Callable[[], Endpoint],
+        *,
+        policy: str = "",
+        plan_every_s: float | None = None,
+        trial_pace: trials.TrialPace = _TRIAL_PACE,
+        note: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._find = find
+        self._policy_name = policy
+        self._plan_every_s = plan_every_s
+        self._clock = clock
+        self._trial_pace = trial_pace
+        # Kept when the connection is not: it takes time to measure.
+        self._seen = Measurements(trial_pace)
+        self._shared = NOTHING_SHARED
+        self._packing = OrderColocation()
+        self._moving = Moving()
+        self._growing = GrowthTrials()
+        self._resizing = NOTHING_UNDER_WAY
+        self._noting, self._has_recalled = Note(note), False
+        # Something was, since it was noted last.
+        self._decided = asyncio.Event()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._live = ClusterMirror(self._clock)
+        self._refused = RefusalBackoff()
+        # What a quantum has to be at least where switches take long, and until when that is believed.
+        self._least_quantum_s, self._believed_until_s = 0.0, 0.0
+        self._news = asyncio.Event()
+        # Numbers last told, and when.
+        self._line: tuple[int, ...] | None = None
+        self._line_told_s = 0.0
+        # The places that the master was last told to keep.
+        self._promised: tuple[Promise, ...] | None = None
+        # Whom the last plan that stopped somebody stopped for others: they rest until the next one may.
+        self._displaced: frozenset[int] = frozenset()
+
+    async def run(self) -> None:
+        """Until cancelled. NoPlannerError if there is nothing to plan here."""
+        attempt = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            try:
+                await self._serve()
+            except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
+                log.info("master is away", extra={"reason": await why_away(error, self._find)})
+            except TimeoutError:
+                log.warning("approvals were missed: requesting the whole state anew")
+            except NoPlannerError:
+                raise
+            except Exception:
+                self._noting.forget()
+                raise
+            attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
+            await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+
+    async def _serve(self) -> None:
+        self._start_over()
+        async with open_aio_channel(self._find()) as channel:
+            scheduling: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
+            await first_end(
+                [
+                    self._watch(scheduling),
+                    self._plan_for_ever(scheduling),
+                    self._measure_for_ever(scheduling),
+                    self._note_for_ever(),
+                ]
+            )
+
+    async def _watch(self, scheduling: Any) -> None:
+        live, seen, is_first = self._live, self._seen, True
+        async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
+            changed = live.apply(delta)
+            if live.told and not self._has_recalled:
+                self._recall()
+            for number in changed:
+                self._refused.forget(number)
+                found = live.table.get(number)
+                if found is None:
+                    seen.forget(number, live.now)
+                else:
+                    seen.put(*found, live.signature(number), live.now)
+            if not delta.continues:
+                if is_first:
+                    seen.keep(lambda number: live.table.get(number) is not None, live.now)
+                    is_first = False
+                self._news.set()
+
+    async def _measure_for_ever(self, scheduling: Any) -> None:
+        await self._news.wait()
+        policy = self._policy()
+        tunes = policy.tuning is not None and policy.tuning.by_profiles
+        if not _remembers(policy):
+            await asyncio.Future()
+        live, seen = self._live, self._seen
+        seen.weighs_sizes = policy.resizes
+        # Who packs beside an order looks in its own time.
+        waits = not _acts_on_measures(policy)
+        interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
+        async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
+            now = live.now
+            for name, progress in batch.progress.items():
+                # Who has not done a step yet may be heard of for other reasons.
+                is_of_a_step = progress.HasField("step_time")
+                if is_of_a_step and seen.hear(names.parse_job_name(name), _heard(progress), now) and not waits:
+                    self._news.set()
+            if not tunes:
+                continue
+            ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
+            if seen.measured.look(live.room.view, ran, now):
+                self._news.set()
+
+    async def _note_for_ever(self) -> None:
+        await self._news.wait()
+        policy = self._policy()
+        if not (self._noting.is_kept and _remembers(policy)):
+            await asyncio.Future()
+        while True:
+            self._decided.clear()
+            began = time.perf_counter()
+            self._noting.write(self._memory, policy.name, self._live.now)
+            await asyncio.sleep(_NOTE_REST * (time.perf_counter() - began))
+            try:
+                async with asyncio.timeout(_NOTE_SECONDS):
+                    await self._decided.wait()
+            except TimeoutError:
+                pass
+
+    @property
+    def _memory(self) -> PlannerMemory:
+        return PlannerMemory(
+            self._shared,
+            self._packing,
+            self._moving,
+            self._growing,
+            self._resizing,
+            self._seen.remembered,
+        )
+
+    def _recall(self) -> None:
+        """What the planner before this one noted, once it is known of whom."""
+        self._has_recalled = True
+        live = self._live
+
+        def create_time(number: int) -> float | None:
+            found = live.table.get(number)
+            return None if found is None else found[0].create_time
+
+        memory = self._noting.recall(self._policy().name, live.now, create_time)
+        if memory is None:
+            return
+        self._shared, self._packing, self._moving = memory.shared, memory.packing, memory.moving
+        self._growing, self._resizing = memory.growing, memory.resizing
+        self._seen.recall(memory.measured)
+        log.info("going on from a note", extra={"jobs": len(memory.measured.together.jobs)})
+
+    async def _plan_for_ever(self, scheduling: Any) -> None:
+        await self._news.wait()
+        policy = self._policy()
+        every_s = self._live.plan_every_s if self._plan_every_s is None else self._plan_every_s
+        log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
+        # Who was stopped just before we came counts, too.
+        pace = PlanPace(every_s, stopped_at_s=self._live.table.last_stop_s)
+        while True:
+            wait_s = pace.wait_s(self._live.now, self._news.is_set())
+            if wait_s <= 0:
+                pace = await self._plan(scheduling, policy, pace)
+            elif self._news.is_set():
+                await asyncio.sleep(wait_s)
+            else:
+                try:
+                    async with asyncio.timeout(min(wait_s, _LONGEST_SLEEP_SECONDS)):
+                        await self._news.wait()
+                except TimeoutError:
+                    pass
+
+    async def _plan(self, scheduling: Any, policy: Policy, pace: PlanPace) -> PlanPace:
+        self._news.clear()
+        live, now = self._live, self._live.now
+        may_stop = pace.may_stop(now)
+        began = time.perf_counter()
+        before, packed_before = self._shared, self._packing
+        sizes, growing = Sizes(), self._growing
+        if policy.grows:
+            idle_s, busy = min(IDLE_S, pace.every_s), before.packs.on_trial | packed_before.packs.on_trial
+            sizes, growing = plan_sizes(
+                policy.placement, live.table, now, live.room, self._seen.speeds, growing, idle_s, busy
+            )
+        findings: tuple[TrialFinding, ...] = ()
+        if policy.shares and sizes.is_giving:
+            # Who waits is about to have devices of its own.
+            found, moves_at_s = PlanDraft(line=np.array(self._line or (), np.int64)), inf
+        elif policy.shares:
+            found, findings, moves_at_s = self._found_shared(policy, now, pace)
+        else:
+            found, findings, moves_at_s = self._found(policy, now, may_stop and not sizes.is_giving)
+            if policy.packs and not sizes.changes:
+                found, packed = self._packed(policy, found, now, pace.every_s)
+                findings = (*findings, *packed)
+            self._displaced = found.displaced or self._displaced
+        found, findings = with_sizes(found, sizes), (*findings, *sizes.findings)
+        if policy.resizes:
+            self._resizing = found.resizing or self._resizing
+            found = replace(found, next_change_s=max(found.next_change_s, pace.next_stop_s(now)))
+        took_s = time.perf_counter() - began
+        # Where nobody may pass, nobody else would be served without them.
+        unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
+        self._refused.note_unplaced(unplaced, may_stop, now)
+        started = {change.number for change in found.changes if change.kind == "START"}
+        line = tuple([number for number in found.line.tolist() if number not in started][:LINE_LIMIT])
+        revisions: dict[int, int] = {}
+        # For a while or for long, and of these for long.
+        refused: set[int] = set()
+        barred: set[int] = set()
+        stopped = False
+        for message, changes in self._messages(policy, found.changes, line, findings):
+            verdict = await scheduling.ProposePlan(message)
+            for change, said in zip(changes, verdict.verdicts, strict=True):
+                if said.approved:
+                    revisions[change.number] = said.revision
+                    stopped = stopped or is_stop(change, policy.resizes)
+                else:
+                    refused.add(change.number)
+                    refusals = convert.refusals_from_wire(said.refusals)
+                    if not any(refusal.reason.kind is RefusalKind.RACE for refusal in refusals):
+                        barred.add(change.number)
+                    self._note(change, refusals)
+        self._shared = self._shared.without(before, refused)
+        self._packing = self._packing.without(packed_before, refused, barred)
+        self._growing = growing.without(refused & {change.number for change in sizes.changes}, now)
+        self._resizing = self._resizing.without(refused)
+        if revisions or findings:
+            self._decided.set()
+        if revisions:
+            # The next plan goes by what this one has changed.
+            async with asyncio.timeout(_REACH_SECONDS):
+                await live.reach(revisions)
+        again_s = live.now if unplaced else self._refused.next_s
+        again_s = min(again_s, moves_at_s)
+        if line != self._line:
+            again_s = min(again_s, self._line_told_s + _LINE_SECONDS)
+        return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
+
+    def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
+        """What to propose, what was found of moves before, and when to look after them though nothing happens."""
+        live = self._live
+        capacity = live.capacity_beside(self._resizing)
+
+        def chosen(kept_out: KeptOut, may_stop: bool) -> PlanDraft:
+            if not may_stop:
+                kept_out = kept_out.resting(self._displaced)
+            return plan_by(
+                policy,
+                policy.aging_order,
+                live.table,
+                now,
+                capacity,
+                live.room,
+                may_stop,
+                kept_out=kept_out,
+                known=self._seen.measured.known,
+                trials=self._seen.measured.trials,
+                believed=self._seen.foreseen.believed(capacity.gpus_per_node),
+                resize_s=_RESTART_SECONDS,
+                resizing=self._resizing,
+            )
+
+        kept_out = self._refused.at(now)
+        if not policy.moves:
+            return chosen(kept_out, may_stop), (), inf
+        terms = MigrationTerms(
+            policy.placement,
+            live.draining,
+            is_strict=policy.order.is_strict,
+            per_hour=live.moves_per_hour,
+            rated=self._seen.together,
+        )
+        found, self._moving, findings, again_s = plan_moves(
+            chosen, terms, live.table, now, live.room, self._moving, kept_out, may_stop
+        )
+        return found, findings, again_s
+
+    def _found_shared(
+        self, policy: Policy, now: float, pace: PlanPace
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
+        """The same where jobs share GPUs, and what was found of changes before; nobody is moved in the same plan."""
+        live = self._live
+        found, self._shared, findings = plan_shared(
+            policy.placement,
+            live.table,
+            now,
+            live.room,
+            self._shared,
+            self._seen.together,
+            live.capacity.gpus,
+            min(QUANTUM_S, pace.every_s),
+            self._refused.at(now),
+            matrices=True,
+            turn_s=self._turn_s(now),
+            received_s=self._seen.attained.received_s,
+            draining=live.draining,
+            changing=live.changing,
+            errands=self._moving.errands,
+        )
+        if found.changes or findings or not policy.moves:
+            return found, findings, inf
+        terms = MigrationTerms(
+            policy.placement,
+            live.draining,
+            holes=False,
+            per_hour=live.moves_per_hour,
+            rated=self._seen.together,
+            on_trial=self._shared.packs.on_trial,
+        )
+        moved, self._moving, findings, again_s = plan_moves(
+            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOTHING_KEPT_OUT, False
+        )
+        return moved, findings, again_s
+
+    def _packed(
+        self, policy: Policy, found: PlanDraft, now: float, every_s: float
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
+        """With packs, where there is nothing else to change."""
+        live, packing = self._live, self._packing
+        findings: tuple[TrialFinding, ...] = ()
+        if not found.changes and now >= packing.next_look_s(live.table, every_s):
+            gpus, seen, kept_out = live.capacity.gpus, self._seen.together, self._refused.at(now)
+            changes, packing, findings = plan_packing(
+                packing, policy.placement, live.table, live.room, now, seen, gpus, every_s, kept_out
+            )
+            self._packing, found = packing, replace(found, changes=changes)
+        again_s = max(now, packing.next_look_s(live.table, every_s))
+        return replace(found, next_change_s=min(found.next_change_s, again_s)), findings
+
+    def _messages(
+        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[TrialFinding] = ()
+    ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
+        """What to propose, in this order; the order of those who wait with the last of it, or alone if that has
+        changed and was not told just now."""
+        now = self._live.now
+        tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
+        promises = self._moving.promises
+        keeps = policy.moves and promises != self._promised
+        parts = list(parts_of(changes))
+        if not parts and (tells or keeps or findings):
+            parts = [()]
+        for number, part in enumerate(parts, 1):
+            changes_to_wire = [change_to_wire(change, self._figures(change)) for change in part]
+            message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
+            if number == 1:
+                message.findings.extend(map(finding_to_wire, findings))
+            if keeps and number == 1:
+                message.reservations.SetInParent()
+                message.reservations.reservations.extend(map(promise_to_wire, promises))
+                self._promised = promises
+            if tells and number == len(parts):
+                message.line.policy = policy.name
+                message.line.jobs.extend(map(names.job_name, line))
+                self._line, self._line_told_s = line, now
+            yield message, part
+
+    def _figures(self, change: Change) -> str:
+        """What is known of what cores do to its job, where it is about these."""
+        return change.reason or (self._seen.measured.figures(change.number) if change.kind == "CORES" else "")
+
+    def _turn_s(self, now: float) -> float | None:
+        """For how long a turn is to last: as the cluster wants, or as long as switches make it."""
+        wanted = self._live.quantum_s
+        if wanted is None or now >= self._believed_until_s:
+            return wanted
+        return max(wanted, self._least_quantum_s)
+
+    def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
+        if refusals and refusals[0].reason is Reason.QUANTUM:
+            least_s = refusals[0].figures.get("least_milliseconds", 0) / 1000
+            self._least_quantum_s = _QUANTUM_MARGIN * least_s
+            self._believed_until_s = self._live.now + _QUANTUM_BELIEVED_SECONDS
+            log.info("quantum is too short", extra={"least_seconds": least_s})
+            return
+        self._refused.note(change, refusals, self._live.now)
+        text = refusals[0].message if refusals else ""
+        log.info("change refused", extra={"job": change.number, "change": change.kind, "reason": text})
+
+    def _policy(self) -> Policy:
+        name = self._policy_name or self._live.policy
+        try:
+            policy = live_policy_named(name)
+        except (KeyError, ValueError) as error:
+            raise NoPlannerError(str(error.args[0])) from error
+        if policy.places is Places.JOBS:
+            raise NoPlannerError(
+                f"under policy {name} each job is placed by its own scheduler: there is nothing to plan"
+            )
+        if live_policy_named(self._live.policy).places is Places.JOBS:
+            raise NoPlannerError(
+                f"the master's policy is {self._live.policy}, and two would place jobs: start it with --policy {name}"
+            )
+        return policy
+
+
+def _remembers(policy: Policy) -> bool:
+    """Whether it goes by what is measured, or has more to do than a plan can say."""
+    return policy.packs or _acts_on_measures(policy)
+
+
+def _acts_on_measures(policy: Policy) -> bool:
+    """Whether what is measured may change the next plan at once."""
+    tunes = policy.tuning is not None and policy.tuning.by_profiles
+    return tunes or policy.shares or policy.grows or policy.moves or policy.resizes
+
+
+# However far off the next plan is: clocks may be set.
+_LONGEST_SLEEP_SECONDS: Final = 60.0
+
+
+def _heard(progress: job_pb2.Progress) -> ProgressReport:
+    return ProgressReport(
+        progress.step,
+        times.unix_seconds(progress.step_time),
+        times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan,
+        progress.device_use if progress.HasField("device_use") else None,
+        progress.loss,
+        progress.training_epoch or _told_passes(progress),
+        progress.training_epochs,
+    )
+
+
+def _told_passes(progress: job_pb2.Progress) -> int:
+    """Of a job with a loop of its own that reports its epoch by name."""
+    told = [metric.value for metric in progress.metrics if metric.name == "epoch"]
+    return int(max(0.0, told[0])) if told and isfinite(told[0]) else 0

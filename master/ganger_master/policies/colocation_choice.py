@@ -1,0 +1,311 @@
+"""Which jobs to put on one GPU together: tried where a forecast promises a gain, kept only where measuring shows it.
+
+A pack pays when the sum of its residents' rates, each by its rate alone, is more than the best of its parts made of the
+GPU before: one job alone makes exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries the job of
+the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from every
+trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs they
+were, and tried again after a while, for jobs change. Packs are watched as long as they last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import chain, combinations_with_replacement, takewhile
+from typing import Final, TypeAlias
+
+from ganger_master.estimators.interference import (
+    UNKNOWN_DEVICE,
+    ColocationTrial,
+    Contention,
+    Forecast,
+    Pressure,
+    fit_together,
+    forecast,
+    shared_speeds,
+)
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.slicing import Seat
+from ganger_master.policies.trial_test import (
+    DOUBT,
+    FIRST_WINDOWS,
+    Judged,
+    TrialRates,
+    TrialVerdict,
+    judge,
+    normalised,
+)
+
+# A pack must be better by this much: what a trial costs, and what two sets of caches and data loaders do besides.
+MARGIN: Final = 0.05
+# Nobody is to lose more than slicing among two would take from it, nearly.
+LEAST_SPEED: Final = 0.6
+# Windows of a job alone before it is tried: what they leave open no trial can settle. Where windows scatter by a tenth,
+# a pack that makes 1.5 is kept in 16 of 100 trials with two of them, in 59 with four, in 98 with eight.
+ALONE_WINDOWS: Final = 8
+# Of each kind (size of gang, type of GPU) so many are looked at, those that use the least of their GPUs.
+_MOST_BERTHS: Final = 64
+
+# Type of GPU, and the signatures of all who would share it, in order.
+Pair: TypeAlias = tuple[str, tuple[str, ...]]
+_Rank: TypeAlias = tuple[float, float]
+# Berths of which the same is said, by seat, each with its place among all: who takes turns has a seat in common.
+_Alike: TypeAlias = list[tuple[Seat, int, "Berth"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A job as profiled alone. `signature`: what behaves like it (model, batch, precision). `least_speed`: the least of
+    its rate alone that it may be slowed down to; who may not be packed has 1."""
+
+    number: int
+    signature: str
+    pressure: Pressure
+    least_speed: float = LEAST_SPEED
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """The devices of one gang, and all who run on all of them. `gain`: measured sum of normalised rates."""
+
+    seat: Seat
+    device_type: str
+    device_memory_bytes: int
+    residents: tuple[Resident, ...]
+    gain: float = 1.0
+
+    @property
+    def gpus(self) -> int:
+        return sum(mask.bit_count() for _, mask in self.seat)
+
+    @property
+    def pressures(self) -> list[Pressure]:
+        return [one.pressure for one in self.residents]
+
+    @property
+    def utilisation(self) -> float:
+        return sum(one.pressure.utilisation for one in self.residents)
+
+
+@dataclass(frozen=True, slots=True)
+class ColocationProposal:
+    """The guest's residents move to the host's devices, whose own residents stay."""
+
+    guest: Berth
+    host: Berth
+    forecast: Forecast
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        return (*self.host.residents, *self.guest.residents)
+
+    @property
+    def pair(self) -> Pair:
+        return pair_of(self.host, self.guest)
+
+    @property
+    def threshold(self) -> float:
+        """The gain from which on the pack is kept."""
+        return (1.0 + MARGIN) * max(self.host.gain, self.guest.gain)
+
+
+def pair_of(*berths: Berth) -> Pair:
+    return berths[0].device_type, tuple(sorted(one.signature for berth in berths for one in berth.residents))
+
+
+def proposals(
+    berths: Collection[Berth],
+    failed: FailedTrials[Pair],
+    now: float,
+    contention: Mapping[str, Contention] = {},
+    most: int = 1,
+    may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
+    wanted: Callable[[Berth], float] = lambda guest: math.inf,
+) -> list[ColocationProposal]:
+    """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
+    wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest.
+    `wanted`: how many GPUs others would take of those that this guest leaves, and others like it."""
+    kinds: dict[tuple[int, str, int], list[Berth]] = {}
+    for berth in berths:
+        if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
+            kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
+    # Of many gangs some run the same, and what is said of two of them holds for others.
+    found: dict[_Rank, list[tuple[_Alike, _Alike]]] = {}
+    # By the number of the first resident: how many GPUs may be left by others before, if what this one leaves is to be
+    # wanted still.
+    room: dict[int, float] = {}
+    for of_kind in kinds.values():
+        of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
+        first = of_kind[:_MOST_BERTHS]
+        gpus, belief = first[0].gpus, contention.get(first[0].device_type, UNKNOWN_DEVICE)
+        behind = len(room)
+        room.update({_number(berth): wanted(berth) - gpus for berth in first})
+        if max([room[_number(berth)] for berth in first]) < 0:
+            continue
+        alike: dict[Hashable, _Alike] = {}
+        for place, berth in enumerate(first, behind):
+            alike.setdefault(_likeness(berth), []).append((berth.seat, place, berth))
+        for ones, others in combinations_with_replacement(alike.values(), 2):
+            rank = _rank(ones[0][-1], others[-1][-1], failed, now, belief)
+            if rank is not None:
+                found.setdefault(rank, []).append((ones, others))
+    chosen: list[ColocationProposal] = []
+    used: set[Seat] = set()
+    left = 0
+
+    def comes_too_late(one: Berth, other: Berth) -> bool:
+        """Whether the two are in no pack any more, whoever of them were the guest."""
+        return one.seat in used or other.seat in used or left > max(room[_number(one)], room[_number(other)])
+
+    most_room = max(room.values(), default=-math.inf)
+    in_time = takewhile(lambda rank: left <= most_room, sorted(found))
+    line = chain.from_iterable(_by_seat(found[rank], used, comes_too_late, may) for rank in in_time)
+    for host, guest in line:
+        if len(chosen) == most:
+            break
+        if left > room[_number(guest)]:
+            continue
+        belief = contention.get(host.device_type, UNKNOWN_DEVICE)
+        expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
+        chosen.append(ColocationProposal(guest, host, expected))
+        left += guest.gpus
+        used.update((host.seat, guest.seat))
+    return chosen
+
+
+def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
+    """What measuring says so far: `rates` of all residents by number, `before` alone and `after` in the pack, those of
+    its first mini-batches left out. Undone as well when somebody has become too slow."""
+    everybody = proposal.residents
+    found = judge([rates[one.number] for one in everybody], proposal.threshold)
+    if found.verdict is TrialVerdict.UNDO:
+        return found
+    each = [judge([rates[one.number]], one.least_speed) for one in everybody]
+    too_slow = [one for one in each if one.verdict is TrialVerdict.UNDO]
+    if too_slow:
+        return Judged(TrialVerdict.UNDO, found.gain, all(one.is_open for one in too_slow))
+    if any(one.verdict is TrialVerdict.MEASURE for one in each):
+        return Judged(TrialVerdict.MEASURE, found.gain)
+    return found
+
+
+def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates], doubt: float = DOUBT / 10) -> bool:
+    """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
+    slow, beyond doubt. `after`: its latest windows."""
+    measured = tuple([rates[one.number] for one in residents])
+    return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
+
+
+def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> ColocationTrial:
+    """For the interference model, whatever the verdict was."""
+    speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
+    return ColocationTrial(tuple(one.pressure for one in proposal.residents), speeds)
+
+
+# Who is in a pack that was kept is asked about again and again, mostly by the same windows.
+@lru_cache(4096)
+def _still_pays(measured: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
+        return True
+    if normalised(measured).bounds(doubt)[1] < 1.0:
+        return False
+    each = zip(measured, least_speeds, strict=True)
+    return all(normalised([one]).bounds(doubt)[1] >= least_speed for one, least_speed in each)
+
+
+def _likeness(berth: Berth) -> Hashable:
+    """All that a forecast asks of it."""
+    residents = [(one.signature, one.pressure, one.least_speed) for one in berth.residents]
+    return berth.gain, tuple(residents)
+
+
+def _rank(host: Berth, guest: Berth, failed: FailedTrials[Pair], now: float, belief: Contention) -> _Rank | None:
+    """Smaller is better; None: not worth trying. Of equal gains the surer one: that which leaves more of the GPU
+    idle."""
+    residents = (*host.residents, *guest.residents)
+    speeds = shared_speeds([one.pressure for one in residents], belief)
+    too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
+    pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
+    if not pays or too_slow or failed.holds(pair_of(host, guest), now):
+        return None
+    if not fit_together([one.pressure for one in residents], host.device_memory_bytes):
+        return None
+    return -sum(speeds), host.utilisation + guest.utilisation
+
+
+def _by_seat(
+    alike: Collection[tuple[_Alike, _Alike]],
+    used: Set[Seat],
+    comes_too_late: Callable[[Berth, Berth], bool],
+    may: Callable[[Berth, Berth], bool],
+) -> Iterator[tuple[Berth, Berth]]:
+    """Hosts and guests of one rank, by seat; none of which is said by its turn that it comes too late. `may` is asked
+    of no more pairs than come to be looked at: it takes longer than all the rest."""
+    # Whose host is the one of the higher seat: their turn comes later.
+    later: list[tuple[tuple[Seat, Seat], int, Berth, Berth]] = []
+
+    def whose_turn_is_before(seats: tuple[Seat, Seat] | None) -> Iterator[tuple[Berth, Berth]]:
+        while later and (seats is None or later[0][0] < seats):
+            _, _, host, guest = heappop(later)
+            if not comes_too_late(host, guest):
+                yield host, guest
+
+    for number, (one, other) in enumerate(_pairs(alike, used)):
+        # Of whom some may be used then.
+        yield from whose_turn_is_before((one.seat, other.seat))
+        if comes_too_late(one, other):
+            continue
+        host, guest = _who_moves(one, other)
+        if not may(host, guest):
+            if not may(guest, host):
+                continue
+            host, guest = guest, host
+        if host.seat <= guest.seat:
+            yield host, guest
+        else:
+            heappush(later, ((host.seat, guest.seat), number, host, guest))
+    yield from whose_turn_is_before(None)
+
+
+def _pairs(alike: Collection[tuple[_Alike, _Alike]], used: Set[Seat]) -> Iterator[tuple[Berth, Berth]]:
+    """Everybody of the ones with everybody of the others beside them, by seat, the lower one first, then by place;
+    nobody whose seat is `used` by then."""
+    partners: dict[int, list[_Alike]] = {}
+    at: dict[Seat, dict[int, Berth]] = {}
+    for ones, others in alike:
+        for these, those in ((ones, others),) if ones is others else ((ones, others), (others, ones)):
+            for seat, place, berth in these:
+                partners.setdefault(place, []).append(those)
+                at.setdefault(seat, {})[place] = berth
+    for seat in sorted(at):
+        if seat in used:
+            continue
+        both = [
+            (other_seat, min(place, other_place), max(place, other_place), one, other)
+            for place, one in at[seat].items()
+            for other_seat, other_place, other in chain.from_iterable(partners[place])
+            if (seat, place) < (other_seat, other_place)
+        ]
+        both.sort(key=lambda pair: pair[:3])
+        for other_seat, _, _, one, other in both:
+            if seat in used:
+                break
+            if other_seat not in used:
+                yield one, other
+
+
+def _number(berth: Berth) -> int:
+    return berth.residents[0].number
+
+
+def _who_moves(one: Berth, other: Berth) -> tuple[Berth, Berth]:
+    """Host and guest: the fewer residents move, then the less memory."""
+
+    def key(berth: Berth) -> tuple[int, float, Seat]:
+        return (len(berth.residents), sum(pressure.memory_bytes for pressure in berth.pressures), berth.seat)
+
+    guest, host = sorted((one, other), key=key)
+    return host, guest

@@ -1,0 +1,103 @@
+"""Who should leave a crowded node: a gang that was measured to go slower beside others, for a node with fewer of them.
+
+Nothing is forecast: that it was faster with less in use around it is what its own windows say, beyond chance. Whoever
+is there already must not be known to lose as much by its coming. Whether it helped is measured as of every move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.make_room import Displacement, Movable
+from ganger_master.policies.migration_choice import LEAST_GAIN, MigrationProposal, MigrationReason, Tried, tried
+from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.trial_test import DOUBT, FIRST_WINDOWS, TrialRates, normalised
+
+_NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """A running gang of one node. `load`: devices that others have in use there; `rates`: its windows by load;
+    `remaining_s`: how long it is expected to run yet."""
+
+    gang: Movable
+    load: int
+    rates: Mapping[int, tuple[float, ...]]
+    remaining_s: float
+
+    @property
+    def node(self) -> str:
+        return self.gang.claims[0].node
+
+
+def relieved(
+    room: CapacityIndex,
+    gangs: Iterable[Crowded],
+    *,
+    now: float = 0.0,
+    failed: FailedTrials[Tried] = _NOTHING,
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
+    """Who saves the most by leaving first; places that are free, and no more than one to a node at once."""
+    gangs = sorted(gangs, key=lambda one: one.gang.number)
+    view = room.view
+    used: dict[str, float] = {
+        name: view.topology(name).devices - view.free[slot].bit_count() for name, slot in view.slots.items()
+    }
+    there: dict[str, list[Crowded]] = {}
+    for one in gangs:
+        there.setdefault(one.node, []).append(one)
+    found: list[MigrationProposal] = []
+    trying = WhatIf(room)
+    ranked = [(at_most(one), one) for one in gangs if one.gang.move_cost < math.inf]
+    for (load, gain), one in sorted(ranked, key=lambda pair: (-pair[0][1], pair[1].gang.number)):
+        saves = (1.0 - 1.0 / gain) * one.remaining_s * one.gang.shape.gpus - one.gang.move_cost
+        # Who stays behind is beside fewer then, and is measured so first.
+        if gain < 1.0 + LEAST_GAIN or saves <= 0.0 or used[one.node] == math.inf:
+            continue
+        full = frozenset(name for name, count in used.items() if count > load or name == one.node)
+        claims = placement.place(room, one.gang.shape, Want(math.inf, avoid=full))
+        if claims is None or len(claims) != 1 or failed.holds(tried(one.gang.number, one.gang.kind, claims), now):
+            continue
+        harm = sum(_lost(other, one.gang.shape.gpus) for other in there.get(claims[0].node, ()))
+        if saves > harm:
+            trying.take(claims)
+            used[claims[0].node] = used[one.node] = math.inf
+            found.append(MigrationProposal(MigrationReason.BALANCE, (Displacement(one.gang, claims),), saves - harm))
+    trying.undo()
+    return found
+
+
+def at_most(one: Crowded) -> tuple[int, float]:
+    """The load with which it was fastest, of those below the present one, and how many times as fast it was at least,
+    beyond chance; 1 where that was not measured."""
+    here = one.rates.get(one.load, ())
+    best = one.load, 1.0
+    if len(here) < FIRST_WINDOWS or not sum(here) > 0.0:
+        return best
+    for load, rates in sorted(one.rates.items(), reverse=True):
+        if load < one.load and len(rates) >= FIRST_WINDOWS:
+            gain, _ = normalised([TrialRates(here, rates)]).bounds(DOUBT)
+            if gain > best[1]:
+                best = load, gain
+    return best
+
+
+def _lost(one: Crowded, more: int) -> float:
+    """GPU-seconds that somebody loses by so many devices more in use beside it, as far as it was measured with so many
+    or more."""
+    here = one.rates.get(one.load, ())
+    later = [rates for load, rates in sorted(one.rates.items()) if load >= one.load + more]
+    if len(here) < FIRST_WINDOWS or not later or len(later[0]) < FIRST_WINDOWS or not sum(here) > 0.0:
+        return 0.0
+    speed = min(1.0, normalised([TrialRates(here, later[0])]).value)
+    return (1.0 - speed) * one.remaining_s * one.gang.shape.gpus

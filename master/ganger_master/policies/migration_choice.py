@@ -1,0 +1,460 @@
+"""Which running gangs should move, and why: closer together, out of a pack, off a node, into fewer nodes.
+
+A move costs a pause; it is proposed where what it saves is expected to be more, and undone where the job was measured
+to go slower than before (`verdict`). How room is made for a gang that waits is `hole`'s to say. What moves at once is
+capped, so that networks and hosts are not full of jobs on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.fit import gang_level
+from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.view import View
+from msgspec.structs import replace
+
+from ganger_master.estimators.locality import LocalityModel
+from ganger_master.policies.backoff import FailedTrials
+from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for
+from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.trial_test import Judged, TrialRates, judge
+
+# Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
+FRAGMENTED: Final = 0.75
+# Who lies badly gains this much at least, or it is noise.
+LEAST_GAIN: Final = 0.05
+# A move that was not for speed may cost this much of it.
+_MOST_LOSS: Final = 0.05
+# Pairs of gangs of one search for places to exchange.
+_MOST_LOOKS: Final = 128
+# A job is left alone for so long after a move.
+_REST_S: Final = 600.0
+
+
+class MigrationReason(Enum):
+    LOCALITY = "closer together"
+    HOLE = "room for a gang that waits"
+    UNPACK = "a GPU of its own"
+    DRAIN = "off the node"
+    DEFRAGMENT = "fewer nodes half empty"
+    EXCHANGE = "its place for another that needs it more"
+    UNDO = "back where it was faster"
+    BALANCE = "off a node where it is slower beside others"
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationProposal:
+    """Moves that belong together, the gang's own last. `saves`: GPU-seconds, beyond what the moves cost."""
+
+    why: MigrationReason
+    moves: tuple[Displacement, ...]
+    saves: float = 0.0
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """That somebody leaves, or comes to."""
+        return frozenset(claim.node for move in self.moves for claim in (*move.gang.claims, *move.claims))
+
+
+@dataclass(frozen=True, slots=True)
+class GangDistance:
+    """A running gang with what its locality costs it. `remaining_s`: how long it is expected to run yet; as long as it
+    has run, if nobody knows."""
+
+    gang: Movable
+    locality: LocalityModel
+    remaining_s: float
+    # How far apart the job may lie; None: no further than now.
+    widest: LocalityLevel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pack: the sum of its residents' normalised rates, and those of them that may move."""
+
+    gain: float
+    residents: int
+    movable: tuple[Movable, ...]
+
+    @property
+    def lost(self) -> float:
+        """Of the pace of each alone."""
+        return 1.0 - self.gain / self.residents
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it loses more than noise."""
+        return self.lost >= LEAST_GAIN
+
+
+# What behaves like a job, or the job, and the nodes where it was slow.
+Tried: TypeAlias = tuple[str, frozenset[str]]
+_NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
+_AT_ONCE: Final = Want(math.inf)
+_NOBODY_ELSE: Final = Movables(View(), ())
+
+
+def tried(number: int, kind: str, claims: Claims) -> Tried:
+    """What is remembered of a place that did not help: of all jobs like this one, where any is known to be."""
+    return kind or f"jobs/{number}", frozenset([claim.node for claim in claims])
+
+
+def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
+    """Whether a job that goes at `gain` times its pace of before saves more by going back than that takes."""
+    return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
+
+
+def pays_anywhere_s(gang: Movable) -> float:
+    """How long a gang must be expected to run for its move to pay wherever it is faster at all."""
+    return gang.move_cost / max(1, gang.shape.gpus) * (1.0 + LEAST_GAIN) / LEAST_GAIN
+
+
+def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float, kind: str = "") -> Movable:
+    """A gang that pays with a pause for a move, and goes nowhere where it would lie further apart than now."""
+    widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
+    narrowed = replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
+    return Movable(number, narrowed, claims, pause_s * shape.gpus, kind=kind)
+
+
+def verdict(why: MigrationReason, rates: TrialRates) -> Judged:
+    """Whether a moved job stays: where it was moved for its own sake, if it is faster; else if it is not slower."""
+    own_sake = why in (MigrationReason.LOCALITY, MigrationReason.UNPACK, MigrationReason.BALANCE)
+    return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
+
+
+def closer(
+    room: CapacityIndex,
+    gangs: Iterable[GangDistance],
+    *,
+    now: float = 0.0,
+    failed: FailedTrials[Tried] = _NOTHING,
+    others: Movables | None = None,
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
+    """Gangs that lie further apart than they should, who would save the most first: into what is free, or, with
+    `others`, by a hole that these make, if need be by a swap through host memory on a full cluster."""
+    found = []
+    trying = WhatIf(room)
+    for one in sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number)):
+        if _could_save(room.view, one) <= one.gang.move_cost or one.gang.move_cost == math.inf:
+            continue
+        saves, hole = _better_place(trying, one, others, placement)
+        if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
+            found.append(
+                MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
+            )
+            # Places are still held by those who leave them; who goes into what they leave waits for another plan.
+            if not hole.moves and not _overlap(hole.claims, one.gang.claims):
+                trying.take(hole.claims)
+    trying.undo()
+    return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
+
+
+def exchanged(
+    room: CapacityIndex,
+    gangs: Iterable[GangDistance],
+    others: Iterable[GangDistance],
+    *,
+    now: float = 0.0,
+    failed: FailedTrials[Tried] = _NOTHING,
+    placement: PlacementPreference = BEST_FIT,
+) -> list[MigrationProposal]:
+    """Gangs that change places with one of the others, or share theirs out anew, with what is free there: whoever gains
+    saves more than both moves take and the other loses, and the other is not slower by more than a move may cost. Who
+    would save the most first; the gang that gains goes last."""
+    gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
+    others = sorted(others, key=lambda one: one.gang.number)
+    found: list[MigrationProposal] = []
+    trying = WhatIf(room)
+    done: set[int] = set()
+    looks = _MOST_LOOKS
+    for one in gangs:
+        if one.gang.number in done or _could_save(room.view, one) <= one.gang.move_cost:
+            continue
+        best: tuple[float, MigrationProposal] | None = None
+        for other in others:
+            if other.gang.number in done | {one.gang.number} or looks <= 0:
+                continue
+            looks -= 1
+            way = _exchange(trying, one, other, placement)
+            if way is not None and (best is None or way[0] > best[0]):
+                moves = way[1].moves
+                if not any(failed.holds(tried(move.number, move.gang.kind, move.claims), now) for move in moves):
+                    best = way
+        if best is not None:
+            found.append(best[1])
+            done.update(move.number for move in best[1].moves)
+    return found
+
+
+def _exchange(
+    trying: WhatIf, one: GangDistance, other: GangDistance, placement: PlacementPreference
+) -> tuple[float, MigrationProposal] | None:
+    """The first one as close as it can be where the two are and what is free there, the other in what is left."""
+    if math.inf in (one.gang.move_cost, other.gang.move_cost):
+        return None
+    mark, room = trying.mark, trying.room
+    there = frozenset(claim.node for gang in (one.gang, other.gang) for claim in gang.claims)
+    elsewhere = frozenset(room.view.slots) - there
+    trying.give(one.gang.claims)
+    trying.give(other.gang.claims)
+    best: tuple[float, MigrationProposal] | None = None
+    # Once for all levels: to hide a node takes as long as to look for a place on it.
+    with room.without(elsewhere):
+        for level in range(LocalityLevel.NVLINK, gang_level(room.view, one.gang.claims)):
+            shape = replace(
+                one.gang.shape, locality=replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
+            )
+            claims = placement.place(room, shape, _AT_ONCE)
+            if claims is None:
+                continue
+            trying.take(claims)
+            others = placement.place(room, _wide(other), _AT_ONCE)
+            trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
+            # Who stays need not be asked: that is a move of one.
+            if others is None or not _overlap(claims, other.gang.claims):
+                continue
+            speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
+            if speeds[1] < (1.0 - _MOST_LOSS) * speeds[0]:
+                continue
+            loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
+            saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
+            if saves > 0.0 and (best is None or saves > best[0]):
+                best = (
+                    saves,
+                    MigrationProposal(
+                        MigrationReason.EXCHANGE,
+                        (Displacement(other.gang, others), Displacement(one.gang, claims)),
+                        saves,
+                    ),
+                )
+    trying.undo(mark)
+    return best
+
+
+def _wide(one: GangDistance) -> GangShape:
+    """As far apart as the job accepts, be it further than now."""
+    shape = one.gang.shape
+    return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
+
+
+def unpacked(
+    room: CapacityIndex,
+    packs: Iterable[Packed],
+    horizon_s: float,
+    placement: PlacementPreference = BEST_FIT,
+    *,
+    now: float = 0.0,
+    failed: FailedTrials[Tried] = _NOTHING,
+) -> list[MigrationProposal]:
+    """Out of packs into GPUs that nobody wants: from that which loses the most by being one first, of its residents the
+    cheapest to move. `horizon_s`: how long the room is expected to last."""
+    found = []
+    trying = WhatIf(room)
+    for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
+        for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
+            # The others go on at least as fast as all of them did, and this one by itself.
+            saves = pack.lost * one.shape.gpus * horizon_s - one.move_cost
+            pays = saves > 0.0 and pack.is_slow
+            claims = placement.place(room, one.shape, Want(math.inf)) if pays else None
+            if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
+                continue
+            if claims is not None:
+                trying.take(claims)
+                found.append(MigrationProposal(MigrationReason.UNPACK, (Displacement(one, claims),), saves))
+                break
+    trying.undo()
+    return found
+
+
+def drained(
+    room: CapacityIndex,
+    node: str,
+    gangs: Iterable[Movable],
+    others: Movables,
+    placement: PlacementPreference = BEST_FIT,
+) -> tuple[list[MigrationProposal], list[int]]:
+    """Everybody off a node, the largest first, who is in the way elsewhere moved too; and the numbers of those who find
+    no room, or may not be moved."""
+    found, stuck = [], []
+    trying = WhatIf(room)
+    there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
+    on_the_way = {gang.number for gang in there}
+    for gang in sorted(there, key=lambda gang: (-gang.shape.gpus, gang.number)):
+        hole = None
+        if gang.move_cost < math.inf:
+            hole = hole_for(room, others, gang.shape, placement=placement, avoid=(node,), stay=on_the_way)
+        if hole is None:
+            stuck.append(gang.number)
+            continue
+        on_the_way.update(move.number for move in hole.moves)
+        for move in hole.moves:
+            trying.give(move.gang.claims)
+        for claims in (*(move.claims for move in hole.moves), hole.claims):
+            trying.take(claims)
+        found.append(MigrationProposal(MigrationReason.DRAIN, (*hole.moves, Displacement(gang, hole.claims))))
+    trying.undo()
+    return found, stuck
+
+
+def defragmented(
+    room: CapacityIndex,
+    gangs: Iterable[Movable],
+    *,
+    fragmented: float = FRAGMENTED,
+    most_moves: int = 16,
+    now: float = 0.0,
+    failed: FailedTrials[Tried] = _NOTHING,
+) -> list[MigrationProposal]:
+    """Gandiva's: of the nodes that are not idle and have the most free, gangs go to nodes that have no more free, until
+    none is fragmented or nobody finds such a place. The smallest first; a node that cannot be emptied is left alone."""
+    view = room.view
+    on: dict[str, list[Movable]] = {}
+    for gang in gangs:
+        if len(gang.claims) == 1 and gang.claims[0].device_mask and gang.move_cost < math.inf:
+            on.setdefault(gang.claims[0].node, []).append(gang)
+    for some in on.values():
+        some.sort(key=lambda gang: (gang.shape.gpus, gang.number))
+    found: list[MigrationProposal] = []
+    trying = WhatIf(room)
+    done: set[str] = set()
+    while len(found) < most_moves:
+        sources = [name for name in on if on[name] and name not in done and _is_fragmented(view, name, fragmented)]
+        if not sources:
+            break
+        source = min(sources, key=lambda name: (-_free(view, name), name))
+        gang = on[source].pop(0)
+        # Where the least is left: if even there is more free than here, there is nothing to gain.
+        claims = BEST_FIT.place(room, gang.shape, Want(math.inf, avoid=frozenset({source})))
+        if (
+            claims is None
+            or max(_free(view, claim.node) for claim in claims) > _free(view, source)
+            or failed.holds(tried(gang.number, gang.kind, claims), now)
+        ):
+            done.add(source)
+            continue
+        # It has left: nothing counts on its old place before it has.
+        trying.take(claims)
+        trying.give(gang.claims)
+        found.append(MigrationProposal(MigrationReason.DEFRAGMENT, (Displacement(gang, claims),)))
+    trying.undo()
+    return found
+
+
+def capped(
+    proposals: Iterable[MigrationProposal],
+    now: float,
+    moved_at: Mapping[int, float],
+    busy_nodes: Collection[str],
+    most: int,
+) -> list[MigrationProposal]:
+    """Of these, in their order, what may begin now: at most so many moves, one on each node at a time, nobody who was
+    moved a moment ago."""
+    chosen: list[MigrationProposal] = []
+    busy = set(busy_nodes)
+    left = most
+    for proposal in proposals:
+        if now >= rested_s(proposal, moved_at) and len(proposal.moves) <= left and not busy & proposal.nodes:
+            chosen.append(proposal)
+            busy |= proposal.nodes
+            left -= len(proposal.moves)
+    return chosen
+
+
+def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> float:
+    """When all who would move have been left alone for long enough since they were moved last."""
+    return max([moved_at.get(move.number, -math.inf) for move in proposal.moves], default=-math.inf) + _REST_S
+
+
+def _better_place(
+    trying: WhatIf, one: GangDistance, others: Movables | None, placement: PlacementPreference
+) -> tuple[float, Hole]:
+    """What saves the most, and what it saves beyond its cost: beside what it holds, so that it can move while it runs,
+    else with its own pieces, else where others go."""
+    room = trying.room
+    best = (0.0, Hole(()))
+    most = _could_save(room.view, one) - one.gang.move_cost
+    closest = LocalityLevel.NVLINK if others is not None else closest_with_room(room.view, one.gang)
+    for level in range(closest, gang_level(room.view, one.gang.claims)):
+        locality = replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
+        shape = replace(one.gang.shape, locality=locality)
+        claims = placement.place(room, shape, Want(math.inf))
+        hole = None if claims is None else Hole(claims)
+        if hole is None:
+            mark = trying.mark
+            trying.give(one.gang.claims)
+            gone = others if others is not None else _NOBODY_ELSE
+            hole = hole_for(room, gone, shape, placement=placement, most_cost=most, stay=(one.gang.number,))
+            trying.undo(mark)
+        if hole is not None:
+            saves = _saves(room.view, one, hole.claims) - one.gang.move_cost - hole.cost
+            if saves > best[0]:
+                best = (saves, hole)
+    return best
+
+
+def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
+    """No closer than this is there a place for it, if nobody else goes: as many devices as it has are not free in one
+    node, rack or fabric, with its own given back. Within a node all levels are as one."""
+    columns, size = view.columns(), len(view.nodes)
+    free = np.bitwise_count(columns.free[:size]).astype(np.int64)
+    for claim in gang.claims:
+        free[view.slots[claim.node]] += claim.device_mask.bit_count()
+    if free.max(initial=0) >= gang.shape.gpus:
+        return LocalityLevel.NVLINK
+    for level, codes in ((LocalityLevel.RACK, columns.racks), (LocalityLevel.FABRIC, columns.fabrics)):
+        # Those of no rack are under the first code.
+        if np.bincount(codes[:size], free)[1:].max(initial=0) >= gang.shape.gpus:
+            return level
+    return LocalityLevel.CLUSTER
+
+
+def _could_save(view: View, one: GangDistance) -> float:
+    """GPU-seconds, were its GPUs as close as on any node."""
+    gpus = one.gang.shape.gpus
+    most = max((topology.devices for topology in view.topologies), default=1)
+    nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
+    best = one.locality.relative_speed(gpus, nodes, LocalityLevel.NVLINK if nodes == 1 else LocalityLevel.RACK)
+    return _saved(one, _speed(view, one, one.gang.claims), best)
+
+
+def _saves(view: View, one: GangDistance, claims: Claims) -> float:
+    return _saved(one, _speed(view, one, one.gang.claims), _speed(view, one, claims))
+
+
+def _saved(one: GangDistance, now: float, then: float) -> float:
+    return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + LEAST_GAIN) * now else 0.0
+
+
+def _speed(view: View, one: GangDistance, claims: Claims) -> float:
+    """By its speed on one node at its best."""
+    with_devices = [claim for claim in claims if claim.device_mask]
+    return one.locality.relative_speed(one.gang.shape.gpus, len(with_devices), gang_level(view, claims))
+
+
+def _overlap(some: Claims, others: Claims) -> bool:
+    held = {claim.node: claim.device_mask for claim in others}
+    return any(claim.device_mask & held.get(claim.node, 0) for claim in some)
+
+
+def _of_one_node(shape: GangShape) -> LocalityLevel:
+    """Within a node gangs may lie anywhere that they accept."""
+    return min(shape.locality.widest, LocalityLevel.NODE)
+
+
+def _free(view: View, name: str) -> int:
+    return view.free[view.slots[name]].bit_count()
+
+
+def _is_fragmented(view: View, name: str, share: float) -> bool:
+    devices = view.topology(name).devices
+    return share * devices <= _free(view, name) < devices

@@ -1,0 +1,139 @@
+"""Room for a gang on a full cluster: who that it outranks rests in host memory, and who moves to where those were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.resources import GangShape
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+
+from ganger_master.policies.make_room import (
+    MOST_MOVES,
+    Displacement,
+    Hole,
+    Movable,
+    Movables,
+    cheapest_first,
+    hole_for,
+)
+from ganger_master.policies.placements import PlacementPreference
+
+# Victims that are searched for one by one; and nodes for which that is repeated, with victims on the node first.
+_MOST_STOPPED: Final = 32
+_MOST_NODES: Final = 4
+# Other sets of victims that are tried afterwards, because they may be better.
+_MOST_SETS: Final = 128
+
+_Search: TypeAlias = Callable[[], Hole | None]
+
+
+def swap_for(
+    room: CapacityIndex,
+    gangs: Iterable[Movable],
+    shape: GangShape,
+    *,
+    placement: PlacementPreference = BEST_FIT,
+    most_moves: int = MOST_MOVES,
+    stay: Collection[int] = (),
+) -> Hole | None:
+    """Return the cheapest hole that stops gangs: then the one with the fewest victims and moves, then the least spread.
+
+    Gangs that may not be stopped only move, as few as suffice. `claims` of one that may be stopped: what it gives back
+    by that. None where even all of them would not be enough. Exact on small clusters; on large ones no victim
+    is stopped that is not needed, and a bounded number of cheaper sets is tried. The room is left as it was.
+    """
+    gangs = [gang for gang in gangs if gang.number not in stay]
+    stoppable = sorted((gang for gang in gangs if gang.stop_cost < float("inf")), key=_dearness)
+    names = {gang.number for gang in stoppable}
+    movables = Movables(room.view, [gang for gang in gangs if gang.number not in names])
+    trying = WhatIf(room)
+
+    def search() -> Hole | None:
+        return hole_for(room, movables, shape, placement=placement, most_moves=most_moves, stay=stay)
+
+    found = []
+    for order in _orders(stoppable):
+        hole = _stopping(trying, order[:_MOST_STOPPED], shape.gpus, search)
+        if hole is not None:
+            found.append(hole)
+    if not found:
+        return None
+    return _better(trying, stoppable, shape.gpus, min(found, key=badness), search)
+
+
+def badness(hole: Hole) -> tuple[float, int, int]:
+    """Sort key, the best hole first: cost in GPU-seconds, then gangs that move, then nodes of the newcomer."""
+    return hole.cost, len(hole.moves), len(hole.claims)
+
+
+def _better(trying: WhatIf, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
+    """Return the best of this hole and those of other sets of victims; the cheapest sets are tried first."""
+    missing = gpus - int(np.bitwise_count(trying.room.view.columns().free).sum())
+    by_price = sorted(stoppable, key=lambda gang: (gang.stop_cost, gang.number))
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_of = [kinds.setdefault((gang.stop_cost, gang.shape, gang.claims), len(kinds)) for gang in by_price]
+    sets = cheapest_first(
+        [gang.stop_cost for gang in by_price],
+        [sum([claim.device_mask.bit_count() for claim in gang.claims]) for gang in by_price],
+        kind_of,
+        missing,
+        _MOST_STOPPED,
+    )
+    for chosen in islice(sets, _MOST_SETS):
+        stopped = [by_price[at] for at in chosen]
+        if (sum([gang.stop_cost for gang in stopped]), len(stopped), 1) >= badness(best):
+            break
+        for gang in stopped:
+            trying.give(gang.claims)
+        hole = search()
+        trying.undo()
+        if hole is not None:
+            whole = Hole(hole.claims, (*(Displacement(gang, ()) for gang in stopped), *hole.moves))
+            best = min(best, whole, key=badness)
+    return best
+
+
+def _orders(stoppable: Sequence[Movable]) -> Iterable[Sequence[Movable]]:
+    """By what they cost, and those of one node first where they cost the same."""
+    yield stoppable
+    on = Counter(claim.node for gang in stoppable for claim in gang.claims)
+    for node in sorted(on, key=lambda name: (-on[name], name))[:_MOST_NODES]:
+        there = {gang.number for gang in stoppable if any(claim.node == node for claim in gang.claims)}
+        yield sorted(stoppable, key=lambda gang: (_dearness(gang)[0], gang.number not in there, gang.number))
+
+
+def _dearness(gang: Movable) -> tuple[float, int]:
+    return gang.stop_cost / max(1, gang.shape.gpus), gang.number
+
+
+def _stopping(trying: WhatIf, order: Sequence[Movable], gpus: int, search: _Search) -> Hole | None:
+    """Of these, in their order, as few as make a hole."""
+    free = int(np.bitwise_count(trying.room.view.columns().free).sum())
+    stopped: list[Movable] = []
+    found = None
+    for gang in order:
+        trying.give(gang.claims)
+        stopped.append(gang)
+        free += gang.shape.gpus
+        found = search() if free >= gpus else None
+        if found is not None:
+            break
+    if found is not None:
+        # The last one is needed, for without it there was none.
+        for gang in stopped[-2::-1]:
+            trying.undo()
+            for other in stopped:
+                if other is not gang:
+                    trying.give(other.claims)
+            without = search()
+            if without is not None:
+                stopped.remove(gang)
+                found = without
+    trying.undo()
+    return None if found is None else Hole(found.claims, (*(Displacement(gang, ()) for gang in stopped), *found.moves))

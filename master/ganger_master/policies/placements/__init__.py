@@ -1,0 +1,47 @@
+"""Where a gang goes, by name: one file per placement, each a pure search in a `Room`, which it leaves as it was.
+
+All of them keep to the same words. A gang goes on one node if one has room for it and the job does not ask for more;
+else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
+found fits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ganger.cluster.anywhere import ANYWHERE
+from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.first_fit import FIRST_FIT
+from ganger.cluster.gandiva import GANDIVA
+from ganger.cluster.locality import LOCALITY
+from ganger.cluster.place_placement import PlacementPreference, Want
+
+from ganger_master.policies.placements.fragmentation import FGD
+from ganger_master.policies.placements.optimus import OPTIMUS, OPTIMUS_CARDS
+from ganger_master.policies.placements.tetris import TETRIS, TETRIS_COS
+
+__all__ = ["PLACEMENTS", "PlacementPreference", "Want", "placement_named"]
+
+PLACEMENTS: Final = {
+    placement.name: placement
+    for placement in (
+        FIRST_FIT,
+        BEST_FIT,
+        GANDIVA,
+        LOCALITY,
+        TETRIS,
+        TETRIS_COS,
+        OPTIMUS,
+        OPTIMUS_CARDS,
+        FGD,
+        ANYWHERE,
+    )
+}
+
+
+def placement_named(name: str) -> PlacementPreference:
+    """KeyError, naming the known ones, for an unknown name."""
+    try:
+        return PLACEMENTS[name]
+    except KeyError:
+        raise KeyError(f"there is no placement {name!r}; there are {', '.join(PLACEMENTS)}") from None

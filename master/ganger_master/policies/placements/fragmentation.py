@@ -1,0 +1,112 @@
+"""Least growth of fragmentation (FGD: Weng et al., "Beware of Fragmentation", USENIX ATC 2023, section 4).
+
+A gang goes where the expected number of GPUs that the next gang could not use grows least, over the kinds of gangs that
+are asked for. Told of none it takes its own kind for all. Ties go where the least is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+import numpy as np
+from ganger.cluster.best_fit import BEST_FIT, cut, least
+from ganger.cluster.feasibility import Ask
+from ganger.cluster.fit import demand as needs
+from ganger.cluster.fragmentation import GangMix, fragmented_gpus
+from ganger.cluster.node_classes import Alike, Family
+from ganger.cluster.place_placement import Claims, PlacementPreference
+from ganger.cluster.resources import LocalityLevel
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.search import Single, SpreadSearch, able, hosts, on_one_node, over_nodes
+from ganger.cluster.topology import Topology
+
+# Hardware, free devices, free cores and memory of a node.
+_State: TypeAlias = tuple[Topology, int, int, int]
+# Demands remembered at once: a cluster's own, or each gang's where none was told.
+_MOST_DEMANDS: Final = 1 << 10
+
+
+class FragmentationGrowth:
+    """Of the fragments of one node when the whole gang, or as many of its tasks as fit, come to it."""
+
+    def __init__(self, demand: GangMix) -> None:
+        self._demand = demand
+        self._fragments: dict[_State, float] = {}
+        # One object each, as answers are remembered by it.
+        self.single = Single(_anything, self._whole)
+        self.spread = SpreadSearch(self._part)
+
+    def foresee(self, some: Sequence[Alike], ask: Ask) -> None:
+        """Counts for all of them at once what their keys will ask for."""
+        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
+        states = [state for alike in some if alike not in known for state in self._states(alike, ask, ask.everything)]
+        missing = [state for state in dict.fromkeys(states) if state not in self._fragments]
+        if missing:
+            self._fragments.update(zip(missing, self._count(missing), strict=True))
+
+    def _whole(self, alike: Alike, ask: Ask, bound: tuple[()]) -> tuple[float, ...]:
+        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
+        return known[alike]
+
+    def _grown(self, alike: Alike, ask: Ask) -> tuple[float, ...]:
+        return (self._of(alike, ask, ask.everything), *cut(alike.family, ask), alike.millicores, alike.memory)
+
+    def _part(self, alike: Alike, ask: Ask) -> tuple[float, tuple[int, ...]]:
+        role = ask.by_weight[0]
+        most = min(ask.rooms[role].of[alike], ask.everything[role])
+        tasks = tuple(most if index == role else 0 for index in range(len(ask.everything)))
+        return (self._of(alike, ask, tasks), least(alike, ask))
+
+    def _of(self, alike: Alike, ask: Ask, tasks: tuple[int, ...]) -> float:
+        before, after = self._states(alike, ask, tasks)
+        for state in (before, after):
+            if state not in self._fragments:
+                self._fragments[state] = self._count([state])[0]
+        # Less than a millionth of a GPU is a rounding error.
+        return round(self._fragments[after] - self._fragments[before], 6)
+
+    def _states(self, alike: Alike, ask: Ask, tasks: tuple[int, ...]) -> tuple[_State, _State]:
+        family = alike.family
+        topology = family.topology
+        taken = ask.whole(topology) if tasks is ask.everything else needs(topology.configuration_set, ask.shape, tasks)
+        millicores, memory = alike.millicores - taken.millicores, alike.memory - taken.memory_bytes
+        before = (topology, family.free, alike.millicores, alike.memory)
+        return before, (topology, family.free - taken.gpus, millicores, memory)
+
+    def _count(self, states: Sequence[_State]) -> list[float]:
+        """Expected free GPUs of nodes in these states that the next gang could not use."""
+        types = self._demand.device_types
+        # Of a type that nobody counted all are of no use.
+        known = [state for state in states if state[0].configuration_set.device_type in types]
+        of = [state[0].configuration_set for state in known]
+        columns = (
+            [state[1] for state in known],
+            [state[2] for state in known],
+            [state[3] for state in known],
+            [item.devices for item in of],
+            [types.index(item.device_type) for item in of],
+        )
+        counted = iter(fragmented_gpus(self._demand, *(np.array(column, np.int64) for column in columns)).tolist())
+        return [
+            next(counted) if state[0].configuration_set.device_type in types else float(state[1]) for state in states
+        ]
+
+
+def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    if not ask.gpus:
+        # Without devices it leaves no fragments.
+        return BEST_FIT.search(room, ask, widest, None)
+    growth = _growth(demand if demand is not None else ask.own_kind)
+    growth.foresee([alike for family in hosts(room, ask, widest) for alike in able(family, ask)], ask)
+    return on_one_node(room, ask, widest, growth.single) or over_nodes(room, ask, widest, growth.spread)
+
+
+def _anything(family: Family, ask: Ask) -> tuple[()]:
+    """Where a family's growth begins is not known before its members are counted."""
+    return ()
+
+
+_growth = lru_cache(_MOST_DEMANDS)(FragmentationGrowth)
+FGD = PlacementPreference("fgd", "where the fewest GPUs become useless to the gangs that are asked for", search)

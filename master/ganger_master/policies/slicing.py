@@ -1,0 +1,266 @@
+"""Who of those that share a set of nodes runs in the next row, and on which devices: fair by weight, gangs whole.
+
+A row is what runs at once; a rotation of rows is a slot matrix (rows x devices). Everybody is entitled to a share of
+the time (max-min fair by weight, nobody to more than all of it), and the next row goes to who is first one quantum
+behind: of gangs of one size nobody is ever a quantum behind or ahead (earliest pseudo-deadline first; Baruah et al.,
+Algorithmica 1996). Of gangs of several sizes some can never be given all they are entitled to: they are kept at a
+bound, and among those the one that has waited longest goes first. Gandiva (OSDI 2018, section 3.2) rotates a queue
+instead and is fair only among equals. As there, gangs are chosen in that order if they fit beside those chosen before,
+nobody is suspended for a lower priority, and a slice lasts a minute. Knows nothing of how rows are switched: that takes
+place on the nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final, TypeAlias
+
+from ganger.cluster.resources import LocalityLevel
+from ganger.cluster.topology import Topology
+from msgspec import Struct
+from msgspec.structs import replace
+
+# Node and mask of its devices, by node.
+Seat: TypeAlias = tuple[tuple[str, int], ...]
+
+QUANTUM_S: Final = 60.0
+# A switch may cost two per cent of a quantum.
+_SWITCHES_PER_QUANTUM: Final = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNode:
+    """`mask`: the devices that are sliced."""
+
+    name: str
+    topology: Topology
+    mask: int
+
+
+class SliceShare(Struct, frozen=True, gc=False):
+    """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
+    behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that
+    `is_bound` runs nowhere else."""
+
+    number: int
+    gpus: int
+    joined_s: float = 0.0
+    weight: float = 1.0
+    priority: int = 0
+    is_preemptible: bool = True
+    is_bound: bool = False
+    seat: Seat = ()
+    runs: bool = False
+    received_s: float = 0.0
+    deficit_s: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def stays(self) -> bool:
+        """It runs, and must not be suspended."""
+        return self.runs and not self.is_preemptible
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSlice:
+    """Who runs, by number, and where."""
+
+    seats: Mapping[int, Seat]
+
+    def entering(self, sharers: Iterable[SliceShare]) -> list[int]:
+        return [one.number for one in sharers if one.number in self.seats and not one.runs]
+
+    def leaving(self, sharers: Iterable[SliceShare]) -> list[int]:
+        return [one.number for one in sharers if one.runs and one.number not in self.seats]
+
+    def shifted(self, sharers: Iterable[SliceShare]) -> list[int]:
+        """Who goes on elsewhere than where its state is: more than a switch."""
+        return [
+            one.number
+            for one in sharers
+            if one.seat and one.number in self.seats and self.seats[one.number] != one.seat
+        ]
+
+
+def quantum_s(switch_s: float, wanted_s: float = QUANTUM_S) -> float:
+    """Seconds of a row: as wanted, and never less than fifty times the measured switch."""
+    return max(wanted_s, _SWITCHES_PER_QUANTUM * switch_s)
+
+
+def shares(sharers: Sequence[SliceShare], gpus: int) -> dict[int, float]:
+    """The share of the time that each is entitled to, by number: 1 for who must not be suspended, then priority by
+    priority in proportion to weights as far as the devices go, nobody more than 1."""
+    found = dict.fromkeys((one.number for one in sharers), 0.0)
+    left = float(gpus)
+    for one in sharers:
+        if one.stays:
+            found[one.number] = 1.0
+            left -= one.gpus
+    for priority in sorted({one.priority for one in sharers}, reverse=True):
+        rest = [one for one in sharers if one.priority == priority and not one.stays]
+        left -= _fill(rest, max(0.0, left), found)
+    return found
+
+
+def credited(
+    sharers: Sequence[SliceShare], running: Collection[int], seconds: float, quantum: float
+) -> tuple[SliceShare, ...]:
+    """After these have run for so long, by the clock: a boundary may come late, and what it gave too much is taken into
+    account at the next rows. What gangs of mixed sizes cannot be given is not owed to them for ever."""
+    wanted = sum(one.gpus for one in sharers)
+    used = sum(one.gpus for one in sharers if one.number in running)
+    entitled = shares(sharers, used)
+    most = quantum * (1 + math.ceil(wanted / used)) if used else quantum
+    found = []
+    for one in sharers:
+        received = seconds if one.number in running else 0.0
+        deficit = one.deficit_s + seconds * entitled[one.number] - received
+        deficit = min(max(deficit, -most), most)
+        found.append(
+            replace(
+                one,
+                runs=one.number in running,
+                received_s=one.received_s + received,
+                deficit_s=deficit,
+                waited_s=0.0 if one.number in running else one.waited_s + seconds,
+            )
+        )
+    return tuple(found)
+
+
+def next_row(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> TimeSlice:
+    """Who runs for the next quantum. Who has not run yet goes first, so that its first mini-batches come within one
+    quantum; of equals who runs already, to spare a switch."""
+    line = _line(sharers, nodes, quantum)
+    chosen = _seated(line, nodes)
+    # Those who go on stay where they are if the newcomers can sit elsewhere.
+    settled = sorted(
+        (one for one in line if one.number in chosen), key=lambda one: (not one.is_bound, not one.runs, not one.seat)
+    )
+    better = _seated(settled, nodes)
+    return TimeSlice(better if len(better) == len(chosen) else chosen)
+
+
+def matrix(
+    sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float, rows: int
+) -> tuple[TimeSlice, ...]:
+    """The next rows if nothing else happens: what a node set can go on with by itself."""
+    found = []
+    for _ in range(rows):
+        row = next_row(sharers, nodes, quantum)
+        found.append(row)
+        sharers = credited(seated(sharers, row), row.seats.keys(), quantum, quantum)
+    return tuple(found)
+
+
+def seated(sharers: Sequence[SliceShare], row: TimeSlice) -> tuple[SliceShare, ...]:
+    """The sharers as they are once the row runs."""
+    return tuple(
+        replace(one, seat=row.seats.get(one.number, one.seat), runs=one.number in row.seats) for one in sharers
+    )
+
+
+def node_sets(seats: Iterable[Seat]) -> list[tuple[str, ...]]:
+    """The nodes that gangs tie together, each in one set; by the names of nodes."""
+    sets: dict[str, frozenset[str]] = {}
+    for seat in seats:
+        names = frozenset(name for name, _ in seat)
+        joined = reduce(frozenset.union, (sets.get(name, frozenset()) for name in names), names)
+        sets.update(dict.fromkeys(joined, joined))
+    return sorted(tuple(sorted(names)) for names in set(sets.values()))
+
+
+def load(sharers: Iterable[SliceShare], nodes: Iterable[SharedNode]) -> float:
+    """Gandiva's height before it is rounded up: devices wanted by devices there."""
+    return sum(one.gpus for one in sharers) / sum(node.mask.bit_count() for node in nodes)
+
+
+def _fill(sharers: Sequence[SliceShare], gpus: float, into: dict[int, float]) -> float:
+    """Water-filling; the devices that are given."""
+    rest = list(sharers)
+    left = gpus
+    while rest:
+        level = left / sum(one.weight * one.gpus for one in rest)
+        full = [one for one in rest if level * one.weight >= 1.0]
+        for one in full:
+            into[one.number] = 1.0
+            left -= one.gpus
+        if not full:
+            for one in rest:
+                into[one.number] = level * one.weight
+            return gpus
+        rest = [one for one in rest if level * one.weight < 1.0]
+    return gpus - left
+
+
+def _line(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> list[SliceShare]:
+    gpus = sum(node.mask.bit_count() for node in nodes)
+    # Gangs of four use no more than eight of ten devices.
+    step = math.gcd(*(one.gpus for one in sharers)) or 1
+    entitled = shares(sharers, gpus // step * step)
+
+    def key(one: SliceShare) -> tuple[float, ...]:
+        share = entitled[one.number]
+        would_be_ahead = one.deficit_s + share * quantum <= 1e-6 * quantum
+        behind_in = (quantum - one.deficit_s) / share if share > 0.0 else math.inf
+        return (
+            not one.stays,
+            -one.priority,
+            one.received_s > 0.0,
+            would_be_ahead,
+            # Sums of seconds are equal but for rounding.
+            round(behind_in / quantum, 6) if behind_in < math.inf else behind_in,
+            not one.runs,
+            # Whose deficit is at its bound can be told apart by nothing else.
+            -one.waited_s,
+            one.joined_s,
+            one.number,
+        )
+
+    return sorted(sharers, key=key)
+
+
+def _seated(line: Iterable[SliceShare], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
+    """Who finds a seat beside those before, in order."""
+    free = {node.name: node.mask for node in nodes}
+    found = {}
+    for one in line:
+        seat = _seat(one, nodes, free)
+        if seat is not None:
+            found[one.number] = seat
+            for name, mask in seat:
+                free[name] &= ~mask
+    return found
+
+
+def _seat(one: SliceShare, nodes: Sequence[SharedNode], free: Mapping[str, int]) -> Seat | None:
+    if one.seat and all(free.get(name, 0) & mask == mask for name, mask in one.seat):
+        return one.seat
+    if one.is_bound and one.seat:
+        return None
+    # One node if one will do, the fullest; else as few as possible, the emptiest first.
+    rooms = [(free[node.name].bit_count(), node) for node in nodes]
+    whole = [(room, node) for room, node in rooms if room >= one.gpus]
+    if whole:
+        _, node = min(whole, key=lambda pair: (_level(pair[1], free, one.gpus), pair[0], pair[1].name))
+        return ((node.name, _best(node, free, one.gpus)),)
+    missing, seat = one.gpus, []
+    for room, node in sorted(rooms, key=lambda pair: (-pair[0], pair[1].name)):
+        count = min(room, missing)
+        if count:
+            seat.append((node.name, _best(node, free, count)))
+            missing -= count
+    return tuple(seat) if not missing else None
+
+
+def _best(node: SharedNode, free: Mapping[str, int], count: int) -> int:
+    mask = node.topology.best(free[node.name], count)
+    assert mask is not None, f"{node.name} has no {count} devices free"
+    return mask
+
+
+def _level(node: SharedNode, free: Mapping[str, int], count: int) -> LocalityLevel:
+    return node.topology.level(_best(node, free, count))

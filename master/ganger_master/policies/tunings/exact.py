@@ -1,0 +1,196 @@
+"""The best use of each node's cores and memory: what Synergy-Tune leaves on the table when it cuts a peer straight back
+to its share (OSDI 2022, section 4.2).
+
+On each node the small problem "one choice for each gang, as much rate against its share as the node can give, nobody
+below its share" is solved exactly. Gangs on several nodes get one choice for all their nodes, one gang after the other,
+by what it is worth with everybody else on these nodes chosen best. Placing comes before: wishes by the relaxed program
+of Synergy-OPT, where gangs are of few kinds, and gangs by `balance`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ganger_master.policies.job_facts import Integers
+from ganger_master.policies.tunings import (
+    ROUNDING,
+    Gangs,
+    Pieces,
+    Tuning,
+    TuningNodes,
+    balance,
+    proportionally,
+    runnable,
+)
+from ganger_master.policies.tunings.demand import TuningDemand, demands
+from ganger_master.policies.tunings.knapsack import Choices, best_choice
+from ganger_master.policies.tunings.options import options
+from ganger_master.policies.tunings.synergy_opt import best_amounts
+
+# Kinds of gangs (profile, GPUs, weight) up to which the relaxed program is solved: some tenths of a second. Four
+# thousand take half a minute, and there whole demands lead to within half a percent of the same rates.
+_MOST_KINDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Which kinds of pieces share a node, ascending, and what is there for them."""
+
+    kinds: tuple[int, ...]
+    cores: float
+    memory_bytes: float
+
+
+def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
+    """The runnable gangs; ties go to the gangs and nodes named first."""
+    running = runnable(gangs, nodes)
+    of_round = gangs.take(running)
+    placed = tune(of_round, nodes, balance.place(of_round, nodes, _wishes(of_round, nodes)))
+    return placed.of(running[placed.gang])
+
+
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
+    board = _Board(gangs, nodes, placed)
+    split = np.flatnonzero(np.bincount(placed.gang, minlength=len(gangs))[placed.gang] > 1)
+    if len(split):
+        for rows in np.split(split, np.flatnonzero(np.diff(placed.gang[split])) + 1):
+            board.choose_for_split(rows)
+    for node in board.whole_on:
+        board.choose_on(node)
+    return placed.given(board.cores, board.memory)
+
+
+def _wishes(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
+    """What each would get if the cluster were one node; the whole demand where that takes too long to say."""
+    columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
+    if len(np.unique(columns, axis=0)) > _MOST_KINDS:
+        return demands(gangs, nodes)
+    return best_amounts(gangs, nodes, is_integer=False)
+
+
+class _Board:
+    """The pieces and what each has at present: its share, until it is chosen for."""
+
+    def __init__(self, gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> None:
+        self.gangs, self.nodes, self.placed = gangs, nodes, placed
+        share = proportionally(nodes, placed)
+        self.cores, self.memory = share.cores.copy(), share.memory_bytes.copy()
+        self._choices: list[Choices] = []
+        self._best: dict[_Problem, tuple[float, list[int]]] = {}
+        is_split = np.bincount(placed.gang, minlength=len(gangs))[placed.gang] > 1
+        kind = self._kinds(is_split)
+        # By node: rows of the gangs that lie on it alone, by kind.
+        self.whole_on: dict[int, list[int]] = {}
+        for row in np.lexsort((np.arange(len(placed)), kind, placed.node)).tolist():
+            self.whole_on.setdefault(int(placed.node[row]), [])
+            if not is_split[row]:
+                self.whole_on[int(placed.node[row])].append(row)
+        # ... and what is there for them.
+        self._problem = {
+            node: _Problem(
+                tuple(int(kind[row]) for row in rows), float(nodes.cores[node]), float(nodes.memory_bytes[node])
+            )
+            for node, rows in self.whole_on.items()
+        }
+        for row in np.flatnonzero(is_split).tolist():
+            self._hand_back(row, -self.cores[row], -self.memory[row])
+
+    def choose_on(self, node: int) -> None:
+        """For all gangs that lie on this node alone."""
+        problem = self._problem[node]
+        _, chosen = self._solved(problem)
+        for row, kind, option in zip(self.whole_on[node], problem.kinds, chosen, strict=True):
+            cores, memory, _ = self._choices[kind]
+            self.cores[row], self.memory[row] = cores[option], memory[option]
+
+    def choose_for_split(self, rows: Integers) -> None:
+        """For one gang that lies on several nodes: everybody on them at their best, what is it worth with each option?
+        Of equals the first; staying at its share comes before all."""
+        on, gpus = self.placed.node[rows], self.placed.gpus[rows]
+        gang = int(self.placed.gang[rows[0]])
+        profile, weight = int(self.gangs.profile[gang]), float(self.gangs.weight[gang])
+        shares = self.nodes.share_cores[on], self.nodes.share_memory[on]
+        slowest = int(np.argmin(self.gangs.profiles.at(np.array(profile), *shares)))
+        offered = options(
+            self.gangs.profiles,
+            profile,
+            float(shares[0][slowest]),
+            float(shares[1][slowest]),
+            float(np.min(self.nodes.cores[on] / gpus)),
+            float(np.min(self.nodes.memory_bytes[on] / gpus)),
+        )
+        best, best_worth = (self.cores[rows], self.memory[rows]), -np.inf
+        candidates = [(best, 1.0)]
+        for cores, memory, value in zip(offered.cores, offered.memory_bytes, offered.value, strict=True):
+            candidates.append(((cores * gpus, memory * gpus), float(value)))
+        for (cores, memory), value in candidates:
+            worth = weight * value
+            for place, row in enumerate(rows.tolist()):
+                problem = self._with(row, self.cores[row] - cores[place], self.memory[row] - memory[place])
+                worth += self._solved(problem)[0] if self._is_there(row, problem) else -np.inf
+                if worth == -np.inf:
+                    break
+            if worth > best_worth + 1e-9:
+                best, best_worth = (cores, memory), worth
+        for place, row in enumerate(rows.tolist()):
+            self._hand_back(row, self.cores[row] - best[0][place], self.memory[row] - best[1][place])
+        self.cores[rows], self.memory[rows] = best
+
+    def _kinds(self, is_split: np.ndarray) -> Integers:
+        """The kind of each row: alike in profile, GPUs, weight and node, so that each kind's options are found once."""
+        placed, nodes = self.placed, self.nodes
+        columns = np.stack(
+            [
+                self.gangs.profile[placed.gang].astype(float),
+                placed.gpus.astype(float),
+                self.gangs.weight[placed.gang],
+                nodes.gpus[placed.node].astype(float),
+                nodes.cores[placed.node],
+                nodes.memory_bytes[placed.node],
+            ],
+            axis=1,
+        )
+        columns[is_split] = 0.0
+        found, kind = np.unique(columns, axis=0, return_inverse=True)
+        for profile, gpus, weight, node_gpus, cores, memory in found.tolist():
+            if gpus == 0.0:
+                self._choices.append((np.zeros(1), np.zeros(1), np.zeros(1)))
+                continue
+            offered = options(
+                self.gangs.profiles, int(profile), cores / node_gpus, memory / node_gpus, cores / gpus, memory / gpus
+            )
+            self._choices.append((offered.cores * gpus, offered.memory_bytes * gpus, offered.value * weight))
+        return kind.ravel()
+
+    def _with(self, row: int, cores: float, memory: float) -> _Problem:
+        """The problem of the row's node with so much more there."""
+        problem = self._problem[int(self.placed.node[row])]
+        return _Problem(problem.kinds, problem.cores + float(cores), problem.memory_bytes + float(memory))
+
+    def _is_there(self, row: int, problem: _Problem) -> bool:
+        """Whether the row's node had that much in the first place."""
+        node = int(self.placed.node[row])
+        least_cores, least_memory = -ROUNDING * self.nodes.cores[node], -ROUNDING * self.nodes.memory_bytes[node]
+        return bool(problem.cores >= least_cores and problem.memory_bytes >= least_memory)
+
+    def _hand_back(self, row: int, cores: float, memory: float) -> None:
+        self._problem[int(self.placed.node[row])] = self._with(row, cores, memory)
+
+    def _solved(self, problem: _Problem) -> tuple[float, list[int]]:
+        """What the best choices are worth, and which they are; minus infinity if none fit. Nodes repeat each other."""
+        found = self._best.get(problem)
+        if found is None:
+            pieces = [self._choices[kind] for kind in problem.kinds]
+            chosen = best_choice(pieces, problem.cores, problem.memory_bytes)
+            found = (-np.inf, []) if chosen is None else (_worth(pieces, chosen), chosen)
+            self._best[problem] = found
+        return found
+
+
+def _worth(pieces: list[Choices], chosen: list[int]) -> float:
+    return float(sum(value[option] for (_, _, value), option in zip(pieces, chosen, strict=True)))
+
+
+EXACT = Tuning("exact", tune, place)

@@ -1,0 +1,88 @@
+"""Cores by what each job makes of them, up to its sweet point (Xiao et al., "Scheduling CPU for GPU-based deep learning
+jobs", SoCC 2018 poster): sum of S(c)/S(theta) over the gangs of a node, by marginal gain per core under the node's
+cores. Whole cores; memory is proportional.
+
+Where curves bend downwards this greedy rule is the best there is. Fitted curves often bend slightly upwards, or rise
+again past a shelf, and their first core may gain less than a later one; so a step is as many cores as gain most each
+(the concave envelope of the curve).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from ganger_master.estimators.cpu import CpuModel
+from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.tunings import ROUNDING, Gangs, Pieces, Profiles, Tuning, TuningNodes, proportionally
+from ganger_master.policies.tunings.demand import ENOUGH
+
+
+def predicted(models: Sequence[CpuModel], most_cores: int) -> Profiles:
+    """Profiles of fitted curves on whole cores up to `most_cores`. The poster knows nothing of memory: any serves."""
+    cores = np.arange(1.0, most_cores + 1.0)
+    rates = np.array([model.rates(cores) for model in models]).reshape(len(models), most_cores, 1)
+    return Profiles(cores, np.ones(1), np.maximum.accumulate(rates, axis=1))
+
+
+def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
+    cores = np.zeros(len(placed))
+    order = np.argsort(placed.node, kind="stable")
+    starts = np.flatnonzero(np.diff(placed.node[order], prepend=-1))
+    for rows in np.split(order, starts[1:]) if len(order) else []:
+        capacity = float(nodes.cores[placed.node[rows[0]]])
+        cores[rows] = shared_out([_curve(gangs, placed, int(row), capacity) for row in rows], capacity)
+    return placed.given(cores, proportionally(nodes, placed).memory_bytes)
+
+
+def shared_out(curves: Sequence[Floats], capacity: float) -> list[float]:
+    """Cores for each curve; entry i is what i + 1 cores are worth, the last one those of the sweet point. Each gets at
+    least one core, or as much less as there are fewer. What nobody can use is left over. Ties go to the curve named
+    first."""
+    if capacity < len(curves):
+        return [capacity / len(curves)] * len(curves)
+    held = [1] * len(curves)
+    left = int(capacity * (1.0 + ROUNDING)) - len(curves)
+    heap: list[tuple[float, int, int]] = []
+
+    def push(curve: int) -> None:
+        step = _step(curves[curve], held[curve], left)
+        if step is not None:
+            heapq.heappush(heap, (-step[0], curve, step[1]))
+
+    for curve in range(len(curves)):
+        push(curve)
+    while heap:
+        _, curve, count = heapq.heappop(heap)
+        # others may have taken what this step needs: then a shorter one competes again
+        if count <= left:
+            held[curve] += count
+            left -= count
+        push(curve)
+    return [float(count) for count in held]
+
+
+def _step(curve: Floats, held: int, left: int) -> tuple[float, int] | None:
+    """(gain for each core, cores) of the most gainful step; the shortest of equals."""
+    ahead = curve[held : held + left]
+    if not len(ahead):
+        return None
+    gains = (ahead - curve[held - 1]) / np.arange(1, len(ahead) + 1)
+    count = int(np.argmax(gains))
+    return (float(gains[count]), count + 1) if gains[count] > ROUNDING else None
+
+
+def _curve(gangs: Gangs, placed: Pieces, row: int, capacity: float) -> Floats:
+    """S(c)/S(theta) for whole cores of the piece, from one to its sweet point."""
+    gang, gpus = int(placed.gang[row]), int(placed.gpus[row])
+    most = max(1, min(int(capacity), int(np.ceil(gangs.profiles.cores[-1] * gpus))))
+    rates = gangs.profiles.at(
+        gangs.profile[gang], np.arange(1, most + 1) / gpus, np.array(gangs.profiles.memory_bytes[-1])
+    )
+    sweet = int(np.argmax(rates >= ENOUGH * rates[-1]))
+    return np.asarray(rates[: sweet + 1] / max(float(rates[sweet]), 1e-9), float)
+
+
+PREDICTOR = Tuning("predictor", tune)

@@ -1,0 +1,243 @@
+"""The core's answers as messages or errors, and the callers' names as the core knows them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
+from ganger.wire import errors, times
+from ganger.wire import resource_messages as convert
+from ganger.wire import resource_names as names
+from ganger.wire.roles import CallerIdentity
+
+from ganger_master.core import sharing, silence
+from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.arrays import no_array
+from ganger_master.core.explain import as_it_is, told_blockers
+from ganger_master.core.memberships import members_of
+from ganger_master.core.model import Gang, JobRecord, Node, NodeState
+from ganger_master.core.preconditions import no_job
+from ganger_master.core.retry import visible_to
+from ganger_master.core.rows_now import has_turn
+from ganger_master.rpc import array_messages, job_messages
+from ganger_master.rpc.session_refusals import SessionRefusals
+from ganger_master.runtime.progress_board import ProgressBoard
+from ganger_master.runtime.writer import Writer
+
+_Kind = TypeVar("_Kind")
+
+# Most jobs that are named with one trouble of a node.
+_JOBS_NAMED: Final = 3
+_NODE_STATES = {state: node_pb2.Node.State.Value(f"STATE_{state.name}") for state in NodeState}
+
+
+def owner() -> str:
+    """Who holds the start-up token: the user this master runs as."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def error_of(refused: Refused) -> errors.ApiError:
+    kind = errors.ApiError._by_reason.get(refused.reason)
+    assert kind is not None, f"the core refuses with {refused.reason}, which the wire does not know"
+    violations = [errors.Violation(path, text) for path, text in refused.violations]
+    error = kind(refused.message, violations=violations)
+    error.metadata = dict(refused.metadata)
+    return error
+
+
+def expect(answer: object, kind: type[_Kind]) -> _Kind:
+    """The answer if it is of the kind a command asks for; raises ApiError for a refusal."""
+    if isinstance(answer, Refused):
+        raise error_of(answer)
+    assert isinstance(answer, kind), f"expected {kind.__name__}, the core answered {type(answer).__name__}"
+    return answer
+
+
+class Shown:
+    """Messages of what is durable, with what is only advisory (blockers, rank, progress) as of now."""
+
+    def __init__(self, writer: Writer, progress: ProgressBoard, refusals: SessionRefusals) -> None:
+        self._writer = writer
+        self._progress = progress
+        self._refusals = refusals
+
+    def job_named(self, number: int) -> JobRecord:
+        job = self._writer.committed.jobs.get(number)
+        if job is None:
+            raise self.not_found(number)
+        return job
+
+    def not_found(self, number: int) -> errors.ApiError:
+        return error_of(no_job(number, self._writer.committed.counters.next_job, self._writer.committed.jobs))
+
+    def node_named(self, node: str) -> Node:
+        found = self._writer.committed.nodes.get(node)
+        if found is None:
+            raise errors.NodeNotFound(
+                f"there is no nodes/{node}: `ganger nodes` lists them", node=names.node_name(node)
+            )
+        return found
+
+    def job(self, number: int, *, with_environment: bool = False) -> job_pb2.Job:
+        """Raises JobNotFound."""
+        job = self.job_named(number)
+        state, committed = self._writer.state, self._writer.committed
+        told = told_blockers(state, job)
+        gang = committed.gangs.get(job.epoch)
+        return job_messages.job_to_wire(
+            job,
+            gang,
+            committed.gangs.get(job.next_epoch),
+            # In a list of many jobs not all nodes are looked at for each.
+            blockers=tuple([as_it_is(state, one) if one.node else one for one in told]),
+            queue_rank=state.queue_rank(number),
+            sample=self._progress.of(number),
+            beside=() if gang is None else sharing.beside(state, gang),
+            has_turn=self._has_turn(gang),
+            with_environment=with_environment,
+        )
+
+    def _has_turn(self, gang: Gang | None) -> bool | None:
+        node_set = None if gang is None else self._writer.committed.sets.get(gang.node_set)
+        return (
+            None if gang is None or node_set is None else has_turn(node_set, self._writer.state.rows_seen, gang.epoch)
+        )
+
+    def members(self, array: int) -> list[JobRecord]:
+        """Raises ArrayNotFound."""
+        members = members_of(self._writer.committed.jobs, array)
+        if not members:
+            raise error_of(no_array(array))
+        return members
+
+    def array(self, number: int) -> array_pb2.Array:
+        """Raises ArrayNotFound."""
+        members = self.members(number)
+        return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
+
+    def node(
+        self, name: str, caller: CallerIdentity, fallen_at_once: Mapping[str, float] | None = None
+    ) -> node_pb2.Node:
+        """Return the node as far as the caller may see it. `fallen_at_once`: computed once for a list of nodes. Raises
+        NodeNotFound."""
+        refusal = self._refusals.of(name)
+        if refusal.reason and name not in self._writer.committed.nodes:
+            return node_pb2.Node(
+                name=names.node_name(name),
+                state=node_pb2.Node.STATE_UNKNOWN,
+                state_reason=refusal.text,
+                refusal=refusal.reason,
+            )
+        node = self.node_named(name)
+        row = self._writer.committed.rows.get(name)
+        seen = self._writer.state.last_answer.get(name)
+        cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
+        reasons = (
+            refusal.text or _silent_why(node, cut_off.get(name)),
+            node.state_reason,
+            self._storage_trouble(node),
+        )
+        return node_pb2.Node(
+            name=names.node_name(node.name),
+            machine_uuid=node.machine_uuid,
+            configuration_set=node.configuration_set,
+            state=_NODE_STATES[node.state],
+            state_reason="; ".join(filter(None, reasons)),
+            row=None if row is None else convert.node_row_to_wire(row),
+            capabilities=dict(node.capabilities),
+            peer_address=node.peer_address,
+            last_seen_time=None if seen is None else times.timestamp(seen),
+            device_faults=dict(node.device_faults),
+            quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
+            rack=node.rack,
+            fabric=node.fabric,
+            refusal=refusal.reason,
+            launch_failures=node.launch_failures,
+            launch_failure=(
+                visible_to(self._writer.committed.jobs, node.launch_failure, caller.name)
+                if caller.has_own_jobs_only
+                else node.launch_failure
+            ),
+        )
+
+    def _storage_trouble(self, node: Node) -> str:
+        """Return what the node's gangs and its daemon report of the storage: codes and jobs, no text of a job."""
+        if not node.heard:
+            return ""
+        jobs: dict[str, list[int]] = {}
+        for gang in self._writer.state.gangs_there(node.name):
+            for piece in gang.pieces:
+                code = piece.trouble.partition(":")[0]
+                if piece.claim.node == node.name and code.startswith("STORAGE_"):
+                    jobs.setdefault(code, []).append(gang.job)
+        reported = [
+            f"{code}, reported by {_jobs_text(numbers)}: see `ganger why {numbers[0]}`"
+            for code, numbers in sorted(jobs.items())
+        ]
+        if not node.storage_proved:
+            reported.append("its daemon does not find the cluster's storage: no job with a checkpoint can go on here")
+        return "; ".join(reported)
+
+    def node_names(self) -> list[str]:
+        """Return the known nodes and those that the master does not accept, in order."""
+        return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
+
+    def fallen_at_once(self) -> Mapping[str, float]:
+        """Return the nodes whose silence may be the master's own, each with the time at which it is lost all the
+        same."""
+        return silence.fallen_at_once(self._writer.state, self._writer.now())
+
+
+def _jobs_text(numbers: Sequence[int]) -> str:
+    more = len(numbers) - _JOBS_NAMED
+    named = ", ".join(names.job_name(number) for number in numbers[:_JOBS_NAMED])
+    return f"{named} and {more} more" if more > 0 else named
+
+
+def _silent_why(node: Node, lost_at: float | None) -> str:
+    if node.unanswerable:
+        return node.unanswerable
+    if lost_at is not None:
+        return silence.suspicion(lost_at)
+    return "its daemon does not call" if node.state is NodeState.SILENT else ""
+
+
+def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:
+    """A verdict, in the empty message `into` if there is one; raises ApiError if the request itself was refused."""
+    verdict = scheduling_pb2.Verdict() if into is None else into
+    verdict.job = job
+    match answer:
+        case Approved():
+            approved = verdict.approved
+            approved.epoch = answer.epoch
+            approved.revision = answer.revision
+            approved.view_version = answer.view_version
+            approved.candidate = answer.candidate
+        case Rejected():
+            rejected = verdict.rejected
+            for refusal in answer.refusals:
+                convert.refusal_to_wire(refusal, rejected.refusals.add())
+            for row in answer.rows:
+                convert.node_row_to_wire(row, rejected.rows.add())
+            rejected.view_version = answer.view_version
+            rejected.turn_kept = answer.turn_kept
+        case Refused():
+            raise error_of(answer)
+        case _:
+            raise AssertionError(f"no verdict: {type(answer).__name__}")
+    return verdict
+
+
+def change_verdict_of(answer: ChangeAnswer) -> scheduling_pb2.ChangeVerdict:
+    return scheduling_pb2.ChangeVerdict(
+        job=names.job_name(answer.number),
+        approved=answer.approved,
+        revision=answer.revision,
+        refusals=convert.refusals_to_wire(answer.refusals),
+    )

@@ -1,0 +1,215 @@
+"""What is durable and may be shown: jobs, gangs, nodes, wanted sets, rows of the view, and who waits for news of them.
+
+The writer's state may be ahead of the store; this is never. Elements are immutable, so a reader may keep what it was
+given. Watchers hold a mark and ask again, so a slow one costs a flag and never a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import attrgetter
+from typing import Final
+
+from ganger.cluster.resources import ConfigurationSet, NodeRow
+from ganger.cluster.view import LoadMode
+
+from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet
+from ganger_master.core.wanted import DesiredSet
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What one durable batch changes for those outside."""
+
+    puts: Mapping[tuple[str, str], Element] = field(default_factory=dict)
+    removes: tuple[tuple[str, str], ...] = ()
+    desired: Mapping[str, DesiredSet] = field(default_factory=dict)
+    rows: Sequence[NodeRow] = ()
+    view_version: int = 0
+    jobs: Sequence[int] = ()
+    # Of the nodes that take gangs: all devices, and those that are free.
+    devices: int = 0
+    free_devices: int = 0
+    mode: LoadMode = LoadMode.SPREAD
+
+
+class JobNews:
+    """Which jobs changed since somebody last took note: numbers, each once however often it changed."""
+
+    def __init__(self) -> None:
+        self.mark = asyncio.Event()
+        self._numbers: dict[int, None] = {}
+        # Everything may have changed.
+        self._is_all = True
+        self.mark.set()
+
+    def add(self, numbers: Iterable[int]) -> None:
+        self._numbers.update(dict.fromkeys(numbers))
+        self.mark.set()
+
+    def add_all(self) -> None:
+        self._is_all = True
+        self.mark.set()
+
+    def take(self) -> Sequence[int] | None:
+        """None: all there are."""
+        numbers, self._numbers = self._numbers, {}
+        is_all, self._is_all = self._is_all, False
+        return None if is_all else tuple(numbers)
+
+
+class Committed:
+    """Durable state by key, and the marks of its watchers."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, JobRecord] = {}
+        self.gangs: dict[int, Gang] = {}
+        self.nodes: dict[str, Node] = {}
+        self.sets: dict[int, NodeSet] = {}
+        self.configuration_sets: dict[str, ConfigurationSet] = {}
+        self.counters = Counters()
+        self.desired: dict[str, DesiredSet] = {}
+        # In the order of their versions, so that what is newer than a version is the end of it.
+        self.rows: dict[str, NodeRow] = {}
+        self.view_version = 0
+        # Of the nodes that take gangs: all devices, and those that are free.
+        self.devices = 0
+        self.free_devices = 0
+        self.mode = LoadMode.SPREAD
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._job_watchers: set[JobNews] = set()
+
+    def reset(
+        self,
+        elements: Iterable[Element],
+        desired: Mapping[str, DesiredSet],
+        rows: Iterable[NodeRow],
+        view_version: int,
+        devices: int,
+        free_devices: int,
+        mode: LoadMode,
+    ) -> None:
+        """Starts over from what a store holds; every watcher is woken."""
+        kept = (self.jobs, self.gangs, self.nodes, self.sets, self.configuration_sets, self.desired, self.rows)
+        for mapping in kept:
+            mapping.clear()
+        for element in elements:
+            self._install(element)
+        self.desired.update(desired)
+        self._show(rows)
+        self.view_version = view_version
+        self.devices, self.free_devices, self.mode = devices, free_devices, mode
+        for subject in list(self._watchers):
+            self.wake(subject)
+        for watched in self._job_watchers:
+            watched.add_all()
+
+    def publish(self, news: Publication) -> None:
+        for kind, key in news.removes:
+            self._take_away(kind, key)
+        jobs, gangs = self.jobs, self.gangs
+        has_sets = any(kind == "node_set" for kind, _ in news.removes)
+        for element in news.puts.values():
+            # By far the most.
+            if isinstance(element, JobRecord):
+                jobs[element.number] = element
+            elif isinstance(element, Gang):
+                gangs[element.epoch] = element
+            else:
+                has_sets = has_sets or isinstance(element, NodeSet)
+                self._install(element)
+        self.desired.update(news.desired)
+        if news.rows or news.view_version > self.view_version:
+            self._show(news.rows)
+            self.view_version = news.view_version
+            self.devices, self.free_devices, self.mode = news.devices, news.free_devices, news.mode
+        if self._job_watchers and (news.jobs or news.rows or has_sets):
+            for watched in self._job_watchers:
+                watched.add(news.jobs)
+        if self._watchers:
+            for number in news.jobs:
+                self.wake(f"jobs/{number}")
+            for node in news.desired:
+                self.wake(f"nodes/{node}")
+            if news.rows:
+                self.wake("view")
+
+    def rows_after(self, version: int) -> list[NodeRow]:
+        """Rows that changed after a version of the view, newest first."""
+        return list(takewhile(lambda row: row.version > version, reversed(self.rows.values())))
+
+    @contextmanager
+    def watching(self, subject: str) -> Iterator[asyncio.Event]:
+        """An event that is set whenever the subject ("jobs/7", "nodes/n1", "view") has news; the watcher clears it."""
+        mark = asyncio.Event()
+        self._watchers.setdefault(subject, set()).add(mark)
+        try:
+            yield mark
+        finally:
+            marks = self._watchers.get(subject, set())
+            marks.discard(mark)
+            if not marks:
+                self._watchers.pop(subject, None)
+
+    @contextmanager
+    def watching_jobs(self) -> Iterator[JobNews]:
+        """Collects which jobs changed; its mark is set by changes of the view and of node sets, too, and by nodes that
+        leave."""
+        news = JobNews()
+        self._job_watchers.add(news)
+        try:
+            yield news
+        finally:
+            self._job_watchers.discard(news)
+
+    def wake(self, subject: str) -> None:
+        """Lets the watchers of a subject look again."""
+        for mark in self._watchers.get(subject, ()):
+            mark.set()
+
+    def _show(self, rows: Iterable[NodeRow]) -> None:
+        shown = self.rows
+        for row in sorted(rows, key=_by_version):
+            shown.pop(row.node, None)
+            shown[row.node] = row
+
+    def _install(self, element: Element) -> None:
+        match element:
+            case JobRecord():
+                self.jobs[element.number] = element
+            case Gang():
+                self.gangs[element.epoch] = element
+            case Node():
+                self.nodes[element.name] = element
+            case NodeSet():
+                self.sets[element.number] = element
+            case ConfigurationSet():
+                self.configuration_sets[element.name] = element
+            case Counters():
+                self.counters = element
+
+    def _take_away(self, kind: str, key: str) -> None:
+        match kind:
+            case "job":
+                self.jobs.pop(int(key), None)
+                self.wake(f"jobs/{key}")
+            case "gang":
+                self.gangs.pop(int(key), None)
+            case "node":
+                self.nodes.pop(key, None)
+                self.desired.pop(key, None)
+                self.rows.pop(key, None)
+                self.wake("view")
+                for watched in self._job_watchers:
+                    watched.add(())
+            case "node_set":
+                self.sets.pop(int(key), None)
+            case "configuration_set":
+                self.configuration_sets.pop(key, None)
+
+
+_by_version: Final = attrgetter("version")

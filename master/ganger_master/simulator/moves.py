@@ -1,0 +1,86 @@
+"""Moves in a replay: the pass that goes around another one, and what is remembered of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from ganger.cluster.room import CapacityIndex
+
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.core.state import State
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_context import MigrationTerms, Moving
+from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.replay import Clock
+from ganger_master.simulator.windows import ModelledRates
+
+
+class Moves:
+    """`is_strict` and `per_hour`: as `acting.Terms` has them."""
+
+    def __init__(
+        self,
+        placement: PlacementPreference,
+        is_strict: bool,
+        state: State,
+        table: LiveTable,
+        room: CapacityIndex,
+        windows: ModelledRates,
+        clock: Clock,
+        per_hour: float | None,
+    ) -> None:
+        self._placement, self._is_strict = placement, is_strict
+        self._state, self._table, self._room = state, table, room
+        self._windows, self._clock, self._per_hour = windows, clock, per_hour
+        # What is under way, and when that is looked at though nothing happens.
+        self.moving = Moving()
+        self._again_s = math.inf
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock.now >= self._again_s
+
+    def around(self, inner: Inner, may_stop: bool, is_news: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
+        """The pass, where jobs are moved too."""
+        return self._plan(inner, self._terms, may_stop, is_news)
+
+    def of_sharers(self, on_trial: Collection[int]) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
+        """What is moved where jobs share GPUs, whose own pass has nothing to change. `on_trial`: whose packs are."""
+        terms = MigrationTerms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
+        return self._plan(lambda kept_out, may_stop: PlanDraft(), terms, False, True)
+
+    def moves_nobody(self) -> bool:
+        """As `moves.moves_nobody` has it."""
+        return moves_nobody(self.moving, self._terms, self._table, self._clock.now, self._room)
+
+    @property
+    def _terms(self) -> MigrationTerms:
+        return MigrationTerms(
+            self._placement,
+            draining=tuple(self._state.draining),
+            is_strict=self._is_strict,
+            per_hour=self._per_hour,
+        )
+
+    def _plan(
+        self, inner: Inner, terms: MigrationTerms, may_stop: bool, is_news: bool
+    ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
+        self._windows.now = self._clock.now
+        terms = replace(terms, rated=self._windows)
+        found, self.moving, findings, again_s = plan_moves(
+            inner, terms, self._table, self._clock.now, self._room, self.moving, NOTHING_KEPT_OUT, may_stop, is_news
+        )
+        if again_s != self._again_s:
+            self._again_s = again_s
+            if again_s < math.inf:
+                self._clock.at(max(again_s, self._clock.now), _nothing)
+        return found, findings
+
+
+def _nothing() -> None:
+    """Time passes."""

@@ -1,0 +1,43 @@
+"""Jobs that share GPUs in a replay beside an order that stops jobs: the pass that packs them, and what it remembers."""
+
+from __future__ import annotations
+
+from ganger.cluster.room import CapacityIndex
+
+from ganger_master.core.commands import Change
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.replay import Clock
+from ganger_master.simulator.windows import ModelledRates
+
+
+class Packer:
+    """`gpus`: of the cluster."""
+
+    def __init__(
+        self,
+        placement: PlacementPreference,
+        table: LiveTable,
+        room: CapacityIndex,
+        windows: ModelledRates,
+        clock: Clock,
+        gpus: int,
+        plan_every_s: float,
+    ) -> None:
+        self._placement, self._table, self._room = placement, table, room
+        self._windows, self._clock, self._gpus, self._every_s = windows, clock, gpus, plan_every_s
+        self.packing = OrderColocation()
+
+    @property
+    def next_look_s(self) -> float:
+        return self.packing.next_look_s(self._table, self._every_s)
+
+    def plan(self) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...]]:
+        """The changes to propose now, and what was found."""
+        now = self._windows.now = self._clock.now
+        changes, self.packing, findings = plan_packing(
+            self.packing, self._placement, self._table, self._room, now, self._windows, self._gpus, self._every_s
+        )
+        return changes, findings

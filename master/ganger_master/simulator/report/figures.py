@@ -1,0 +1,199 @@
+"""The figures of one run: how long jobs took and waited, how full the cluster was, how fair, and what it cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ganger_master.policies.orders import SLACK_S
+from ganger_master.simulator.report.fairness import finish_time_fairness
+from ganger_master.simulator.report.outcomes import Outcomes, Run
+from ganger_master.simulator.traces.statistics import percentile, size_class, size_names
+from ganger_master.simulator.traces.workload import Floats
+
+
+@dataclass(frozen=True)
+class SizeFigures:
+    """Jobs of one size class of gangs: how long until they first ran, and how long they waited in all."""
+
+    jobs: int
+    mean_start_delay_s: float
+    p95_start_delay_s: float
+    mean_waiting_s: float
+    p95_waiting_s: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """NaN where a figure cannot be told. Times are of jobs that ended; percentiles are observed values
+    (`statistics.percentile`), the median is the usual one. A millisecond late is in time.
+
+    `jobs` were submitted (in the window, if one was asked for), `unfinished` of them had not ended. `makespan_s` runs
+    from the first submission to the last end, NaN with jobs unfinished. `gpu_utilization` and `core_utilization` are
+    what was held by what there was, over the makespan or window. `fragmentation` is the share of free GPUs that the
+    next gang could not use, `fragmented_gpus` their mean number. `rho` is Themis's finish-time fairness. Waiting is all
+    time without a gang. `overhead_share` is the share of held GPU time that went into starting, stopping and moving.
+    """
+
+    policy: str
+    seed: int
+    offered_load: float
+    jobs: int
+    unfinished: int
+    avg_jct_s: float
+    median_jct_s: float
+    p95_jct_s: float
+    p99_jct_s: float
+    makespan_s: float
+    avg_start_delay_s: float
+    p95_start_delay_s: float
+    avg_waiting_s: float
+    p95_waiting_s: float
+    by_gang_size: Mapping[str, SizeFigures]
+    gpu_utilization: float
+    core_utilization: float
+    fragmented_gpus: float
+    fragmentation: float
+    avg_rho: float
+    p95_rho: float
+    max_rho: float
+    share_rho_above_1: float
+    deadlines: int
+    deadline_hits: int
+    preemptions: int
+    migrations: int
+    resizes: int
+    overhead_s: float
+    overhead_share: float
+    wall_s: float
+    cpu_s: float
+    events: int
+    events_per_s: float
+    peak_memory_bytes: int
+
+
+def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
+    """The figures of a run. With a window, of the jobs submitted in it (from the first to before the second), and of
+    the cluster during it: the steady part of a run, without its start and its end."""
+    every = run.outcomes
+    begin, end = (run.start_s, run.end_s) if window_s is None else window_s
+    chosen = np.ones(len(every), bool) if window_s is None else (every.submit_s >= begin) & (every.submit_s < end)
+    # Contention is that of all jobs, whichever are looked at.
+    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)
+    known = chosen & ~np.isnan(rho)
+    rho, jct = rho[known], every.jct_s[known]
+    jobs = every if window_s is None else every.take(chosen)
+    done = jobs.take(jobs.finished)
+    last_end = float(done.end_s.max()) if len(jobs) and len(done) == len(jobs) else math.nan
+    makespan = last_end - float(jobs.submit_s.min()) if len(jobs) else math.nan
+    if window_s is None and len(jobs):
+        begin = float(jobs.submit_s.min())
+        end = run.end_s if math.isnan(last_end) else last_end
+    fragmented = _series_mean(run, "fragmented_gpus", begin, end)
+    used_gpus = _used(run, "used_gpus", every.gpu_seconds, window_s, begin, end)
+    used_cores = _used(run, "used_cores", every.core_seconds, window_s, begin, end)
+    deadlines = ~np.isnan(jobs.deadline_s)
+    held = float(jobs.gpu_seconds.sum())
+    return Figures(
+        policy=run.policy,
+        seed=run.seed,
+        offered_load=run.offered_load,
+        jobs=len(jobs),
+        unfinished=len(jobs) - len(done),
+        avg_jct_s=_mean(done.jct_s),
+        median_jct_s=_median(done.jct_s),
+        p95_jct_s=percentile(done.jct_s, 95),
+        p99_jct_s=percentile(done.jct_s, 99),
+        makespan_s=makespan,
+        avg_start_delay_s=_mean(_known(jobs.start_delay_s)),
+        p95_start_delay_s=percentile(_known(jobs.start_delay_s), 95),
+        avg_waiting_s=_mean(done.waiting_s),
+        p95_waiting_s=percentile(done.waiting_s, 95),
+        by_gang_size=by_gang_size(jobs),
+        gpu_utilization=_ratio(used_gpus, run.gpus),
+        core_utilization=_ratio(used_cores, run.cores),
+        fragmented_gpus=fragmented,
+        fragmentation=_ratio(fragmented, run.gpus - used_gpus),
+        avg_rho=_mean(rho),
+        p95_rho=percentile(rho, 95),
+        max_rho=float(rho.max()) if len(rho) else math.nan,
+        # Longer than it would have taken alone, jct / rho, by more than sums of times are rounded.
+        share_rho_above_1=_mean(jct * (rho - 1.0) > SLACK_S * rho),
+        deadlines=int(deadlines.sum()),
+        # A job that has not ended compares as NaN: no hit.
+        deadline_hits=int((jobs.end_s[deadlines] <= jobs.deadline_s[deadlines] + SLACK_S).sum()),
+        preemptions=int(jobs.preemptions.sum()),
+        migrations=int(jobs.migrations.sum()),
+        resizes=int(jobs.resizes.sum()),
+        overhead_s=float(jobs.overhead_s.sum()),
+        overhead_share=_ratio(float((jobs.overhead_s * _mean_gpus(jobs)).sum()), held),
+        wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        events=run.events,
+        events_per_s=_ratio(run.events, run.wall_s),
+        peak_memory_bytes=run.peak_memory_bytes,
+    )
+
+
+def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
+    """By size class, smallest first."""
+    names = size_names(jobs.gpus)
+    class_of = {size: names.index(size_class(size)) for size in set(jobs.gpus.tolist())}
+    codes = np.array([class_of[size] for size in jobs.gpus.tolist()], int)
+    found = {}
+    for code, name in enumerate(names):
+        of_size = codes == code
+        delays = _known(jobs.start_delay_s[of_size])
+        waiting = _known(jobs.waiting_s[of_size])
+        found[name] = SizeFigures(
+            int(of_size.sum()), _mean(delays), percentile(delays, 95), _mean(waiting), percentile(waiting, 95)
+        )
+    return found
+
+
+def _used(
+    run: Run, name: str, held_seconds: Floats, window_s: tuple[float, float] | None, begin: float, end: float
+) -> float:
+    """Mean of what was in use. From the jobs where the whole run is asked about: no recording is as exact. What jobs
+    hold together is in use once."""
+    if window_s is None and not (run.shares and name == "used_gpus"):
+        return _ratio(float(held_seconds.sum()), end - begin)
+    return _series_mean(run, name, begin, end)
+
+
+def _series_mean(run: Run, name: str, begin: float, end: float) -> float:
+    series = run.series.get(name)
+    return math.nan if series is None else series.mean(begin, end)
+
+
+def _mean_gpus(jobs: Outcomes) -> Floats:
+    """Of each job while it held any: an elastic one may have had several sizes."""
+    held = ~np.isnan(jobs.gpu_seconds) & (jobs.service_s > 0)
+    mean: Floats = np.divide(jobs.gpu_seconds, jobs.service_s, out=jobs.gpus.astype(float), where=held)
+    return mean
+
+
+def _known(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
+
+
+def _median(values: Floats) -> float:
+    """As NumPy's own, which imports its masked arrays for that."""
+    if not len(values):
+        return math.nan
+    middle = [(len(values) - 1) // 2, len(values) // 2]
+    lower, upper = np.partition(values, middle)[middle].tolist()
+    return float((lower + upper) / 2)
+
+
+def _mean(
+    values: np.ndarray[tuple[int, ...], np.dtype[np.float64]] | np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other > 0 else math.nan

@@ -1,0 +1,146 @@
+"""What became of every job of a run, as frozen columns, and what a run was: all that a report is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ganger_master.simulator.report.series import StepSeries
+from ganger_master.simulator.traces.workload import Floats, Integers, Workload
+
+# Sums of floating-point seconds may be off by this share.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """One entry a job, in the order of the workload. Seconds are simulated; NaN in `first_start_s` and `end_s` is what
+    has not happened.
+
+    `service_s`: seconds in which the job held its gang, of which `overhead_s` went into starting, stopping, saving and
+    moving. `gpu_seconds` and `core_seconds`: what it held, summed over time (NaN: not recorded). `duration_s`: what it
+    needs alone with its gang (NaN: unknown); `deadline_s`: by when (NaN: none).
+    """
+
+    job_ids: tuple[str, ...]
+    submit_s: Floats
+    gpus: Integers
+    duration_s: Floats
+    deadline_s: Floats
+    first_start_s: Floats
+    end_s: Floats
+    service_s: Floats
+    overhead_s: Floats
+    gpu_seconds: Floats
+    core_seconds: Floats
+    preemptions: Integers
+    migrations: Integers
+    resizes: Integers
+
+    def __len__(self) -> int:
+        return len(self.job_ids)
+
+    @property
+    def jct_s(self) -> Floats:
+        """From submission to end; NaN for jobs that have not ended."""
+        return self.end_s - self.submit_s
+
+    @property
+    def start_delay_s(self) -> Floats:
+        """From submission to the first start; NaN for jobs that never started."""
+        return self.first_start_s - self.submit_s
+
+    @property
+    def waiting_s(self) -> Floats:
+        """All time from submission to end in which the job held no gang; NaN for jobs that have not ended."""
+        return np.maximum(self.jct_s - self.service_s, 0.0)
+
+    @property
+    def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        return ~np.isnan(self.end_s)
+
+    def take(self, jobs: ArrayLike) -> Outcomes:
+        """The jobs where this mask is true."""
+        chosen = np.flatnonzero(np.asarray(jobs, bool))
+        ids = tuple(map(self.job_ids.__getitem__, chosen.tolist()))
+        columns = {column.name: getattr(self, column.name)[chosen] for column in fields(self)[1:]}
+        return Outcomes(ids, **columns)
+
+
+def outcomes(
+    jobs: Workload,
+    first_start_s: ArrayLike,
+    end_s: ArrayLike,
+    service_s: ArrayLike,
+    *,
+    overhead_s: ArrayLike = 0.0,
+    gpu_seconds: ArrayLike | None = None,
+    core_seconds: ArrayLike = np.nan,
+    preemptions: ArrayLike = 0,
+    migrations: ArrayLike = 0,
+    resizes: ArrayLike = 0,
+) -> Outcomes:
+    """Outcomes of these jobs. Without `gpu_seconds` a job held its whole gang for all its service.
+
+    What cannot have happened is our mistake and asserted: a start before submission, an end before a start, more
+    overhead than service, more service than time between start and end.
+    """
+    service = _column(service_s, len(jobs), np.float64)
+    made = Outcomes(
+        jobs.job_ids,
+        jobs.submit_s,
+        jobs.gpus,
+        jobs.duration_s,
+        jobs.deadline_s,
+        _column(first_start_s, len(jobs), np.float64),
+        _column(end_s, len(jobs), np.float64),
+        service,
+        _column(overhead_s, len(jobs), np.float64),
+        _column(jobs.gpus * service if gpu_seconds is None else gpu_seconds, len(jobs), np.float64),
+        _column(core_seconds, len(jobs), np.float64),
+        _column(preemptions, len(jobs), np.int64),
+        _column(migrations, len(jobs), np.int64),
+        _column(resizes, len(jobs), np.int64),
+    )
+    slack = _ROUNDING * (1.0 + np.nan_to_num(made.jct_s))
+    assert not (made.start_delay_s < -slack).any(), "a job started before it was submitted"
+    assert not (np.isnan(made.first_start_s) & made.finished).any(), "a job ended that never started"
+    assert not (made.end_s < made.first_start_s - slack).any(), "a job ended before it started"
+    assert not (made.service_s < made.overhead_s - slack).any(), "a job paid more overhead than it was served"
+    assert not (made.service_s > made.end_s - made.first_start_s + slack).any(), "a job was served longer than it ran"
+    return made
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy on one trace and cluster, from `start_s` to `end_s` of simulated time.
+
+    `series` by name: "used_gpus", "used_cores", "fragmented_gpus", "waiting_jobs", each where it was recorded.
+    `wall_s`, `cpu_s` and `peak_memory_bytes` are of the simulator itself.
+    """
+
+    policy: str
+    outcomes: Outcomes
+    gpus: int
+    cores: float
+    start_s: float
+    end_s: float
+    series: Mapping[str, StepSeries] = field(default_factory=dict)
+    # Jobs shared GPUs: what each held adds up to more than was in use.
+    shares: bool = False
+    seed: int = 0
+    offered_load: float = float("nan")
+    wall_s: float = float("nan")
+    cpu_s: float = float("nan")
+    peak_memory_bytes: int = 0
+    events: int = 0
+
+
+def _column(values: ArrayLike, jobs: int, kind: type[Any]) -> Any:
+    column = np.array(np.broadcast_to(np.asarray(values, kind), (jobs,)))
+    column.flags.writeable = False
+    return column

@@ -1,0 +1,374 @@
+"""A workload through the production core on virtual time, under one policy."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ganger.cluster.anywhere import BY_COUNTS
+
+from ganger_master.core import commands, machine
+from ganger_master.core.answers import Refused
+from ganger_master.core.commands import Command
+from ganger_master.core.model import Gang
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.sharing import CAPABILITY
+from ganger_master.core.state import State
+from ganger_master.policies import Places, policy_named
+from ganger_master.policies.orders.las2d import LAS2D
+from ganger_master.quotas import as_settings
+from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
+from ganger_master.simulator.meters import Meters
+from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
+from ganger_master.simulator.node_model import NodeModel
+from ganger_master.simulator.options import FREE, ReplayOptions
+from ganger_master.simulator.planner_shell import Planning
+from ganger_master.simulator.replay import EPOCH_S, Clock, instant, round_start, rounds_until
+from ganger_master.simulator.report.outcomes import Run
+from ganger_master.simulator.run_record import Ledger
+from ganger_master.simulator.traces.profiles import with_models
+from ganger_master.simulator.traces.servers import Servers
+from ganger_master.simulator.traces.statistics import offered_load
+from ganger_master.simulator.traces.workload import Workload
+from ganger_master.simulator.work import Work
+
+if TYPE_CHECKING:
+    from ganger_master.simulator.rates import TrueRates
+    from ganger_master.simulator.scaling import Scaling
+    from ganger_master.simulator.true_rates import Footprints
+    from ganger_master.simulator.windows import ModelledRates
+
+_NEVER_S = 1e12
+_DEFAULTS = ReplayOptions()
+# In ideal runs service is counted as it is, not in queues.
+_CONTINUOUS = {"tiresias": LAS2D}
+_CAPABILITIES = {CAPABILITY: "yes"}
+# Plans of one instant: one stops, the next starts what that made room for.
+_PLANS_AT_ONCE = 64
+
+
+def simulate(
+    jobs: Workload,
+    servers: Servers,
+    policy: str,
+    options: ReplayOptions = _DEFAULTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Run:
+    """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
+    duration be known. KeyError for an unknown policy; `progress` is told how many jobs have ended, of how many."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    if options.rates == "profiles":
+        from ganger_master.simulator.rates import without_arenas
+
+        jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
+    replay = _Replay(jobs, servers, policy, options, progress)
+    replay.run()
+    end = replay.clock.now
+    return Run(
+        policy=policy,
+        outcomes=replay.ledger.outcomes(),
+        gpus=servers.gpus,
+        cores=servers.millicores / 1000,
+        start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
+        end_s=end - EPOCH_S,
+        series=replay.meters.series(end - EPOCH_S),
+        shares=replay.policy.shares or replay.policy.packs,
+        seed=options.seed,
+        offered_load=offered_load(jobs, servers.gpus),
+        wall_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - began_cpu,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        events=replay.events,
+    )
+
+
+class _Replay:
+    def __init__(
+        self,
+        jobs: Workload,
+        servers: Servers,
+        policy: str,
+        options: ReplayOptions,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.policy = policy_named(policy)
+        if options.ideal:
+            # Where any free devices serve there is nothing for a job's own scheduler to weigh.
+            order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
+            self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
+            # What is placed by counts claims nothing but devices.
+            servers = devices_only(servers)
+        elif options.round_s is not None:
+            # A job's own scheduler would find it a place within a round.
+            self.policy = replace(self.policy, places=Places.PLANNER)
+        self.jobs = jobs
+        self.options = options
+        self.progress = progress
+        self.clock = Clock(EPOCH_S)
+        self.settings = CoreSettings(
+            lost_after_seconds=None,
+            silent_margin_seconds=None,
+            policy=policy,
+            checkpoint_interval_seconds=-1.0,
+            jobs_waiting_limit=len(jobs) + 1,
+            # Nobody here becomes less choosy with time: only what changes in the cluster gives a job another chance.
+            turn_again_seconds=_NEVER_S,
+            # Ended jobs are looked at by nobody.
+            request_kept_seconds=0.0,
+            finished_jobs_limit=1_000,
+            quota_devices=as_settings(options.quotas),
+        )
+        # Modelled nodes look for themselves what their gangs are to do, and nothing is stored.
+        self.state = State(self.settings, EPOCH_S, tells=False)
+        self.state.policy = self.policy
+        self.work = Work(jobs.duration_s)
+        self.nodes = NodeModel(
+            self.clock,
+            self.state,
+            FREE if options.ideal else options.costs,
+            self.send,
+            self._begins,
+            self._halts,
+            self._ends,
+            self._changes,
+            lambda number, gang: self.ledger.moves(number - 1, gang),
+            self._peak_bytes,
+        )
+        # None: every job runs at its recorded pace.
+        self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
+        # None: no job has another size than that of its trace.
+        is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
+        self.scaling = _scaling(jobs, options.seed) if is_elastic else None
+        # None: nobody shares GPUs.
+        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares or self.policy.packs else None
+        # What daemons measure of memory is what says who can rest in that of its host.
+        measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
+        self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
+        self.windows = None if self.memory is None else _windows(self.memory, options.seed)
+        # Who trains on a node, by position, with the mask of their devices; and where they do.
+        self._on: dict[str, dict[int, int]] = {}
+        self._where: dict[int, Gang] = {}
+        self.turns = ModelledSchedulers(self.state, self.send)
+        self.events = 0
+        self._happened = False
+        self.ledger = Ledger(jobs)
+        self.planning = Planning(
+            jobs,
+            servers,
+            self.policy,
+            options,
+            self.clock,
+            self.state,
+            self.nodes,
+            self.work,
+            self.rates,
+            self.scaling,
+            self.windows,
+            self.send,
+        )
+        self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
+        self._users = users_of(jobs)
+        self._submitted = [instant(EPOCH_S + submit_s) for submit_s in jobs.submit_s.tolist()]
+        self._open(servers)
+        self.meters = Meters(jobs, self.state, servers.millicores)
+        if len(jobs):
+            self._expect(0)
+
+    def run(self) -> None:
+        count = len(self.jobs)
+        while self.ledger.ended < count and self.clock.next_time() is not None:
+            self.events += self.clock.run_instant()
+            self._settle()
+        stuck = count - self.ledger.ended
+        assert not stuck, f"{stuck} jobs never ended"
+
+    def send(self, command: Command) -> object:
+        answer, happened = machine.advance(self.state, command, self.clock.now)
+        assert not isinstance(answer, Refused), f"{type(command).__name__} was refused: {answer}"
+        self._happened = self._happened or bool(happened)
+        return answer
+
+    # -- the cluster and its jobs --------------------------------------------------------------------------------------
+
+    def _open(self, servers: Servers) -> None:
+        for group in servers.groups:
+            for row in group.rows():
+                self.send(
+                    commands.OpenSession(
+                        row.node,
+                        f"machine-{row.node}",
+                        group.configuration_set,
+                        rack=row.rack,
+                        fabric=row.fabric,
+                        capabilities=_CAPABILITIES,
+                    )
+                )
+                self.nodes.report_of(row.node)
+        self._finish()
+
+    def _expect(self, job: int) -> None:
+        self.clock.at(self._submitted[job], lambda: self._submit(job))
+
+    def _submit(self, job: int) -> None:
+        self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], self._users[job]))
+        if (self.rates is not None and self.policy.tuning is not None) or self.planning.measured is not None:
+            self.clock.at(self.clock.now + self.options.profile_s, self.planning.learn)
+        if job + 1 < len(self.jobs):
+            self._expect(job + 1)
+
+    def _begins(self, number: int, gang: Gang, held_since: float) -> float:
+        job, now = number - 1, self.clock.now
+        self.ledger.trains(job, held_since - EPOCH_S, now - EPOCH_S)
+        ends = self._let_go(self.work.begin(job, now, self._rate(job, gang)))
+        if self.windows is not None:
+            self._where[job] = gang
+            for piece in gang.pieces:
+                self._on.setdefault(piece.claim.node, {})[job] = piece.claim.device_mask
+            ends = self._let_go(self._beside(job))
+            self._retime(self._company(job, gang))
+        return ends
+
+    def _company(self, job: int, gang: Gang) -> frozenset[int]:
+        """Who trains on its devices, too."""
+        if self.footprints is None:
+            return frozenset()
+        found = []
+        for piece in gang.pieces:
+            mask = piece.claim.device_mask
+            for other, theirs in self._on.get(piece.claim.node, {}).items():
+                if mask & theirs and other != job:
+                    found.append(other)
+        return frozenset(found)
+
+    def _beside(self, job: int) -> float:
+        """It goes on beside those who are on its devices now; when it ends then."""
+        assert self.windows is not None
+        rate = self._rate(job, self._where[job])
+        gang = self._where[job]
+        beside = frozenset(other + 1 for other in self._company(job, gang))
+        self.windows.trains(job + 1, self.clock.now, rate, beside, gang.devices)
+        if self.planning.sizing is not None and self._specs[job].is_elastic:
+            self.planning.sizing.trains(job + 1)
+        return self.work.change(job, self.clock.now, rate)
+
+    def _retime(self, company: frozenset[int]) -> None:
+        for other in sorted(company):
+            self.nodes.retimed(other + 1)
+
+    def _peak_bytes(self, number: int) -> int:
+        return 0 if self.memory is None else self.memory.memory_bytes(number - 1)
+
+    def _changes(self, number: int, gang: Gang) -> float | None:
+        job = number - 1
+        if job in self._where:
+            return self._let_go(self._beside(job))
+        if self.rates is None:
+            return None
+        return self._let_go(self.work.change(job, self.clock.now, self._rate(job, gang)))
+
+    def _rate(self, job: int, gang: Gang) -> float:
+        """Against the pace of its trace."""
+        rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
+        if self.footprints is not None:
+            rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
+        return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
+
+    def _let_go(self, ends: float) -> float:
+        """When its devices are given back."""
+        step = self.options.round_s
+        if step is None:
+            return instant(ends)
+        # Held to the end of the round.
+        return round_start(math.ceil(rounds_until(ends, step)), step)
+
+    def _halts(self, number: int, gang: Gang) -> None:
+        job, now = number - 1, self.clock.now
+        self.work.stop(job, now)
+        self.ledger.halts(job, now - EPOCH_S)
+        if self.windows is not None and self._where.pop(job, None) is not None:
+            for piece in gang.pieces:
+                self._on[piece.claim.node].pop(job, None)
+            self.windows.rests(number, now)
+            self._retime(self._company(job, gang))
+
+    def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
+        job, now = number - 1, self.clock.now
+        if finished and self.windows is not None:
+            self.windows.forget(number)
+        self._halts(number, gang)
+        self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
+        if finished and self.planning.measured is not None:
+            self.planning.measured.forget(number)
+        if finished and self.progress is not None:
+            self.progress(self.ledger.ended, len(self.jobs))
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Everything that follows at this instant."""
+        for _ in range(_PLANS_AT_ONCE):
+            while self.nodes.report() or self._happened:
+                self._finish()
+                if self.clock.next_time() == self.clock.now:
+                    self.events += self.clock.run_instant()
+            if not self.planning.plan():
+                break
+        self.meters.read(self.clock.now - EPOCH_S)
+
+    def _follow(self, news: Iterable[int]) -> None:
+        for number in news:
+            if number in self.state.jobs:
+                self.nodes.follow(number)
+
+    def _finish(self) -> None:
+        """Ends a batch, of which all is part that nodes do and say at once of what they are told."""
+        now, news = self.clock.now, self.state.dirty.news
+        self._follow(news)
+        while self.nodes.report():
+            self._follow(news)
+        self._happened = False
+        effects = machine.finish(self.state, now)
+        self.planning.told(effects.jobs)
+        if effects.turns:
+            self.turns.take(effects.turns, now)
+        wake = effects.wake_at
+        if self.options.quotas:
+            wake = self.turns.wake_at(wake)
+        # For what is never to be, nothing is kept in mind.
+        if wake is not None and wake < _NEVER_S:
+            # Most leases are used long before they would run out.
+            self.clock.at(wake, self._tick, lambda: self.state.wake_at != wake)
+
+    def _tick(self) -> None:
+        self.send(commands.Tick())
+
+
+# Of what most replays do without, and whose loading takes longer than to replay a hundred jobs.
+
+
+def _rates(jobs: Workload, servers: Servers) -> TrueRates:
+    from ganger_master.simulator.rates import TrueRates
+
+    return TrueRates(jobs, servers)
+
+
+def _scaling(jobs: Workload, seed: int) -> Scaling:
+    from ganger_master.simulator.scaling import Scaling
+
+    return Scaling(jobs, seed)
+
+
+def _footprints(jobs: Workload, servers: Servers, seed: int) -> Footprints:
+    from ganger_master.simulator.true_rates import Footprints
+
+    return Footprints(jobs, servers, seed)
+
+
+def _windows(memory: Footprints, seed: int) -> ModelledRates:
+    from ganger_master.simulator.windows import ModelledRates
+
+    return ModelledRates(memory, seed)

@@ -1,0 +1,80 @@
+"""Elastic jobs in a replay: the pass that grows them and takes back, asked whenever it has something new to go by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from ganger.cluster.room import CapacityIndex
+
+from ganger_master.core.purpose import TrialFinding
+from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.policies.elastic_growth import IDLE_S
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.replay import Clock
+from ganger_master.simulator.windows import ModelledRates
+
+
+class Sizing:
+    """`wake` is called when a pass is due though nothing happens. `most_idle_s`: for so long GPUs are left alone at
+    most."""
+
+    def __init__(
+        self,
+        placement: PlacementPreference,
+        table: LiveTable,
+        room: CapacityIndex,
+        windows: ModelledRates,
+        clock: Clock,
+        most_idle_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self._placement, self._table, self._room = placement, table, room
+        self._windows, self._clock, self._wake = windows, clock, wake
+        self._idle_s = min(IDLE_S, most_idle_s)
+        self._growing, self._planned = GrowthTrials(), Sizes()
+        # What is under way of wakes, by time.
+        self._wakes: set[float] = set()
+
+    def trains(self, number: int) -> None:
+        """It does so as from now: it can be grown, or judged, once enough was measured."""
+        self._windows.now = self._clock.now
+        self._come_back(self._windows.next_look_s(number))
+
+    def plan(self, busy: Collection[int]) -> None:
+        """Decides on the changes to propose now. `busy`: who is to be left alone."""
+        now = self._windows.now = self._clock.now
+        found, self._growing = plan_sizes(
+            self._placement, self._table, now, self._room, self._windows, self._growing, self._idle_s, busy
+        )
+        self._planned = found
+        self._come_back(min(found.next_s, *map(self._windows.next_look_s, self._growing.trials), math.inf))
+
+    @property
+    def is_giving(self) -> bool:
+        """GPUs are on their way to who waits by the last plan, so that nobody need be stopped."""
+        return self._planned.is_giving
+
+    @property
+    def findings(self) -> tuple[TrialFinding, ...]:
+        return self._planned.findings
+
+    def beside(self, found: PlanDraft) -> PlanDraft:
+        """What another pass found, after the changes planned last."""
+        return with_sizes(found, self._planned)
+
+    def refused(self, numbers: Collection[int]) -> None:
+        """What was planned last was proposed, and refused of these."""
+        changed = frozenset(change.number for change in self._planned.changes)
+        self._growing = self._growing.without(changed.intersection(numbers), self._clock.now)
+
+    def _come_back(self, time: float) -> None:
+        if time < math.inf and time > self._clock.now and time not in self._wakes:
+            self._wakes.add(time)
+            self._clock.at(time, lambda: self._due(time))
+
+    def _due(self, time: float) -> None:
+        self._wakes.discard(time)
+        self._wake()

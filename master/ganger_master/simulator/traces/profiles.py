@@ -1,0 +1,147 @@
+"""Published profiles of models: how cores and memory feed them, how fast GPUs of each type step them; and who trains
+which, for traces that do not say.
+
+The figures are Synergy's (OSDI 2022), Gavel's (OSDI 2020) and ElasticFlow's (ASPLOS 2023), from their public code; see
+ATTRIBUTION.md beside them.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import numpy as np
+
+from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
+from ganger_master.simulator.traces.classes import ModelClass
+from ganger_master.simulator.traces.workload import Labels, Workload
+
+# Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
+SYNERGY_SPLIT: Mapping[ModelClass, float] = {
+    ModelClass.IMAGE: 20.0,
+    ModelClass.LANGUAGE: 70.0,
+    ModelClass.SPEECH: 10.0,
+}
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model on one V100. `matrix` holds its rate by cores and memory for each GPU, against what it makes with its
+    share of a server (3 cores, 62.5 GB), where a step takes `step_s` seconds."""
+
+    model: str
+    model_class: ModelClass
+    batch_size: int
+    step_s: float
+    matrix: SensitivityMatrix
+
+
+@cache
+def synergy_profiles() -> Mapping[str, ModelProfile]:
+    """Ten models by name, in the order image, language, speech."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    for row in _rows("profiles_synergy.csv"):
+        rows.setdefault(row["model"], []).append(row)
+    return {model: _profile(model, of_model) for model, of_model in rows.items()}
+
+
+@cache
+def gavel_speeds() -> Mapping[tuple[str, bool, str, int], float]:
+    """Steps a second by (GPU type, whether the GPUs are in one server, model, GPUs); 0 where a model does not fit."""
+    return {
+        (row["gpu_type"], row["placement"] == "together", row["model"], int(row["gpus"])): float(row["steps_per_s"])
+        for row in _rows("speeds_gavel.csv")
+    }
+
+
+@cache
+def elasticflow_speeds() -> Mapping[str, Mapping[int, Mapping[int, float]]]:
+    """Steps a second by model, samples in a step of the whole job, and number of GPUs (A100, eight in a server)."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for row in _rows("speeds_elasticflow.csv"):
+        of_batch = found.setdefault(row["model"], {}).setdefault(int(row["global_batch_size"]), {})
+        of_batch[int(row["gpus"])] = float(row["steps_per_s"])
+    return found
+
+
+def with_models(
+    jobs: Workload,
+    seed: int,
+    split: Mapping[ModelClass, float] | None = None,
+    profiles: Mapping[str, ModelProfile] | None = None,
+) -> Workload:
+    """Models for the jobs that name none; the others keep theirs. The same seed gives the same models.
+
+    Without `split` each model is equally likely. With it, Synergy's rule (task.py): the next job is of the class that
+    is furthest below its share so far, and within a class models take turns; the seed decides the turns. ValueError for
+    a split without a positive share, with a negative one, or of a class without profiles.
+    """
+    known = synergy_profiles() if profiles is None else profiles
+    unnamed = np.flatnonzero([not text for text in jobs.model.texts()])
+    random = np.random.default_rng(seed)
+    if split is None:
+        names = list(known)
+        chosen = [names[index] for index in random.integers(len(names), size=len(unnamed)).tolist()]
+    else:
+        chosen = _by_split(len(unnamed), split, known, random)
+    texts = jobs.model.texts()
+    for job, model in zip(unnamed.tolist(), chosen, strict=True):
+        texts[job] = model
+    return jobs.with_columns(model=Labels.of(texts))
+
+
+def with_iterations(jobs: Workload, profiles: Mapping[str, ModelProfile] | None = None) -> Workload:
+    """Iterations where a trace gives run time and a profiled model, but not how many: run time by time of a step."""
+    known = synergy_profiles() if profiles is None else profiles
+    step_s = np.array([known[name].step_s if name in known else np.nan for name in jobs.model.names])
+    from_time = jobs.duration_s / step_s[jobs.model.codes] if len(jobs) else jobs.duration_s
+    return jobs.with_columns(iterations=np.where(np.isnan(jobs.iterations), from_time, jobs.iterations))
+
+
+def _by_split(
+    jobs: int, split: Mapping[ModelClass, float], profiles: Mapping[str, ModelProfile], random: np.random.Generator
+) -> list[str]:
+    total = sum(split.values())
+    if not total > 0 or min(split.values()) < 0:
+        raise ValueError(f"shares {', '.join(f'{share:g}' for share in split.values())} are no split of jobs")
+    wanted = {kind: share / total for kind, share in split.items() if share > 0}
+    turns: dict[ModelClass, Sequence[str]] = {}
+    for kind in wanted:
+        models = [name for name, profile in profiles.items() if profile.model_class is kind]
+        if not models:
+            raise ValueError(f"there is no profile of a {kind.value} model")
+        turns[kind] = [models[index] for index in random.permutation(len(models)).tolist()]
+    given = dict.fromkeys(wanted, 0)
+    chosen = []
+    for number in range(jobs):
+        # Ties go to the class named first.
+        kind = max(wanted, key=lambda kind: wanted[kind] * (number + 1) - given[kind])
+        chosen.append(turns[kind][given[kind] % len(turns[kind])])
+        given[kind] += 1
+    return chosen
+
+
+def _profile(model: str, rows: Sequence[Mapping[str, str]]) -> ModelProfile:
+    cores = tuple(sorted({float(row["cores_per_gpu"]) for row in rows}))
+    memory = tuple(sorted({float(row["memory_gb_per_gpu"]) for row in rows}))
+    rates = {(float(row["cores_per_gpu"]), float(row["memory_gb_per_gpu"])): float(row["rate"]) for row in rows}
+    first = rows[0]
+    return ModelProfile(
+        model,
+        ModelClass(first["class"]),
+        int(first["batch_size"]),
+        float(first["step_s"]),
+        SensitivityMatrix(
+            cores,
+            tuple(gigabytes * 1e9 for gigabytes in memory),
+            tuple(tuple(rates[count, gigabytes] for gigabytes in memory) for count in cores),
+        ),
+    )
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = resources.files("ganger_master.simulator.traces").joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))

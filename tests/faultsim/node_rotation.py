@@ -1,0 +1,60 @@
+"""Who switches the rows of node sets on a simulated node. Daemons decide that by a core of their own, which nothing of
+the master's imports: whoever makes a cluster hands in what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from faultsim.rank_processes import Ranks
+from ganger_master.core.commands import ObservedRows
+from ganger_master.core.wanted import DesiredGang, DesiredRows
+
+
+class NodeRotation(Protocol):
+    def hear(self, told: Sequence[DesiredRows]) -> None:
+        """The node sets of a desired set, complete; its gangs follow."""
+
+    def know(self) -> None:
+        """All gangs that were told with them are here."""
+
+    def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
+        """Whether what the master wants of ranks here waits for a turn, or for the end of one."""
+
+    def follow(self) -> None:
+        """Leads what this node leads, and lets everybody here run or rest as far as they may."""
+
+    def observed(self) -> tuple[ObservedRows, ...]: ...
+
+    def forget(self) -> None:
+        """The disk with the notes is gone."""
+
+    def waits(self, ranks: Ranks) -> bool:
+        """Whether ranks that were never forked are not to be yet."""
+
+    def share_paused(self, one: Ranks, other: Ranks) -> bool:
+        """Whether both stay on their devices while they take turns there."""
+
+
+class NoTurns:
+    """A daemon that switches no rows."""
+
+    def hear(self, told: Sequence[DesiredRows]) -> None: ...
+
+    def know(self) -> None: ...
+
+    def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
+        return False
+
+    def follow(self) -> None: ...
+
+    def observed(self) -> tuple[ObservedRows, ...]:
+        return ()
+
+    def forget(self) -> None: ...
+
+    def waits(self, ranks: Ranks) -> bool:
+        return False
+
+    def share_paused(self, one: Ranks, other: Ranks) -> bool:
+        return False

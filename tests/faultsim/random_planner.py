@@ -1,0 +1,240 @@
+"""A planner gone wild: at random whatever plans can say, of what it sees and of what it makes up.
+
+Nothing it proposes has a purpose. What the master approves of it must keep every rule, what it refuses must change
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+
+from ganger.cluster.claims import resplit_cores, split_cores
+from ganger.cluster.fit import demand
+from ganger.cluster.placement import places
+from ganger.cluster.resized import resized
+from ganger.cluster.resources import Claim
+from ganger.cluster.topology import bits
+from ganger_master.core.commands import Change, Line, Promise, ProposePlan
+from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
+from ganger_master.core.state import State
+from msgspec.structs import replace
+
+_KINDS = ("START", "START", "MOVE", "MOVE", "SUSPEND", "RESUME", "RESUME", "CORES", "RESIZE", "RESIZE")
+_EVER = 1e12
+
+
+def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
+    """One plan about a few jobs; some of it may be approved. `turns`: the share of plans that are about them; where
+    most are, some also move who takes turns."""
+    changes = _rows(state, dice, turns > 0.5) if dice.random() < turns else _changes(state, dice)
+    changes = [_garbled(state, dice, change) if dice.random() < 0.1 else change for change in changes]
+    promises = line = None
+    if dice.random() < 0.1:
+        promises = tuple(
+            [
+                Promise(number, _claims(state, dice, state.jobs[number], {}))
+                for number in dice.sample(sorted(state.live), min(2, len(state.live)))
+            ]
+        )
+    if dice.random() < 0.1:
+        line = Line(tuple(dice.sample(sorted(state.live), len(state.live))), state.settings.policy)
+    findings = tuple([TrialFinding(change.number, Goal.UNPACK, dice.random() < 0.5, 1.1) for change in changes[:1]])
+    return ProposePlan(tuple(changes), line=line, promises=promises, findings=findings)
+
+
+def let_go(state: State) -> ProposePlan:
+    """What a planner does that wants nothing any more: whoever it has parked goes on, there or elsewhere."""
+    changes = []
+    for number in state.live:
+        job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
+        if gang is None or not gang.parked_by_plan or job.next_epoch:
+            continue
+        changes.append(Change(number, job.revision, "RESUME"))
+    return ProposePlan(tuple(changes), promises=())
+
+
+def go_elsewhere(state: State) -> ProposePlan:
+    """The same for those who cannot go on where they are."""
+    changes = []
+    for number in state.live:
+        job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
+        if gang is None or not gang.parked_by_plan or job.next_epoch:
+            continue
+        found = places(state.view, job.shape, waited=_EVER)
+        if found:
+            changes.append(Change(number, job.revision, "MOVE", found[0]))
+    return ProposePlan(tuple(changes))
+
+
+# -- changes one by one ------------------------------------------------------------------------------------------------
+
+
+def _changes(state: State, dice: Random) -> list[Change]:
+    numbers = dice.sample(sorted(state.live), min(dice.randint(1, 4), len(state.live)))
+    together = dice.choice([0, 0, 1])
+    return [replace(_change(state, dice, state.jobs[number]), together=together) for number in numbers]
+
+
+def _change(state: State, dice: Random, job: JobRecord) -> Change:
+    gang = state.gangs.get(job.epoch)
+    kind = dice.choice(_KINDS)
+    if dice.random() < 0.8:
+        # What has a chance.
+        kind = "START" if gang is None else "RESUME" if gang.parked_by_plan and dice.random() < 0.5 else kind
+    claims: tuple[Claim, ...] = ()
+    if kind in ("START", "MOVE"):
+        claims = _claims(state, dice, job, {})
+    elif gang is not None and kind == "RESIZE":
+        claims = _other_size(state, dice, job, gang)
+    elif gang is not None and kind == "CORES":
+        claims = tuple([_other_cores(state, dice, claim) for claim in gang.claims])
+    level = dice.choice(list(SuspendLevel)) if kind == "SUSPEND" else SuspendLevel.NONE
+    purpose = Purpose(dice.choice(list(Goal)), dice.choice(sorted(state.live)), 10.0, 1.0)
+    return Change(job.number, job.revision, kind, claims, level, reason="why not", purpose=purpose)
+
+
+def _claims(state: State, dice: Random, job: JobRecord, company: Mapping[str, int]) -> tuple[Claim, ...]:
+    """Free devices, or those of others: of nodes in `company` these, else whichever."""
+    gpus = job.gpus
+    if job.spec.is_elastic and dice.random() < 0.5:
+        gpus = dice.randint(job.spec.gpus_min, job.spec.gpus_max)
+    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus if job.spec.is_elastic else 0)
+    if dice.random() < 0.4 and not company:
+        found = places(state.view, shape, waited=_EVER)
+        if found:
+            return dice.choice(found)
+    nodes = [name for name in state.view.names() if not company or name in company]
+    dice.shuffle(nodes)
+    claims, missing = [], gpus
+    for name in nodes:
+        topology = state.view.topology(name)
+        there = sorted(bits(company.get(name, topology.all_mask)))
+        chosen = dice.sample(there, min(missing, len(there)))
+        if chosen:
+            claims.append(_on(state, job, name, sum([1 << device for device in chosen]), not company))
+            missing -= len(chosen)
+    return tuple(claims)
+
+
+def _on(state: State, job: JobRecord, node: str, mask: int, shares: bool) -> Claim:
+    slot = state.view.slots[node]
+    topology = state.view.topologies[slot]
+    tasks = (mask.bit_count() // job.spec.roles[0].shape.gpus,)
+    needed = demand(topology.configuration_set, job.shape, tasks)
+    free = state.view.millicores[slot]
+    cores = split_cores(topology, free, mask, needed.millicores) or resplit_cores((0,) * len(free), free, 1_000)
+    shared = mask & ~state.view.free[slot] if shares else 0
+    return Claim(node, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks, shared_mask=shared)
+
+
+def _other_size(state: State, dice: Random, job: JobRecord, gang: Gang) -> tuple[Claim, ...]:
+    gpus = dice.randint(max(1, job.spec.gpus_min), max(2, job.spec.gpus_max))
+    shape = replace(job.shape, roles=(replace(job.spec.roles[0], tasks=gpus),))
+    return resized(state.view, shape, gang.claims) or _claims(state, dice, job, {})
+
+
+def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
+    slot = state.view.slots.get(claim.node)
+    if slot is None:
+        return claim
+    wanted = max(1_000, sum(claim.millicores) + 1_000 * dice.randint(-2, 2))
+    return replace(claim, millicores=resplit_cores(claim.millicores, state.view.millicores[slot], wanted))
+
+
+# -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
+    """A matrix of a set that there is, or of a new one: those who are there, some of them on others' devices, some who
+    join, somebody who waits."""
+    of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
+    inside = [epoch for epoch, number in state.set_of.items() if number == of and epoch in state.gangs]
+    outside = [number for number in sorted(state.live) if state.jobs[number].epoch not in state.set_of]
+    joining = dice.sample(outside, min(dice.randint(0 if of else 1, 3), len(outside)))
+    jobs = [state.jobs[number] for number in dict.fromkeys([*[state.gangs[e].job for e in inside], *joining])]
+    company: dict[str, int] = {}
+    for job in jobs:
+        for claim in state.gangs[job.epoch].claims if job.epoch in state.gangs else ():
+            company[claim.node] = company.get(claim.node, 0) | claim.device_mask
+    places_of = {job.number: _place_in(state, dice, job, company) for job in jobs}
+    there = [(job, state.gangs[job.epoch]) for job in jobs if job.epoch in state.gangs]
+    pairs = [
+        (job, other)
+        for job, gang in there
+        for _, other in there
+        if job.gpus == other.devices and not _collide(gang.claims, other.claims)
+    ]
+    if moves and pairs and dice.random() < 0.6:
+        guest, host = dice.choice(pairs)
+        places_of[guest.number] = _beside(guest, host)
+    rows = _apart([job.number for job in jobs], places_of, dice)
+    quantum, level = dice.uniform(0.1, 10.0), dice.choice([SuspendLevel.OFFLOAD, SuspendLevel.PAUSE])
+    changes = []
+    for job in jobs:
+        own = [index for index, row in enumerate(rows) if job.number in row]
+        gang = state.gangs.get(job.epoch)
+        claims = () if gang is not None and places_of[job.number] == gang.claims else places_of[job.number]
+        changes.append(
+            Change(
+                job.number, job.revision, "ROW", claims, level, together=1, node_set=of, rows=tuple(own),
+                quantum_seconds=quantum, reason="everybody in turn",
+            )
+        )  # fmt: skip
+    return changes
+
+
+def _place_in(state: State, dice: Random, job: JobRecord, company: Mapping[str, int]) -> tuple[Claim, ...]:
+    gang = state.gangs.get(job.epoch)
+    return gang.claims if gang is not None else _claims(state, dice, job, company)
+
+
+def _beside(job: JobRecord, host: Gang) -> tuple[Claim, ...]:
+    """All that another one has, with room for its own state."""
+    arena = job.arena_bytes_per_device
+    return tuple([replace(c, arena_bytes=c.device_mask.bit_count() * arena, shared_mask=0) for c in host.claims])
+
+
+def _apart(numbers: Iterable[int], places_of: Mapping[int, Sequence[Claim]], dice: Random) -> list[list[int]]:
+    """Rows whose members have no device in common; some are in several."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        fits = [row for row in rows if not any(_collide(places_of[number], places_of[other]) for other in row)]
+        if fits and dice.random() < 0.8:
+            dice.choice(fits).append(number)
+        else:
+            rows.append([number])
+        if dice.random() < 0.2:
+            rows.append([number])
+    return rows
+
+
+def _collide(one: Sequence[Claim], other: Sequence[Claim]) -> bool:
+    return any(a.node == b.node and a.device_mask & b.device_mask for a in one for b in other)
+
+
+# -- nonsense ----------------------------------------------------------------------------------------------------------
+
+
+def _garbled(state: State, dice: Random, change: Change) -> Change:
+    """What cannot be, or is only a little wrong."""
+    what = dice.randrange(8)
+    if what == 0:
+        return replace(change, revision=change.revision + dice.choice([-1, 1]))
+    if what == 1:
+        return replace(change, number=dice.randint(0, state.counters.next_job))
+    if what == 2:
+        return replace(change, rows=(*change.rows, dice.randint(-1, 70)), node_set=dice.randint(0, 3))
+    if not change.claims:
+        return replace(change, level=dice.choice(list(SuspendLevel)), quantum_seconds=dice.choice([-1.0, 0.0]))
+    place = dice.randrange(len(change.claims))
+    claim = change.claims[place]
+    wrong = {
+        3: lambda: replace(claim, node="nowhere"),
+        4: lambda: replace(claim, device_mask=claim.device_mask ^ (1 << dice.randrange(6))),
+        5: lambda: replace(claim, millicores=claim.millicores[: dice.randrange(3)]),
+        6: lambda: replace(claim, shared_mask=claim.shared_mask ^ (1 << dice.randrange(6))),
+        7: lambda: replace(claim, tasks=(*claim.tasks, 1), arena_bytes=claim.arena_bytes // 2),
+    }[what]()
+    return replace(change, claims=(*change.claims[:place], wrong, *change.claims[place + 1 :]))

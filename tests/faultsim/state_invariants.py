@@ -1,0 +1,261 @@
+"""What must hold after every event, as far as one state can show it. A violation is our bug, never a user's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ganger.cluster.fit import MEMORY_SHARE
+from ganger.cluster.topology import bits
+from ganger_master.core.capacity import find_blocked
+from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, GangRole, JobRecord, JobState, SuspendLevel
+from ganger_master.core.node_index import row_of
+from ganger_master.core.queue import is_lack
+from ganger_master.core.residues import holders_on
+from ganger_master.core.state import State
+from ganger_master.core.timeslice_groups import is_free_of_turns, members
+from msgspec.structs import replace
+
+
+def violations(state: State) -> list[str]:
+    """One sentence per broken rule; empty when all hold."""
+    return [*_pieces(state), *_gangs(state), *_sets(state), *_jobs(state), *_derived(state)]
+
+
+def _pieces(state: State) -> Iterator[str]:
+    """No device twice but where it is shared, nothing over-committed, rows as the pieces say."""
+    rows = state.rows
+    for name in sorted(state.nodes):
+        node = state.nodes[name]
+        configuration_set = state.configuration_sets[node.configuration_set]
+        held = state.held_on(name)
+        yield from _devices(state, name, _with_turns_as_one(state, name), configuration_set.device_memory_bytes)
+        for index, socket in enumerate(configuration_set.sockets):
+            cores = sum(claim.millicores[index] for claim in held if index < len(claim.millicores))
+            if cores > socket.millicores:
+                yield f"{name}: {cores} of {socket.millicores} millicores are held at socket {index}"
+        memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
+        if memory > configuration_set.memory_bytes:
+            yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
+        yield from _device_memory(state, name, configuration_set.device_memory_bytes)
+        if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
+            yield f"{name}: its row in the view is not what its gangs hold"
+
+
+def _with_turns_as_one(state: State, name: str) -> list[Claim]:
+    """What is held on a node; those who take turns hold their devices together."""
+    found: list[Claim] = []
+    together = 0
+    for epoch, place in state.gangs_on.get(name, {}).items():
+        held = state.gangs[epoch].pieces[place].held
+        if held is None:
+            continue
+        if state.gangs[epoch].node_set:
+            together |= held.device_mask
+        else:
+            found.append(held)
+    return [*found, Claim(name, together, (), 0)] if together else found
+
+
+def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator[str]:
+    """A device is held by one gang, or by several that all share it and fit into its memory together."""
+    used = shared = 0
+    for claim in held:
+        shared |= claim.device_mask & used
+        used |= claim.device_mask
+    alone = sum([shared & claim.device_mask & ~claim.shared_mask for claim in held])
+    if alone:
+        yield f"{name}: devices {shared:#x} are held twice, and not all who hold them share them"
+    for device in bits(shared):
+        holders = [number for number, claim in holders_on(state, name) if claim.device_mask >> device & 1]
+        there = [state.jobs[number].spec for number in holders]
+        needed = sum([spec.gpu_memory_bytes for spec in there])
+        if needed > MEMORY_SHARE * whole:
+            yield f"{name}: device {device} has {whole} bytes, those who share it need {needed}"
+        if not all(spec.preemptible for spec in there):
+            yield f"{name}: device {device} is shared by a job that is not to be suspended"
+
+
+def _device_memory(state: State, name: str, whole: int) -> Iterator[str]:
+    """Whoever holds a device has left on it what its job says it needs, beside what parked gangs keep."""
+    parked = [claim.parked_bytes for claim in state.held_on(name) if claim.parked_bytes]
+    if not parked or not whole:
+        return
+    kept = [sum(sizes) for sizes in zip(*parked, strict=True)]
+    for number, claim in holders_on(state, name):
+        needed = state.jobs[number].spec.gpu_memory_bytes
+        for device, size in enumerate(kept):
+            if claim.device_mask >> device & 1 and needed and needed + size > whole:
+                yield f"{name}: device {device} has {whole} bytes, {size} are kept and jobs/{number} needs {needed}"
+
+
+def _gangs(state: State) -> Iterator[str]:
+    for epoch in sorted(state.gangs):
+        gang = state.gangs[epoch]
+        job = state.jobs.get(gang.job)
+        if job is None:
+            yield f"epoch {epoch} belongs to no job"
+            continue
+        if epoch >= state.counters.next_epoch:
+            yield f"epoch {epoch} was never given"
+        if not gang.pieces or len(set(gang.nodes)) != len(gang.nodes):
+            yield f"epoch {epoch} has no pieces, or two on one node"
+        if gang.role is GangRole.ACTIVE and job.epoch != epoch:
+            yield f"epoch {epoch} is active, but {job.name} is at epoch {job.epoch}"
+        is_of_its_size = gang.role is GangRole.ACTIVE or (gang.role is GangRole.DESTINATION and not gang.resizes)
+        if is_of_its_size and gang.devices != job.gpus:
+            yield f"epoch {epoch} has {gang.devices} devices, but {job.name} has {job.gpus}"
+        if not job.spec.accepts(gang.devices):
+            yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"
+        if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
+            yield f"epoch {epoch} is a destination of no move"
+        if gang.intent is GangIntent.RUN and (gang.role is not GangRole.ACTIVE or gang.stop_sequence):
+            yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
+        if gang.intent is GangIntent.RUN and epoch <= job.moved_from:
+            yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
+        if gang.intent is GangIntent.RUN and not _holds_its_place(state, gang):
+            yield f"epoch {epoch} is to run without holding its placement"
+        if gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and not gang.stop_sequence:
+            yield f"epoch {epoch} is to stop, but its stop has no number"
+        if gang.stop_sequence > gang.master_sequence:
+            yield f"epoch {epoch} stops at a later order than its newest"
+        if (gang.intent is GangIntent.STOP) != (gang.role is GangRole.LEAVING):
+            yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
+        named = state.set_of.get(epoch, 0)
+        if gang.node_set != (named if named and epoch in members(state, state.sets[named]) else 0):
+            yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
+    for number in sorted(state.gangs_of):
+        running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is GangIntent.RUN]
+        if len(running) > 1:
+            yield f"jobs/{number} is to run as epochs {running} at once"
+
+
+def _holds_its_place(state: State, gang: Gang) -> bool:
+    """Cores of those who take turns are held for all of them."""
+    turns = gang.node_set != 0
+    return all(
+        piece.gone
+        or piece.held == piece.claim
+        or (turns and piece.held is not None and replace(piece.held, millicores=piece.claim.millicores) == piece.claim)
+        for piece in gang.pieces
+    )
+
+
+def _sets(state: State) -> Iterator[str]:
+    """Node sets are disjoint, no device has two gangs of a row, what rows need is held, whoever shares is in a row."""
+    seen: dict[str, int] = {}
+    for number, node_set in sorted(state.sets.items()):
+        for node in node_set.nodes:
+            if node in seen:
+                yield f"{node} is in nodeSets/{seen[node]} and nodeSets/{number}"
+            seen[node] = number
+        if node_set.leader not in node_set.nodes:
+            yield f"nodeSets/{number} is led from outside"
+        live = members(state, node_set)
+        for matrix in (node_set.active, node_set.coming):
+            for index, row in enumerate(matrix.rows if matrix is not None else ()):
+                gangs = [state.gangs[epoch] for epoch in row if epoch in live]
+                if not is_free_of_turns([gang.claims for gang in gangs]):
+                    yield f"nodeSets/{number}: two gangs of row {index} have a device in common"
+                yield from _row_of_set(state, number, index, gangs, live)
+        if set(live) - node_set.newest.epochs:
+            yield f"nodeSets/{number}: {sorted(set(live) - node_set.newest.epochs)} take turns in no row"
+        for epoch in live:
+            if any(node not in node_set.nodes for node in state.gangs[epoch].nodes):
+                yield f"nodeSets/{number}: epoch {epoch} is on nodes outside"
+    if seen != state.set_on:
+        yield f"{state.set_on} are not the nodes of sets, {seen}"
+
+
+def _row_of_set(state: State, number: int, index: int, gangs: list[Gang], live: list[int]) -> Iterator[str]:
+    """Parts that have gone need nothing."""
+    for node in {node for gang in gangs for node in gang.nodes}:
+        needs = [
+            piece.claim.millicores
+            for gang in gangs
+            for piece in gang.pieces
+            if piece.claim.node == node and piece.held is not None and piece.held.device_mask
+        ]
+        held = [
+            piece.held.millicores
+            for epoch in live
+            for piece in state.gangs[epoch].pieces
+            if piece.claim.node == node and piece.held is not None and piece.held.device_mask
+        ]
+        if not needs:
+            continue
+        wanted = [sum(cores) for cores in zip(*needs, strict=True)]
+        there = [sum(cores) for cores in zip(*held, strict=True)]
+        if any(want > have for want, have in zip(wanted, there, strict=True)):
+            yield f"nodeSets/{number}: row {index} needs {wanted} millicores of {node}, {there} are held"
+
+
+def _jobs(state: State) -> Iterator[str]:
+    for number in sorted(state.jobs):
+        yield from _job(state, state.jobs[number])
+    numbers = set(state.waiting)
+    if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
+        yield "the queue is not what waits"
+    aside = {number for number in numbers if number in state.aside}
+    if list(state.front) != [number for number in state.waiting if number not in aside]:
+        yield "the front of the queue is not who waits for other jobs, in order"
+    if set(state.resuming) != {number for number in numbers if state.jobs[number].epoch}:
+        yield f"{sorted(state.resuming)} are not those that wait and rest somewhere"
+    if any(number >= state.counters.next_job for number in state.jobs):
+        yield "a job's number was never given"
+
+
+def _job(state: State, job: JobRecord) -> Iterator[str]:
+    gang = state.gangs.get(job.epoch)
+    if job.epoch and gang is None:
+        yield f"{job.name} is at epoch {job.epoch}, which is not there"
+    if job.state.is_finished:
+        if job.epoch or job.next_epoch or job.ending is not None or not job.end_time:
+            yield f"{job.name} has ended, but is not at rest"
+        alive = [g.epoch for g in state.gangs_of_job(job.number) if not g.is_gone or g.intent is not GangIntent.STOP]
+        if alive:
+            yield f"{job.name} has ended, but epochs {alive} are alive"
+        return
+    if job.state is JobState.HOLDING and gang is None and job.ending is None:
+        yield f"{job.name} is HOLDING without a gang"
+    waits = state.is_waiting(job)
+    rests = gang is None or (gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and gang.phase is GangPhase.PARKED)
+    if waits and not rests:
+        yield f"{job.name} waits, but epoch {job.epoch} does not rest"
+    if waits and not job.pending_since:
+        yield f"{job.name} waits since never"
+    if job.suspended_level is not SuspendLevel.NONE and job.state is not JobState.SUSPENDED:
+        yield f"{job.name} rests at {job.suspended_level.name}, but is {job.state}"
+    if job.failures > job.spec.max_failures and job.ending is not JobState.FAILED and job.ending is None:
+        yield f"{job.name} goes on after {job.failures} failures"
+    if job.running_since and (gang is None or gang.role is not GangRole.ACTIVE):
+        yield f"{job.name} counts running time without an active gang"
+
+
+def _derived(state: State) -> Iterator[str]:
+    for name in sorted(state.desired):
+        desired = state.desired[name]
+        if desired.version > state.counters.desired_version:
+            yield f"{name}: desired version {desired.version} is beyond {state.counters.desired_version}"
+    for turn in state.turns.values():
+        if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
+            yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
+    rows = state.rows.values()
+    counts = [row.free_mask.bit_count() for row in rows if row.available]
+    if sum(counts) != state.free_devices:
+        yield f"{sum(counts)} devices are free, not {state.free_devices}"
+    if Counter(filter(None, counts)) != state.nodes_with:
+        yield f"{state.nodes_with} nodes have so many devices free, not {dict(Counter(filter(None, counts)))}"
+    available = [state.configuration_sets[row.configuration_set] for row in rows if row.available]
+    if sum(configuration_set.devices for configuration_set in available) != state.devices:
+        yield f"{state.devices} devices are not those of the nodes that take gangs"
+    if set(state.choosy) != {name for name, node in state.nodes.items() if node.is_choosy}:
+        yield f"{sorted(state.choosy)} are not the nodes that may refuse a job"
+    lacking = [job for job in state.refusals if is_lack(state.refusals[job])]
+    if list(state.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
+        yield f"{list(state.lacking)} are not those who were refused for lack of pieces, in order"
+    if set(state.unheard) != {name for name, node in state.nodes.items() if not node.heard and not node.lost}:
+        yield f"{sorted(state.unheard)} are not the nodes that have not said what they have"
+    remembered = state.blocked
+    if remembered is not None and remembered != find_blocked(state):
+        yield f"{remembered} is not who lacks pieces"
