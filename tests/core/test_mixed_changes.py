@@ -1,4 +1,4 @@
-"""Packs, moves and other sizes that meet: what storms of plans found (tests/sim/test_sharing_storms.py). (1 s)"""
+"""Packs, moves and other sizes that meet: what storms of plans found (tests/faultsim/test_sharing_storms.py). (1 s)"""
 
 from __future__ import annotations
 

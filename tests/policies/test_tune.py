@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from estimators.published import synergy_points
 from ganger_master.estimators.cpu import CpuModel, fit_cpu
 from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
 from ganger_master.policies.tunings import (
@@ -24,7 +25,6 @@ from ganger_master.policies.tunings.demand import ENOUGH, demands
 from ganger_master.policies.tunings.predictor import predicted, shared_out
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models.published import synergy_points
 from policies.tune_cases import GB, NAMES, SYNERGY, assert_fits, profiles, rounds, servers
 
 

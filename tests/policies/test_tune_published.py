@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+from estimators.published import DATA, needs
 from ganger_master.policies.tunings import gangs, pieces, rates
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.simulator.traces.profiles import synergy_profiles
-from models.published import DATA, needs
 from policies.tune_cases import GB, NAMES, SYNERGY, servers
 
 ROUND_S = 300.0

@@ -24,7 +24,7 @@ from guards.source_files import PACKAGES, REPOSITORY, tracked_files
 _ROOTS = {"ganger": "client", "ganger_master": "master", "ganger_daemon": "daemon"}
 _TEXTS = (".py", ".md", ".toml", ".txt", ".sh", "Makefile")
 # They tell how it was, or what a script makes of names.
-_HISTORY = ("docs/design/", "CHANGELOG.md", "tests/tidy/test_guards.py", "tests/tidy/test_move_modules.py")
+_HISTORY = ("docs/design/", "CHANGELOG.md", "tests/contracts/test_guards.py", "tests/contracts/test_move_modules.py")
 # Names until the merge that the table means. The scan serves placement until there is one engine; dataclasses with
 # slots
 # cannot be in `ganger.protocol`, which Python 3.9 imports, too.

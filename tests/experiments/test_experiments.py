@@ -1,0 +1,290 @@
+"""The experiments: the quick ones run, the long ones conclude from made-up rows what a person would. (12 s)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from estimators.published import DATA, TRACES
+
+from experiments.approvals import asked_of
+from experiments.cpu_poster import CORES
+from experiments.experiment import Experiment, MeasuredRows, Row, Setting, measured
+from experiments.migration import pause_s
+from experiments.paper_claims import claims, meets, middle
+from experiments.registry import EXPERIMENTS
+
+QUICK = Setting(TRACES, DATA, is_quick=True)
+
+
+def found(name: str, parts: Callable[[Row], bool] = lambda part: True) -> MeasuredRows:
+    """Of the quick form, or of some of its parts."""
+    experiment = EXPERIMENTS[name]
+    if experiment.missing(QUICK):
+        pytest.skip("published data are not beside the project")
+    rows = [row for part in experiment.parts(QUICK) if parts(part) for row in measured(experiment, QUICK, part)]
+    return experiment.conclude(rows)
+
+
+def names_what_is_judged(name: str, one: MeasuredRows) -> bool:
+    """Every figure with a threshold, and every one of the paper's that is a number, has ours beside it or is text."""
+    return claims()[name].figures <= set(one.ours)
+
+
+@pytest.mark.parametrize("name", ["B1", "B5", "B6", "B7", "B23"])
+def test_quick_form_holds(name: str) -> None:
+    one = found(name)
+    assert names_what_is_judged(name, one)
+    assert meets(claims()[name].holds, one.ours)
+
+
+def test_tune_is_between_proportional_and_the_bound_in_one_draw() -> None:
+    one = found("B13", lambda part: part["seed"] == 0)
+    assert names_what_is_judged("B13", one)
+    figures = {name: middle(figure) for name, figure in one.ours.items()}
+    assert figures["proportional_of_bound"] < figures["tune_of_bound"] < figures["best_of_bound"] <= 1.0 + 1e-6
+
+
+def test_closest_places_are_found_and_first_fit_is_worse() -> None:
+    one = found("B16", lambda part: part["seed"] == 0)
+    assert middle(one.ours["worse_than_free"]) == 0.0
+    assert middle(one.ours["missed"]) == 0.0
+    assert middle(one.ours["worse_first_fit"]) > 0.0
+
+
+def test_schedulers_with_old_views_are_refused_and_no_device_is_given_twice() -> None:
+    row = asked_of(nodes=30, requests=40, seed=0)
+    assert row["double_allocations"] == 0
+    assert 0.0 < row["rejected_share"] < 1.0
+    assert 0.0 < row["p50_ms"] <= row["p99_ms"]
+    assert names_what_is_judged("B17", EXPERIMENTS["B17"].conclude([{"seed": 0, **row}]))
+
+
+def test_synergys_static_trace_takes_as_long_proportionally_as_with_its_authors() -> None:
+    """15.25 h, to the round; one tuning of five, the others stand in as copies."""
+    experiment = EXPERIMENTS["B10"]
+    if experiment.missing(QUICK):
+        pytest.skip("published data are not beside the project")
+    (part,) = [part for part in experiment.parts(QUICK) if (part["order"], part["tuning"]) == ("fifo", "proportional")]
+    (row,) = measured(experiment, QUICK, part)
+    one = experiment.conclude([{**row, **other} for other in experiment.parts(QUICK)])
+    assert names_what_is_judged("B10", one)
+    assert middle(one.ours["proportional_makespan_hours"]) == pytest.approx(15.25, abs=1e-3)
+    assert middle(one.ours["ratio"]) == 1.0
+
+
+def of_moves(seed: int) -> Sequence[Row]:
+    """Who is moved waits half as long."""
+    ways = (("still", 100.0), ("moved", 50.0), ("gandiva", 50.0), ("naive", 60.0))
+    figures = ("jct_s", "large_wait_s", "small_jct_s")
+    return [{"kind": "cluster", "seed": seed, "way": way, "moves": 3, **dict.fromkeys(figures, s)} for way, s in ways]
+
+
+def test_a_move_costs_its_measured_pause_and_a_gang_waits_for_nobody() -> None:
+    """The whole of one gang; what it does to a cluster is made up."""
+    experiment = EXPERIMENTS["B8"]
+    parts = [part for part in experiment.parts(QUICK) if part["kind"] == "cost" or part == {"kind": "gang", "seed": 0}]
+    rows = [row for part in parts for row in measured(experiment, QUICK, part)]
+    one = experiment.conclude([*rows, *of_moves(0)])
+    assert names_what_is_judged("B8", one)
+    assert meets(claims()["B8"].holds, one.ours)
+    assert middle(one.ours["downtime_seconds"]) == pytest.approx(middle(one.ours["told_seconds"]))
+    waits = {way: middle(one.ours[f"gang_waits_seconds_{way}"]) for way in ("still", "moved", "gandiva", "naive")}
+    assert waits["moved"] < waits["gandiva"] < waits["naive"] < 60.0 < 3_000.0 < waits["still"]
+    assert middle(one.ours["stopped_for_a_gang"]) == 0.0
+    assert middle(one.ours["cluster_large_wait_moved"]) == 0.5
+
+
+def test_a_pause_grows_with_the_state_as_it_was_measured() -> None:
+    assert [pause_s(state, "quiet") for state in (1e8, 1e9)] == pytest.approx([0.14, 0.61])
+    assert pause_s(5e8, "crowded") == pytest.approx(0.2 + 1.42 * 4 / 9)
+
+
+# What a part of an experiment that takes long might have measured: everything the same for everybody.
+def of_slots(part: Row) -> Sequence[Row]:
+    figures = {"jct_s": 100.0, "makespan_s": 6.7 * 3600 * part["load"], "restart_share": 0.0}
+    variants = ("usual", "no_errors", "poisson") if part["load"] == 1.0 else ("usual",)
+    policies = ("optimus", "drf", "tetris")
+    return [{"variant": variant, "policy": policy, **figures} for variant in variants for policy in policies]
+
+
+def of_tasks(part: Row) -> Sequence[Row]:
+    """As the report's FIFO in one of the distributions."""
+    rules = ("fifo", "fifo-skipping", "cosine", "pass", "pass-defaults")
+    scale = 1.0 if part["demands"] == "uniform .2-.8" else 3.0
+    return [
+        {
+            "seed": seed,
+            "rule": rule,
+            "makespan_s": 7083.0 * scale * (0.5 if rule == "cosine" and scale == 1.0 else 1.0),
+            "jct_s": 2415.0 * scale,
+            "jcts_s": [2415.0 * scale] * 2,
+            "load": scale,
+        }
+        for seed, rule in product(part["seeds"], rules)
+    ]
+
+
+def of_searches(part: Row) -> Sequence[Row]:
+    """Slicing is twice as fast, and as fast for large ones."""
+    if part["kind"] == "cluster":
+        return [{"load": load, "fifo_s": 90.0, "turns_s": 60.0} for load in (0.9, 1.3)]
+    return [
+        {"trials": trials, "hours": 1.0, "noise": 0.0, "switch_s": switch_s, "fifo_s": 200.0, "sliced_s": sliced}
+        for switch_s, more_s in ((0.1, 0.0), (1.0, 25.0))
+        for trials, sliced in ((16, 100.0 + more_s), (100, 200.0))
+    ]
+
+
+def of_policies(*names: str) -> Callable[[Row], Sequence[Row]]:
+    figures = ("avg_jct_s", "max_rho", "own_max_rho")
+    return lambda part: [{"policy": name, **dict.fromkeys(figures, 60.0)} for name in names]
+
+
+# Means of the first workload, of Pollux for the policy that is compared with it.
+PUBLISHED = {"tiresias": 2473.65, "optimus": 4087.06, "goodput": 2088.77}
+MADE_UP: dict[str, tuple[Callable[[Row], Sequence[Row]], dict[str, float]]] = {
+    "B3": (
+        of_slots,
+        {"jct_against_drf": 1.0, "makespan_against_drf": 1.0, "jct_with_no_errors": 1.0, "share_of_loads": 0.0},
+    ),
+    "B4": (
+        lambda part: [{"cpu_seconds": 1.0, "wall_seconds": 2.0, "tasks": 9, "placed": 8}],
+        {"seconds": 1.0, "wall_seconds": 2.0},
+    ),
+    "B9": (
+        lambda part: [
+            {
+                "gain": 0.5,
+                "slowest_kept": 0.7,
+                "kept_share": 0.5,
+                "tried": 9,
+                "offered": 40.0,
+                "median_utilisation": 0.5,
+            }
+        ],
+        {"throughput_gain": 0.5, "slowest_job": 0.7},
+    ),
+    "B11": (
+        lambda part: [{"jct_h": 3.19, "p99_h": 1.0, "work_h": 10.0, "span_h": 5.0}],
+        {"jct_off_by": 0.0, "ratio": 1.0},
+    ),
+    "B12": (
+        lambda part: [
+            {"tuning": tuning, "jct_h": hours, "offered": 1.0}
+            for tuning, hours in (("synergy-tune", 20.0), ("proportional", 60.0), ("exact", 15.0))
+        ],
+        {"jct_hours_at_9": 20.0, "ratio_at_9": 3.0, "largest_ratio": 3.0, "best_ratio_at_9": 4.0},
+    ),
+    "B14": (
+        of_tasks,
+        {
+            "makespan_gain": 0.5,
+            "jct_gain": 0.0,
+            "pass_makespan_gain": 0.0,
+            "fifo_jct_s": 2415.0,
+            "cosine_jct_p90_s": 2415.0,
+        },
+    ),
+    "B15": (
+        lambda part: [
+            {
+                "load": load,
+                "tuning": tuning,
+                "utilisation": good,
+                "jct_s": 100.0 / good,
+                "cores": {**CORES, "Lenet": 12},
+            }
+            for load in (0.7, 1.0)
+            for tuning, good in (("bind", 0.5), ("predictor", 0.75), ("in_place", 0.5))
+        ],
+        {
+            "utilisation_gain": 0.5,
+            "jct_gain": 1 / 3,
+            "in_place_jct_gain": 0.0,
+            "share_of_cells": 0.0,
+            "cores_off_by": 1.0,
+        },
+    ),
+    "B18": (
+        lambda part: [
+            {"load": load, "policy": policy, "avg_jct_s": load if policy == "fifo" else 1.0}
+            for load in (1.0, 4.0)
+            for policy in ("tiresias", "round-robin", "fifo", "srtf")
+        ],
+        {"jct_ratio": 1.0, "share_of_cells": 0.0, "fifo_ratio": 4.0},
+    ),
+    "B19": (of_policies("ftf-oracle", "ftf", "las2d", "fifo"), {"max_rho": 60.0}),
+    "B20": (
+        lambda part: [
+            {
+                "job": job,
+                "jct_s": PUBLISHED[part["policy"].removesuffix("-own")] + late_s,
+                "end_s": 1e5,
+                "restarts": 1,
+                "load": 2.0,
+            }
+            for job, late_s in enumerate((-100.0, 100.0))
+        ],
+        {"tiresias_off_by": 0.0, "optimus_off_by": 0.0, "goodput_over_pollux": 1.0, "goodput_restarts": 1.0},
+    ),
+    "B21": (
+        lambda part: [
+            {"tuning": tuning, "jct_h": hours, "offered": 1.0}
+            for tuning, hours in (("synergy-tune", 10.0), ("proportional", 20.0 * part["load"]))
+        ],
+        {"largest_ratio": 2.4, "smallest_ratio": 2.0, "srtf_ratio_at_1.2": 2.4},
+    ),
+    "B22": (
+        of_searches,
+        {
+            "largest_speed_up": 2.0,
+            "largest_speed_up_at_1_s": 1.6,
+            "smallest_speed_up": 1.0,
+            "share_of_cells": 0.0,
+            "first_minute_sooner_at_0.9": 1.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_conclusion_is_what_a_person_draws_from_the_rows(name: str) -> None:
+    measure, expected = MADE_UP[name]
+    experiment = EXPERIMENTS[name]
+    one = experiment.conclude([{**part, **row} for part in experiment.parts(QUICK) for row in measure(part)])
+    assert names_what_is_judged(name, one)
+    for figure, value in expected.items():
+        assert middle(one.ours[figure]) == pytest.approx(value), figure
+    assert one.seeds >= 1
+
+
+def test_every_experiment_is_tried_here_in_one_way_or_the_other() -> None:
+    assert {*MADE_UP, "B1", "B2", "B5", "B6", "B7", "B8", "B10", "B13", "B16", "B17", "B23"} == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_five_seeds_or_none_and_fewer_when_quick(experiment: Experiment) -> None:
+    """What chance has a part in is run at least five times."""
+
+    def seeds(setting: Setting) -> set[Any]:
+        found: set[Any] = set()
+        for part in experiment.parts(setting):
+            if "seed" in part:
+                found.add(part["seed"])
+            elif "seeds" in part:
+                found.update(part["seeds"] if isinstance(part["seeds"], list) else range(part["seeds"]))
+        return found
+
+    full, quick = seeds(Setting(Path(), Path())), seeds(QUICK)
+    assert len(full) >= 5 > len(quick) or not full
+
+
+def test_a_paper_that_is_not_known_is_no_number() -> None:
+    assert all(
+        isinstance(value, str) or math.isfinite(value) for claim in claims().values() for value in claim.paper.values()
+    )

@@ -1,0 +1,101 @@
+"""A planner that tunes against a real master: it hears how fast jobs go with their cores, tries others, and moves cores
+to who uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from ganger.agent.v1 import agent_pb2
+from ganger.v1 import job_pb2, job_service_pb2
+from ganger.wire import times
+from ganger_master.planner.trials import TrialPace
+from planner_process.test_planner import on_a_master, planning
+from rpc.kit import Served, Speaker, spec_of, until
+
+# As slow as the master reports rates at most.
+PACE = TrialPace(warm_s=0.2, settle_s=0.1, window_s=0.1, window_steps=1, most_s=20.0, share=1.0)
+ABLE = job_pb2.Capabilities(pause=True, offload=True, checkpoint=True)
+
+
+class Fleet:
+    """What a node's jobs do: each steps as fast as its cores let it, up to as many for each GPU as it can use."""
+
+    def __init__(self, served: Served, node: Speaker, uses: dict[int, float]) -> None:
+        self.served, self.node, self.uses = served, node, uses
+        self.steps = dict.fromkeys(uses, 1_000.0)
+
+    def cores(self, number: int) -> float:
+        """For each GPU."""
+        committed = self.served.master.writer.committed
+        (claim,) = committed.gangs[committed.jobs[number].epoch].claims
+        return sum(claim.millicores) / claim.device_mask.bit_count() / 1000
+
+    async def run(self) -> None:
+        await asyncio.gather(self._follow(), self.node.served.agents.ReportProgress(self._reports()))
+
+    async def _follow(self) -> None:
+        """Whatever is wanted runs as it is wanted."""
+        while True:
+            desired = await self.node.reconcile(max_wait_seconds=5.0)
+            if desired.changed:
+                await self.node.reconcile([self._observed(gang) for gang in desired.gangs])
+
+    def _observed(self, gang: agent_pb2.DesiredGang) -> agent_pb2.ObservedGang:
+        return agent_pb2.ObservedGang(
+            job=gang.job,
+            job_uid=gang.job_uid,
+            epoch=gang.epoch,
+            phase=agent_pb2.ObservedGang.PHASE_RUNNING,
+            order=gang.order,
+            capabilities=ABLE,
+        )
+
+    async def _reports(self) -> AsyncIterator[agent_pb2.ProgressReport]:
+        last = time.time()
+        while True:
+            await asyncio.sleep(0.05)
+            now = time.time()
+            report = agent_pb2.ProgressReport(session=self.node.session)
+            for number, job in self.served.master.writer.committed.jobs.items():
+                if job.epoch and not job.state.is_finished:
+                    self.steps[number] += 1_000.0 * min(self.cores(number), self.uses[number]) * (now - last)
+                    step = int(self.steps[number])
+                    progress = job_pb2.Progress(step=step, time=times.timestamp(now), step_time=times.timestamp(now))
+                    report.gangs.add(job=job.name, epoch=job.epoch, progress=progress)
+            last = now
+            yield report
+
+
+async def figures(served: Served, number: int) -> list[tuple[int, str]]:
+    """Cores that it was given, and why, in order."""
+    listed = await served.jobs.ListEvents(job_service_pb2.ListEventsRequest(subject=f"jobs/{number}"))
+    changes = [event for event in listed.events if event.kind == "cores_changed"]
+    return [(int(event.figures["millicores"]), event.message) for event in changes]
+
+
+def test_cores_go_to_the_job_that_uses_them_and_a_change_that_gains_nothing_is_undone(tmp_path: Path) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        fleet = Fleet(served, node, uses={1: 1.0, 2: 3.0})
+        running = asyncio.create_task(fleet.run())
+        try:
+            async with planning(served, trial_pace=PACE):
+                # On 4 GPUs with 8 cores two are one GPU's share.
+                await served.submit(spec_of(2))
+                await until(lambda: served.master.writer.committed.jobs[1].epoch > 0 and fleet.cores(1) == 4.0, 30)
+                await until(lambda: fleet.cores(1) == 1.0, 30)
+                # Of the same series, and yet another one.
+                await served.submit(spec_of(2))
+                await until(lambda: served.master.writer.committed.jobs[2].epoch > 0 and fleet.cores(2) == 3.0, 30)
+                assert fleet.cores(1) == 1.0
+            told = await figures(served, 1)
+            assert told[0][0] == 8_000
+            assert told[0][1].startswith("a trial of 4 cores for each GPU; steps/s by cores for each GPU: ")
+            assert all(" with 2" in why for _, why in told)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    on_a_master(tmp_path, story, "las+predictor")

@@ -1,0 +1,34 @@
+"""A state that tells nobody what it decides decides the same."""
+
+from __future__ import annotations
+
+import pytest
+from ganger_master.core.commands import Command
+from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.traces.servers import servers_from_flags
+from simulator.replay.test_vain_plans import crowd
+
+
+class _Heard(_Replay):
+    def __init__(self, policy: str, tells: bool) -> None:
+        self.said: list[tuple[float, Command]] = []
+        super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions(), None)
+        self.state.tells = tells
+
+    def send(self, command: Command) -> object:
+        self.said.append((self.clock.now, command))
+        return super().send(command)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "ganger", "las+defrag", "gandiva", "optimus"])
+def test_what_is_decided_does_not_depend_on_whether_anybody_is_told(policy: str) -> None:
+    untold, told = _Heard(policy, tells=False), _Heard(policy, tells=True)
+    untold.run()
+    told.run()
+    assert untold.said == told.said
+    assert not untold.state.take_changes().puts
+    assert untold.state.counters.next_event == 1, "nobody reads its history"
+    assert told.state.take_changes().puts
+    assert told.state.counters.next_event > len(told.jobs)
+    assert told.state.desired
