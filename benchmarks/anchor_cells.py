@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 from ganger_master.policies.orders import SLACK_S
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ganger_master.simulator.processes import Report, WorkerFailure, each
+from ganger_master.simulator.parallel_runs import Report, WorkerFailure, each
 
 from benchmarks.anchor_cells import ANCHORS, JOBS, LOADS, ORACLES, OURS, TRACES, AnchorRow, figures, judged, run
 from benchmarks.bench_report import SAMPLES, AtLeast, AtMost, report

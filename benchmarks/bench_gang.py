@@ -18,7 +18,7 @@ from pathlib import Path
 from ganger.injob.gang_pages import page_path
 from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now_ns
 from ganger_daemon.core.relay import RelayedPoint
-from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.gang.control_pages import ControlPages
 
 POLL_SECONDS = 0.0002
 START_SECONDS = 120.0

@@ -8,6 +8,18 @@ what-if from the view included.
 
 Beside them Synergy-Tune packs a round of the same gangs on both (bench_tuned.py), and Optimus says how many GPUs each
 of the same jobs has, if they are elastic (bench_resized.py).
+
+The pass of `ganger bench plan` that says how many GPUs each job has: Optimus weighs all of them at once.
+
+It is the planner's whole pass over elastic jobs all of which wait, each believed to follow the all-reduce law that a
+published table of ElasticFlow's gives: GPUs by what one more would save, then the gangs placed on the fewest, emptiest
+nodes, up to the changes of one plan. What is believed was fitted before: fits are made as measurements come, not by a
+pass.
+
+The pass of `ganger bench plan` that weighs cores and memory of all gangs at once: Synergy-Tune packs a round.
+
+It is the planner's whole pass: jobs that train the published models, chosen by GPUs in the order of the policy, packed
+over all nodes with cores and memory, up to the changes of one plan.
 """
 
 from __future__ import annotations
@@ -17,26 +29,124 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Final
 
 import numpy as np
-from ganger.cluster.resources import GangShape, NodeRow, Role, TaskShape
+from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
 from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger_master.policies.job_facts import Capacity, Facts
+from ganger_master.core.model import Gang, JobRecord, JobSpec
+from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.synergy_round import plan_packed
+from ganger_master.policies import policy_named
+from ganger_master.policies.job_facts import Capacity, Facts, Integers
+from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.orders import JobOrder, ranked
 from ganger_master.policies.orders.fifo import FIFO_BACKFILL
 from ganger_master.policies.orders.las2d import LAS2D
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.selection import chosen
+from ganger_master.policies.tunings import profiles_of
+from ganger_master.policies.tunings.demand import Known
+from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
 from ganger_master.runtime.heap import settled
+from ganger_master.simulator.traces.profiles import elasticflow_speeds, synergy_profiles
 from msgspec.structs import fields
 
 from benchmarks.bench_report import AtMost, report
-from benchmarks.resized import optimus_pass
-from benchmarks.tuned import synergy_pass
+
+_GPUS_PER_NODE: Final = 8
+# A job takes at least the GPUs that its shape names, and up to so many times as many.
+_MOST: Final = 4
+_COMMAND: Final = ("train",)
+
+
+def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple[float, float, int, int]:
+    """(wall seconds, processor seconds, jobs, GPUs) of one pass over jobs all of which wait."""
+    table = LiveTable()
+    for position, shape in enumerate(shapes):
+        (role,) = shape.roles
+        spec = JobSpec(
+            _COMMAND,
+            (Role("worker", role.tasks, TaskShape(1, role.shape.millicores, role.shape.memory_bytes)),),
+            priority=int(facts.priority[position]),
+            gpus_min=role.tasks,
+            gpus_max=_MOST * role.tasks,
+        )
+        arrival = float(facts.arrival_s[position])
+        table.put(JobRecord(position + 1, "", "", spec, arrival, pending_since=arrival), None)
+    laws = _laws()
+    steps = np.random.default_rng(len(shapes)).lognormal(9.0, 1.5, len(shapes)).tolist()
+
+    def believed(jobs: Sequence[tuple[JobRecord, Gang | None]]) -> Sequence[OptimusEstimate]:
+        return [
+            OptimusEstimate(steps[job.number - 1], job.number % 5 == 0, laws[job.number % len(laws)]) for job, _ in jobs
+        ]
+
+    policy = policy_named("optimus")
+    gpus = sum([mask.bit_count() for mask in view.free])
+    cores = sum([sum(free) for free in view.millicores]) / 1000
+    capacity = Capacity(gpus, cores, float(sum(view.memory)), _GPUS_PER_NODE)
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = plan_optimus(
+        policy.order, policy.placement, table, 1e6, capacity, CapacityIndex(view.copy()), believed, resize_s=13.0
+    )
+    seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
+    placed = [claim.device_mask.bit_count() for change in found.changes for claim in change.claims]
+    return seconds, processor, len(found.changes), sum(placed)
+
+
+@cache
+def _laws() -> tuple[AllReduceModel, ...]:
+    found = []
+    for batches in elasticflow_speeds().values():
+        for speeds in batches.values():
+            points = [
+                StepPoint(gpus, -(-gpus // _GPUS_PER_NODE), 1.0 / gpus, 1.0 / speed) for gpus, speed in speeds.items()
+            ]
+            model = fit_allreduce(points)
+            assert model is not None, "every published table has points"
+            found.append(model)
+    return tuple(found)
+
+
+# Of Synergy's servers: a gang up to this size wants to stay on one node.
+_TOGETHER: Final = 8
+
+
+def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple[float, float, int, int]:
+    """(wall seconds, processor seconds, jobs, GPUs) of one pass over jobs all of which wait; amounts that the shapes
+    name are left to the tuning."""
+    table = LiveTable()
+    for position, shape in enumerate(shapes):
+        widest = LocalityLevel.NODE if shape.gpus <= _TOGETHER else LocalityLevel.CLUSTER
+        spec = JobSpec(
+            _COMMAND,
+            (Role("worker", shape.gpus, TaskShape(1)),),
+            locality=Locality(widest),
+            priority=int(facts.priority[position]),
+        )
+        arrival = float(facts.arrival_s[position])
+        table.put(JobRecord(position + 1, "", "", spec, arrival, pending_since=arrival), None)
+    profiles = profiles_of([profile.matrix for profile in synergy_profiles().values()])
+
+    def position_of(numbers: Integers) -> Integers:
+        return numbers % len(profiles.rates)
+
+    gpus = sum([mask.bit_count() for mask in view.free])
+    capacity = Capacity(gpus, float(np.inf), float(np.inf), _TOGETHER)
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = plan_packed(SYNERGY_TUNE, LAS2D, table, 1e6, capacity, view, known=Known(profiles, position_of))
+    seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
+    assert found is not None, "jobs of one role are packed"
+    placed = [claim.device_mask.bit_count() for change in found.changes for claim in change.claims]
+    return seconds, processor, len(found.changes), sum(placed)
+
 
 NODES: Final = 16_000
 JOBS: Final = 4_000

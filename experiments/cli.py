@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from ganger.console.exit_codes import CommandError, ExitCode
-from ganger_master.simulator.threads import one_thread_each
+from ganger_master.simulator.parallel_runs import one_thread_each
 
 _ROWS = Path("build/reproduce")
 
@@ -77,7 +77,7 @@ def reproduce(
         # Found out now, not after hours.
         made_ready(document.parent)
     from ganger.console.tables import print_table
-    from ganger_master.simulator.meter import ProgressBar
+    from ganger_master.simulator.output import ProgressBar
 
     from experiments import results
     from experiments.experiment import Setting

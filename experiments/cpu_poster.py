@@ -31,10 +31,9 @@ from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, Tuni
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
 from ganger_master.policies.tunings.predictor import PREDICTOR, predicted
-from ganger_master.simulator.options import SwitchCosts
+from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.report.seeds import interval
-from ganger_master.simulator.traces.synthetic import SINGLE_GPU, synthetic
-from ganger_master.simulator.traces.transform import scaled_to_load
+from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, workload
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting

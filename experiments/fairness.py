@@ -16,14 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ganger_master.simulator.options import ReplayOptions
-from ganger_master.simulator.report.fairness import finish_time_fairness, mean_contention
-from ganger_master.simulator.report.figures import figures
+from ganger_master.simulator.inputs import ReplayOptions
+from ganger_master.simulator.report.figures import figures, finish_time_fairness, mean_contention
 from ganger_master.simulator.report.seeds import interval
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.synthetic import synthetic
-from ganger_master.simulator.traces.transform import scaled_to_load
+from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

@@ -25,13 +25,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.report.seeds import Interval, interval, paired_ratio
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.synthetic import synthetic
-from ganger_master.simulator.traces.transform import scaled_to_load
+from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import workload
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting

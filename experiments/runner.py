@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger_master.simulator.processes import Report, WorkerFailure, each
+from ganger_master.simulator.parallel_runs import Report, WorkerFailure, each
 
 from experiments.experiment import Experiment, Row, Setting, measured
 from experiments.journal import Journal, plain

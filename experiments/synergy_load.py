@@ -30,8 +30,7 @@ from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
 from ganger_master.simulator.report.seeds import Interval, interval, paired_ratio
 from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
 from ganger_master.simulator.traces.statistics import offered_load
-from ganger_master.simulator.traces.synthetic import SINGLE_GPU, synthetic
-from ganger_master.simulator.traces.transform import scaled_to_load
+from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, workload
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from ganger_master.simulator.options import FREE, ReplayOptions
+from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.profiles import synergy_profiles
 from ganger_master.simulator.traces.servers import servers_from_flags

@@ -17,9 +17,8 @@ from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_o
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.policies.tunings.synergy_opt import upper_bound
 from ganger_master.simulator.report.seeds import interval
-from ganger_master.simulator.traces.classes import ModelClass
-from ganger_master.simulator.traces.profiles import synergy_profiles, with_models
-from ganger_master.simulator.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
+from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles, with_models
+from ganger_master.simulator.traces.transform import MULTI_GPU, SINGLE_GPU, synthetic
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

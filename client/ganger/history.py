@@ -1,9 +1,18 @@
-"""What a change of a running job was for, and what it gained: sentences made of the figures of an event. Pure."""
+"""What a change of a running job was for, and what it gained: sentences made of the figures of an event. Pure.
+
+What happened to one job, told from its events: what was done, by whom and why, how long it took, what came of it.
+
+Pure: the same events give the same story. A kind of event that is not known here is told as it stands, so that a newer
+master's events are not lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ganger.units import format_duration
 
 # By goal: what a change with it is for, without and with the job for whom it is done.
 _PURPOSES: Final[dict[str, tuple[str, str]]] = {
@@ -73,3 +82,450 @@ def _number(figures: Mapping[str, str], name: str) -> float | None:
         return float(figures.get(name, ""))
     except ValueError:
         return None
+
+
+class Happening(NamedTuple):
+    """An event of the API as plain values; time is Unix seconds."""
+
+    time: float
+    kind: str
+    cause: str
+    message: str
+    figures: Mapping[str, str]
+
+
+class Chapter(NamedTuple):
+    """One sentence of a story, with the figures it rests on."""
+
+    time: float
+    kind: str
+    text: str
+    figures: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over a story; seconds. `turns_s`: while it took turns, its own and those of others. `lost_s`: of attempts
+    that failed, what they had run since their last checkpoint."""
+
+    waited_s: float = 0.0
+    ran_s: float = 0.0
+    turns_s: float = 0.0
+    parked_s: float = 0.0
+    starting_s: float = 0.0
+    lost_s: float = 0.0
+    moves: int = 0
+    move_pauses_ms: float = 0.0
+    suspensions: int = 0
+    checkpoints: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Teller:
+    """Where the story is; times are zero where it is not so now."""
+
+    totals: Totals = field(default_factory=Totals)
+    waiting_since: float = 0.0
+    starting_since: float = 0.0
+    running_since: float = 0.0
+    stopping_since: float = 0.0
+    parked_since: float = 0.0
+    moving_since: float = 0.0
+    # Since when nothing of what it did is on storage.
+    unsaved_since: float = 0.0
+    # What it had done is in memory somewhere.
+    is_resuming: bool = False
+    # Its share of turns where it is, and where it moves to; "" where it takes none.
+    turns: str = ""
+    turns_there: str = ""
+
+    def leave(self, now: float) -> None:
+        """Whatever it was in the middle of has come to an end."""
+        totals = self.totals
+        if self.running_since and self.turns:
+            totals.turns_s += now - self.running_since
+        elif self.running_since:
+            totals.ran_s += now - self.running_since
+        if self.parked_since:
+            totals.parked_s += now - self.parked_since
+        if self.starting_since:
+            totals.starting_s += now - self.starting_since
+        if self.waiting_since:
+            totals.waited_s += now - self.waiting_since
+        self.running_since = self.parked_since = self.starting_since = self.waiting_since = self.stopping_since = 0.0
+
+    def take_turns(self, now: float, share: str) -> None:
+        """From now on, or none if "": what it runs counts as the one or as the other."""
+        since = self.running_since
+        if since and bool(share) != bool(self.turns):
+            self.leave(now)
+            self.running_since = now
+        self.turns = share
+
+
+def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], Totals]:
+    """The story of a job or an array, of its events in their order; checkpoints in a row are one sentence. `now`: until
+    when the sums count what has not ended; without it until the last event that changed anything."""
+    teller = _Teller()
+    chapters: list[Chapter] = []
+    for event in events:
+        text = _say(teller, event)
+        if event.kind == "checkpoint_complete" and chapters and chapters[-1].kind == event.kind:
+            chapters.pop()
+        if text:
+            chapters.append(Chapter(event.time, event.kind, text, event.figures))
+    if chapters and now > chapters[-1].time:
+        teller.leave(now)
+    return chapters, teller.totals
+
+
+def sentence(event: Happening) -> str:
+    """What one event says by itself, of whatever; "" of what is not worth a sentence."""
+    return _say(_Teller(), event)
+
+
+def summary(totals: Totals) -> str:
+    """One line; parts that are nothing are left out."""
+    parts = [
+        f"{word} {_seconds(seconds)}"
+        for word, seconds in (
+            ("waited", totals.waited_s),
+            ("starting", totals.starting_s),
+            ("ran", totals.ran_s),
+            ("took turns", totals.turns_s),
+            ("parked", totals.parked_s),
+            ("lost", totals.lost_s),
+        )
+        if seconds >= 0.0005
+    ]
+    if totals.moves:
+        word = "move" if totals.moves == 1 else "moves"
+        parts.append(f"{totals.moves} {word}, {_brief(totals.move_pauses_ms)} standing still for them")
+    if totals.suspensions:
+        parts.append(f"suspended {totals.suspensions} times" if totals.suspensions > 1 else "suspended once")
+    if totals.checkpoints:
+        parts.append(f"{totals.checkpoints} checkpoint{'s' if totals.checkpoints > 1 else ''}")
+    if totals.failures:
+        parts.append(f"{totals.failures} failed attempt{'s' if totals.failures > 1 else ''}")
+    return "; ".join(parts)
+
+
+def _say(teller: _Teller, event: Happening) -> str:
+    return _SAYINGS.get(event.kind, _plainly)(teller, event)
+
+
+# -- sayings -----------------------------------------------------------------------------------------------------------
+
+
+def _submitted(teller: _Teller, event: Happening) -> str:
+    teller.waiting_since = event.time
+    gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
+    size = f"{gpus} GPU{'' if gpus == '1' else 's'}" + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
+    return f"submitted{_by(event)}: {size if gpus != '0' else f'{tasks} tasks without GPUs'}"
+
+
+def _approved(teller: _Teller, event: Happening) -> str:
+    waited = float(event.figures.get("waited_s", "0") or 0)
+    teller.leave(event.time)
+    teller.starting_since = event.time
+    if not teller.is_resuming:
+        teller.unsaved_since = event.time
+    teller.is_resuming = False
+    parts = [f"got its gang on {event.figures.get('nodes', '?')}{_by(event)}"]
+    if waited >= 0.1:
+        parts.append(f"after it had waited {_seconds(waited)}")
+        if event.message:
+            parts.append(f"for: {event.message}")
+        if "after" in event.figures:
+            parts.append(f"free since {_and(event.figures['after'].split())} left")
+    return ", ".join(parts) + _for(event)
+
+
+def _running(teller: _Teller, event: Happening) -> str:
+    took = event.time - teller.starting_since if teller.starting_since else 0.0
+    teller.leave(event.time)
+    teller.running_since = event.time
+    # It has stepped; or, where nobody sees its steps, its processes are there.
+    return f"runs, after {_seconds(took)}" if took else "runs"
+
+
+def _suspend_ordered(teller: _Teller, event: Happening) -> str:
+    teller.stopping_since = event.time
+    return f"ordered to stop at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
+
+
+def _parked(teller: _Teller, event: Happening) -> str:
+    took = f", {_seconds(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
+    teller.leave(event.time)
+    teller.parked_since = event.time
+    teller.turns = ""
+    if teller.moving_since:
+        # It gives up devices that others wait for.
+        return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
+    teller.totals.suspensions += 1
+    return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
+
+
+def _resume_ordered(teller: _Teller, event: Happening) -> str:
+    rested = f" after {_seconds(event.time - teller.parked_since)} at rest" if teller.parked_since else ""
+    teller.leave(event.time)
+    teller.starting_since = event.time
+    teller.is_resuming = True
+    return f"ordered to go on{_by(event)}{rested}{_for(event)}"
+
+
+def _move_begun(teller: _Teller, event: Happening) -> str:
+    teller.moving_since, teller.turns_there = event.time, ""
+    return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_for(event)}"
+
+
+def _move_committed(teller: _Teller, event: Happening) -> str:
+    step = event.figures.get("step", "?")
+    took = f", {_seconds(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
+    # Who took turns may have rested all the while, or run: nobody but its nodes knows.
+    ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
+    # Its next step is told of as that of a start.
+    teller.leave(event.time)
+    teller.starting_since, teller.moving_since = event.time, 0.0
+    teller.turns, teller.turns_there = teller.turns_there, ""
+    return f"handed over at step {step}{took}{ran_on}"
+
+
+def _move_done(teller: _Teller, event: Happening) -> str:
+    return f"moved: it stood still for {_pause(teller, event)}, and lost no step"
+
+
+def _move_back(teller: _Teller, event: Happening) -> str:
+    return "goes on where it came from, from the state that was kept there: its new place failed"
+
+
+def _resize_begun(teller: _Teller, event: Happening) -> str:
+    teller.moving_since = event.time
+    figures = event.figures
+    why = f": {event.message}" if event.message else ""
+    return (
+        f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
+    )
+
+
+def _resize_done(teller: _Teller, event: Happening) -> str:
+    return f"resized: it stood still for {_pause(teller, event)}, and lost no step"
+
+
+def _given_up(teller: _Teller, event: Happening) -> str:
+    teller.moving_since, teller.turns_there = 0.0, ""
+    what = "change of size" if event.kind == "resize_aborted" else "move"
+    return f"the {what} was called off, nothing is lost: {event.message}"
+
+
+def _judged(teller: _Teller, event: Happening) -> str:
+    what = "was kept" if event.kind == "change_kept" else "was not seen to pay"
+    found = gain(event.figures) or event.message
+    return f"{aim(event.figures)} {what}{f': {found}' if found else ''}"
+
+
+def _joined(teller: _Teller, event: Happening) -> str:
+    return f"another gang comes to its GPUs on {event.figures.get('node', '?')}, to share them at once{_by(event)}"
+
+
+def _suspend_refused(teller: _Teller, event: Happening) -> str:
+    teller.stopping_since = 0.0
+    return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
+
+
+def _trouble(teller: _Teller, event: Happening) -> str:
+    return f"its node {event.figures.get('node', '?')} reports {event.message}"
+
+
+def _updated(teller: _Teller, event: Happening) -> str:
+    members = event.figures.get("members", "")
+    return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
+
+
+def _cores(teller: _Teller, event: Happening) -> str:
+    cores = float(event.figures.get("millicores", "0") or 0) / 1_000
+    what = f"put on other cores, {cores:g} in all" if event.figures.get("repin") == "1" else f"given {cores:g} cores"
+    return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
+
+
+def _takes_turns(teller: _Teller, event: Happening) -> str:
+    figures = event.figures
+    rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
+    share = (
+        f"{len(rows)} of {figures.get('of_rows', '?')} turns of {quantum} s in nodeSets/{figures.get('node_set', '?')}"
+    )
+    if teller.moving_since:
+        teller.turns_there = share
+        return f"will take turns there with others, {share}"
+    is_as_before = share == teller.turns
+    teller.take_turns(event.time, share)
+    if is_as_before:
+        return f"others came to the turns it takes, or left them; it has {share}, as before"
+    return f"takes turns on its GPUs with others, {share}{_by(event)}"
+
+
+def _turns_ended(teller: _Teller, event: Happening) -> str:
+    teller.take_turns(event.time, "")
+    return "has its GPUs to itself again, without turns"
+
+
+def _turn_refused(teller: _Teller, event: Happening) -> str:
+    return f"waits for GPUs of its own: {event.message}"
+
+
+def _checkpoint(teller: _Teller, event: Happening) -> str:
+    teller.totals.checkpoints += 1
+    teller.unsaved_since = event.time
+    return f"checkpoint {teller.totals.checkpoints} complete, at step {event.figures.get('step', '?')}"
+
+
+def _attempt_failed(teller: _Teller, event: Happening) -> str:
+    teller.totals.failures += 1
+    if teller.unsaved_since:
+        teller.totals.lost_s += event.time - teller.unsaved_since
+    teller.unsaved_since, teller.is_resuming = 0.0, False
+    return f"the attempt failed: {event.message or event.figures.get('outcome', '?')}"
+
+
+def _pending(teller: _Teller, event: Happening) -> str:
+    teller.leave(event.time)
+    teller.turns, teller.moving_since = "", 0.0
+    teller.waiting_since = event.time
+    return f"waits again: {event.message}"
+
+
+def _stop_ordered(teller: _Teller, event: Happening) -> str:
+    return f"stopped by the rule of {event.cause}: {event.message}"
+
+
+def _ended(teller: _Teller, event: Happening) -> str:
+    teller.leave(event.time)
+    teller.turns, teller.moving_since = "", 0.0
+    word = event.kind.removeprefix("job_")
+    return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
+
+
+def _cancelled(teller: _Teller, event: Happening) -> str:
+    return f"ordered to end{_by(event)}{f': {event.message}' if event.message else ''}"
+
+
+def _array_submitted(teller: _Teller, event: Happening) -> str:
+    figures = event.figures
+    limit = f", {figures['at_once']} at once" if figures.get("at_once") != figures.get("members") else ""
+    rule = f", stop rule {figures['rule']}" if figures.get("rule", "none") != "none" else ""
+    return f"submitted{_by(event)}: {figures.get('members')} jobs of {figures.get('gpus_each')} GPUs each{limit}{rule}"
+
+
+def _member_ended(teller: _Teller, event: Happening) -> str:
+    figures = dict(event.figures)
+    member, state, ran = (figures.pop(name, "") for name in ("member", "state", "run_s"))
+    figures.pop("job", None)
+    given = {name: figures.pop(name) for name in list(figures) if name.startswith("parameter_")}
+    named = " ".join(f"{name.removeprefix('parameter_')}={text}" for name, text in sorted(given.items()))
+    told = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
+    teller.totals.ran_s += float(ran or 0)
+    # Earlier masters sent 0.0 for members that never ran.
+    lasted = f", ran {_seconds(float(ran))}" if float(ran or 0) else " before its first step"
+    parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", told, event.message]
+    return "; ".join(part for part in parts if part)
+
+
+def _array_ended(teller: _Teller, event: Happening) -> str:
+    return "ended: " + ", ".join(f"{count} {state}" for state, count in sorted(event.figures.items()))
+
+
+def _mode_changed(teller: _Teller, event: Happening) -> str:
+    if event.figures.get("of") == "0":
+        return f"{event.message}: there is no GPU now"
+    return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
+
+
+def _nothing(teller: _Teller, event: Happening) -> str:
+    return ""
+
+
+def _plainly(teller: _Teller, event: Happening) -> str:
+    parts = [part for part in (event.message, _figures(event)) if part]
+    return event.kind.replace("_", " ") + _by(event) + (f": {'; '.join(parts)}" if parts else "")
+
+
+_SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
+    "job_submitted": _submitted,
+    "gang_approved": _approved,
+    "gang_running": _running,
+    "gang_done": _nothing,
+    "suspend_ordered": _suspend_ordered,
+    "gang_parked": _parked,
+    "resume_ordered": _resume_ordered,
+    "move_begun": _move_begun,
+    "move_committed": _move_committed,
+    "move_done": _move_done,
+    "move_aborted": _given_up,
+    "resize_begun": _resize_begun,
+    "resize_committed": _move_committed,
+    "resize_done": _resize_done,
+    "resize_aborted": _given_up,
+    "move_back": _move_back,
+    "change_kept": _judged,
+    "change_undone": _judged,
+    "gang_joined": _joined,
+    "suspend_refused": _suspend_refused,
+    "trouble": _trouble,
+    "job_updated": _updated,
+    "array_updated": _updated,
+    "cores_changed": _cores,
+    "rows_changed": _takes_turns,
+    "turns_ended": _turns_ended,
+    "turn_refused": _turn_refused,
+    "checkpoint_complete": _checkpoint,
+    "attempt_failed": _attempt_failed,
+    "job_pending": _pending,
+    "stop_ordered": _stop_ordered,
+    "cancel_ordered": _cancelled,
+    "job_succeeded": _ended,
+    "job_failed": _ended,
+    "job_cancelled": _ended,
+    "job_stopped": _ended,
+    "array_submitted": _array_submitted,
+    "member_ended": _member_ended,
+    "array_ended": _array_ended,
+    "mode_changed": _mode_changed,
+}
+
+
+def _by(event: Happening) -> str:
+    """Of "scheduler:" without a name the colon goes: it is the default one. A daemon only says what it saw."""
+    cause = event.cause.rstrip(":")
+    return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch")) else ""
+
+
+def _for(event: Happening) -> str:
+    """What a plan's change is for, and what it is expected to bring."""
+    told = purpose(event.figures)
+    return f", {told}" if told else ""
+
+
+def _pause(teller: _Teller, event: Happening) -> str:
+    pause = float(event.figures.get("pause_ms", "0") or 0)
+    teller.totals.moves += 1
+    teller.totals.move_pauses_ms += pause
+    expected = float(event.figures.get("expected_pause_ms", "0") or 0)
+    # Of a change that had to be nothing was forecast.
+    return f"{_brief(pause)}{f', {_brief(expected)} expected' if expected else ''}"
+
+
+def _brief(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 1_000 else _seconds(milliseconds / 1_000)
+
+
+def _figures(event: Happening) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else format_duration(seconds)

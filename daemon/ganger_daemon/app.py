@@ -48,8 +48,7 @@ from ganger_daemon.node.node_context import NodeContext, Storage
 from ganger_daemon.node.peer_service import PeerCalls, PeerServicer
 from ganger_daemon.node.safe_files import read_json, write_json
 from ganger_daemon.node.session import Session
-from ganger_daemon.transfer.stream import StreamServer
-from ganger_daemon.transfer.stream_server import ParkedArenas
+from ganger_daemon.transfer.stream_server import ParkedArenas, StreamServer
 
 log = logging.getLogger(__name__)
 

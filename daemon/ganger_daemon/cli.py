@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from ganger.console.parameter_types import Within
-from ganger.console.paths import Directory
+from ganger.console.parameter_types import Directory, Within
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

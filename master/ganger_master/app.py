@@ -19,12 +19,11 @@ from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.roles import CallerRole
 from ganger.wire.tls import check_directory, server_context, tell_end
 
-from ganger_master.config import Config
+from ganger_master.config import Config, as_settings
 from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log import recorder
 from ganger_master.policies import Places, live_policy_named
-from ganger_master.quotas import as_settings
 from ganger_master.rpc.rate_limits import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import failpoints, heap
@@ -45,8 +44,8 @@ from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
 
 if TYPE_CHECKING:
+    from ganger_master.metrics.families import Snapshot
     from ganger_master.metrics.server import MetricsServer
-    from ganger_master.metrics.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +180,8 @@ class Master:
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
         """Raises EndpointError."""
+        from ganger_master.metrics.families import take
         from ganger_master.metrics.server import MetricsServer
-        from ganger_master.metrics.snapshot import take
 
         def snapshot() -> Snapshot:
             daemons = self._server.agents.held if self._server is not None else 0

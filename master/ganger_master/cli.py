@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import click
-from ganger.console.paths import Directory
+from ganger.console.parameter_types import Directory
 
 
 @click.command()

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger.cluster import tally
+from ganger.cluster import feasibility
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.node_classes import each, each_from_last, together
 from ganger.cluster.placement import places
@@ -111,7 +111,7 @@ def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, sh
 @given(views(), st.lists(shapes, min_size=1, max_size=4), shapes)
 def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], asked: GangShape) -> None:
     # However many nodes changed, only they are counted again.
-    with patch.object(tally, "_MANY", 0):
+    with patch.object(feasibility, "_MANY", 0):
         room = CapacityIndex(view)
         for shape in gangs:
             ask = room.ask(asked)

@@ -19,8 +19,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobMetric, JobProgress, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 from ganger_master.core.substitution import Template, resolved
 from msgspec.structs import replace
 

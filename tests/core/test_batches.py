@@ -5,8 +5,7 @@ from __future__ import annotations
 from faultsim.state_invariants import violations
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
-from ganger_master.core import capacity, commands, machine
-from ganger_master.core import desired_state as desired
+from ganger_master.core import capacity, commands, desired_state, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.model import JobSpec, Node
 from ganger_master.core.node_index import row_of
@@ -63,10 +62,10 @@ def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
     }
     for state in (alone, together):
         for name, node in state.nodes.items():
-            remembered = desired.project(state, node).gangs
+            remembered = desired_state.project(state, node).gangs
             state.parties.clear()
             state.projected.clear()
-            assert desired.project(state, node).gangs == remembered == state.desired[name].gangs
+            assert desired_state.project(state, node).gangs == remembered == state.desired[name].gangs
 
 
 @settings(max_examples=50)

@@ -10,8 +10,8 @@ from ganger_master.core.answers import Approved, Refused, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 from msgspec.structs import replace
 
 MIB = 1 << 20

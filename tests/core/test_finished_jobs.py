@@ -7,8 +7,8 @@ from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, DeclareLost, SubmitJob, Tick
 from ganger_master.core.model import Element, Request
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 
 FEW = CoreSettings(finished_jobs_limit=3, former_requests_limit=5)
 DAY = 24 * 3600.0

@@ -11,9 +11,9 @@ from ganger_master.core.changes import ELEMENT_TYPES
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
 from ganger_master.core.effects import Effects
 from ganger_master.core.model import JobSpec
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
+from ganger_master.core.state_image import restored
 
 SERVER = parse_topology("2x2", name="v4")
 SPEC = JobSpec(("train",), (Role("worker", 1, TaskShape(1)),))

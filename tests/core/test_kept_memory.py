@@ -8,7 +8,7 @@ from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.restoring import restored
+from ganger_master.core.state_image import restored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -9,8 +9,8 @@ from ganger.cluster.view import LoadMode
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
 from ganger_master.core.model import ObservedPhase
-from ganger_master.core.restoring import restored
 from ganger_master.core.state import State
+from ganger_master.core.state_image import restored
 
 
 def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> None:

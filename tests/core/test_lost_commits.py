@@ -7,8 +7,8 @@ from core.test_taking_turns import Turns
 from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import ObservedRows, Tick
 from ganger_master.core.model import Element, JobState
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 from ganger_master.store.codec import Codec
 from kit.memory_store import MemoryStore
 

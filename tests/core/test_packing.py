@@ -7,13 +7,13 @@ from core.drive import GIB, SERVER, Drive, job_of
 from faultsim.state_invariants import violations
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.refusals import Reason, Refusal
-from ganger_master.core import sharing
+from ganger_master.core import colocation
 from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan, ResumeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import Claim, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 from msgspec.structs import replace
 
 HALF = GIB * 4 // 10
@@ -88,8 +88,8 @@ def test_the_daemon_of_who_is_joined_is_told_and_whoever_asks_who_is_beside_whom
     assert wanted[host].claim.shared_mask == wanted[guest].claim.shared_mask == mask
     assert wanted[host].master_sequence > before.master_sequence
     assert wanted[host].intent is GangIntent.RUN
-    assert sharing.beside(drive.state, drive.state.gangs[drive.job(host).epoch]) == (guest,)
-    assert sharing.beside(drive.state, drive.state.gangs[drive.job(guest).epoch]) == (host,)
+    assert colocation.beside(drive.state, drive.state.gangs[drive.job(host).epoch]) == (guest,)
+    assert colocation.beside(drive.state, drive.state.gangs[drive.job(guest).epoch]) == (host,)
 
 
 def test_a_job_scheduler_cannot_put_its_job_on_devices_of_another(drive: Packing) -> None:

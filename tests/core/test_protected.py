@@ -6,8 +6,7 @@ import pytest
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
-from ganger_master.core.protected import ProtectedPieces, protect, trespass
-from ganger_master.core.reservations import Reservation
+from ganger_master.core.reservations import ProtectedPieces, Reservation, protect, trespass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster

@@ -16,8 +16,8 @@ from ganger_master.core.commands import Change, ProposePlan, SubmitArray, Submit
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.shares import Shares
 from ganger_master.core.state import State
+from ganger_master.core.user_usage import Shares
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace

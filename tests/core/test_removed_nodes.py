@@ -8,7 +8,7 @@ from faultsim.state_invariants import violations
 from ganger_master.core.answers import Done, Refused
 from ganger_master.core.commands import DeclareLost, RemoveNode
 from ganger_master.core.model import JobState, NodeState, ObservedPhase
-from ganger_master.core.restoring import restored
+from ganger_master.core.state_image import restored
 
 
 def refusal(drive: Drive, node: str) -> str:

@@ -10,8 +10,8 @@ from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import Answer, DeclareLost, Tick
 from ganger_master.core.explain import explain
 from ganger_master.core.model import JobState, NodeState
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 
 # Longer than that of a daemon with nothing to tell, far from lost.
 SILENCE = 100.0

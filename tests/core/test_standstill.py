@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.commands import Tick
+from ganger_master.core.heartbeats import ClockReading, noticed
 from ganger_master.core.model import JobState
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.standstill import ClockReading, noticed
 from msgspec.structs import replace
 
 HOUR = 3_600.0

@@ -25,10 +25,8 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
-from ganger_master.core.restoring import restored
-from ganger_master.core.rows_now import has_turn
-from ganger_master.core.state_image import image_of, state_of
-from ganger_master.core.timeslice_groups import charges
+from ganger_master.core.state_image import image_of, restored, state_of
+from ganger_master.core.timeslice_groups import charges, has_turn
 from ganger_master.store.codec import Codec
 from hypothesis import given
 from hypothesis import strategies as st

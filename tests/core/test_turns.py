@@ -6,7 +6,7 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel
-from ganger_master.core import placement_leases as queue
+from ganger_master.core import placement_leases
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
 from ganger_master.core.model import JobState, ObservedPhase
@@ -339,14 +339,14 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
     for _ in range(5):
         drive.now += 1.0
         drive.step(Tick())
-        numbers = list(queue._window(drive.state))
+        numbers = list(placement_leases._window(drive.state))
         assert len(numbers) <= 2 * ASIDE + 1
         assert numbers == sorted(numbers)
         assert numbers[:ASIDE] == alice[:ASIDE], "the first ones always"
         assert numbers[-1] == bob, "they are in nobody's way"
         looked_at.update(numbers)
     assert looked_at == {*alice, bob}
-    wake = queue.next_time(drive.state, drive.now)
+    wake = placement_leases.next_time(drive.state, drive.now)
     assert wake is not None
     assert wake <= drive.now + 1.0
 

@@ -25,10 +25,9 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.job_updates import Update
 from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.settle import next_wake
-from ganger_master.core.state_image import image_of, state_of
+from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.store.codec import Codec
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,8 +6,8 @@ from core.drive import Drive, job_of
 from ganger_master.core.answers import Answer, ArrayAnswer, JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
 from ganger_master.core.model import JobSpec
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
 from ganger_master.core.user_usage import spec_bytes
 from msgspec.structs import replace
 

@@ -14,8 +14,7 @@ from ganger.cluster.view import View
 from ganger_master.core import approval_explain as explain_module
 from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve
 from ganger_master.core.approval_explain import Holder, estimate, explain, order
-from ganger_master.core.protected import Protected, protect
-from ganger_master.core.reservations import ReservationRequest, begins_at, reserve
+from ganger_master.core.reservations import Protected, ReservationRequest, begins_at, protect, reserve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, gangs, idle_row, server

@@ -18,8 +18,15 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import MAGIC, VERSION, Page, Word, page_path
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError
-from ganger_daemon.node.process_identity import FoundProcesses, RankProcess, holds_files_of_rank, recognise
-from ganger_daemon.node.processes import NOBODY, ProcessId, start_ticks
+from ganger_daemon.node.process_identity import (
+    NOBODY,
+    FoundProcesses,
+    ProcessId,
+    RankProcess,
+    holds_files_of_rank,
+    recognise,
+    start_ticks,
+)
 from kit.waiting import eventually
 
 

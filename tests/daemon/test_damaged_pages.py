@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.injob.page import VERSION, Page, PageError, Word, page_path
-from ganger_daemon.gang.pages import ControlPages
+from ganger_daemon.gang.control_pages import ControlPages
 
 
 def test_a_daemon_maps_no_page_that_a_job_could_cut_off_under_it(tmp_path: Path) -> None:

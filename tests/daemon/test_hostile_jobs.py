@@ -19,10 +19,10 @@ from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_c
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
 from ganger_daemon.gang import gang
-from ganger_daemon.gang.exits import exit_of
+from ganger_daemon.gang.exit_watcher import exit_of
 from ganger_daemon.gang.job_socket import JobSocketServer
 from ganger_daemon.node.directories import DaemonPaths
-from ganger_daemon.node.processes import ProcessId, start_ticks
+from ganger_daemon.node.process_identity import ProcessId, start_ticks
 from ganger_daemon.node.safe_files import make_directory, open_plain, read_json, remove_tree, write_json
 from kit.waiting import eventually
 from rpc.kit import until

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon.checkpoints import storage as storage_checks
-from ganger_daemon.node import node_context as host
-from ganger_daemon.node.node_context import Storage
-from ganger_daemon.node.storage_work import StorageHungError, StorageWork
+from ganger_daemon.checkpoints import layout
+from ganger_daemon.node import node_context
+from ganger_daemon.node.node_context import Storage, StorageHungError, StorageWork
 
 
 @pytest.fixture
@@ -53,10 +52,10 @@ def test_the_daemon_does_not_wait_for_a_token_on_storage_that_hangs_and_reports_
     storage = Storage()
     storage.learn(str(tmp_path), "token")
     assert (storage.proved, storage.trouble) == (True, "")
-    found = storage_checks.token_found
-    monkeypatch.setattr(storage_checks, "token_found", lambda path: hang.wait() and found(path))
-    monkeypatch.setattr(host, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(host, "_HUNG_S", 0.1)
+    found = layout.token_found
+    monkeypatch.setattr(layout, "token_found", lambda path: hang.wait() and found(path))
+    monkeypatch.setattr(node_context, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(node_context, "_HUNG_S", 0.1)
     began, last = time.monotonic(), time.time()
     assert storage.proved, "as was found last"
     while not storage.trouble:

@@ -13,8 +13,7 @@ import pytest
 from daemon.kit import stop_launcher
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger_daemon.node import launchers as module
-from ganger_daemon.node.launchers import Launchers, interpreter_of
-from ganger_daemon.node.preloaded import code_of
+from ganger_daemon.node.launchers import Launchers, code_of, interpreter_of
 from kit.waiting import eventually
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}

@@ -18,10 +18,10 @@ from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, r
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import Page, Word, now_ns
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import stall_detection as concern
-from ganger_daemon.gang import watching
+from ganger_daemon.gang import observation
 from ganger_daemon.node.launchers import Launchers
 from kit.waiting import eventually
 
@@ -426,7 +426,7 @@ def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(concern, "HANG_SECONDS", 2.0)
     monkeypatch.setattr(concern, "_HANG_PAUSES", 1.0)
     monkeypatch.setattr(concern, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(watching, "_PROCESSES_SECONDS", 0.2)
+    monkeypatch.setattr(observation, "_PROCESSES_SECONDS", 0.2)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

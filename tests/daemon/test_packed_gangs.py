@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 from ganger.v1 import resources_pb2
-from ganger_daemon.gang import using
-from ganger_daemon.gang.using import Using
+from ganger_daemon.gang import step_rate
+from ganger_daemon.gang.step_rate import Using
 from ganger_daemon.node.gang_set import collide
 from ganger_daemon.node.node_context import NodeContext
 
@@ -46,7 +46,7 @@ class Node:
 
 def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr(using.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(step_rate.time, "monotonic", lambda: clock.now)
     node = Node(cores=0.5)
     gang = Using(cast(NodeContext, node), "group", 0b11)
     assert gang.measure(0.9) is None

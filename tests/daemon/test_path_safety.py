@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ganger_daemon.node.directories import DaemonPaths, DirectoryError, choose_run_directory
-from ganger_daemon.node.path_safety import path_trouble
+from ganger_daemon.node.safe_files import path_trouble
 
 STRANGER = 12345
 

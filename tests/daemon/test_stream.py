@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import pytest
 from ganger_daemon.gang.arrival import Arrival, RankTransfer
-from ganger_daemon.transfer.landing import Landing
-from ganger_daemon.transfer.receiver import fetch
-from ganger_daemon.transfer.request import StreamError, StreamRequest
-from ganger_daemon.transfer.stream import StreamServer
+from ganger_daemon.transfer.receiver import Landing, fetch
+from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
+from ganger_daemon.transfer.stream_server import StreamServer
 
 UID = "11111111-1111-1111-1111-111111111111"
 

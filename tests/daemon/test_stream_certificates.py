@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from daemon.test_stream import UID, Arena, Sources, wait_for
 from ganger.wire.tls import client_context
-from ganger_daemon.transfer.landing import Landing
-from ganger_daemon.transfer.receiver import fetch
-from ganger_daemon.transfer.request import StreamError, StreamRequest, limit_silence, read_line
-from ganger_daemon.transfer.stream import StreamServer
+from ganger_daemon.transfer.receiver import Landing, fetch
+from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest, limit_silence, read_line
+from ganger_daemon.transfer.stream_server import StreamServer
 from kit.certified import Authority
 
 
@@ -189,7 +188,7 @@ def test_a_source_that_is_no_daemon_is_not_believed(stage: Callable[[bytes], Sce
 def test_who_connects_and_says_nothing_is_not_waited_for_forever(
     stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ganger_daemon.transfer.stream.SOCKET_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("ganger_daemon.transfer.stream_server.SOCKET_TIMEOUT_SECONDS", 0.2)
     scene = stage(b"x" * 4096)
     host, _, port = scene.server.address.rpartition(":")
     with socket.create_connection((host, int(port))) as silent:
@@ -201,8 +200,8 @@ def test_who_connects_and_says_nothing_is_not_waited_for_forever(
 def test_who_is_at_the_door_and_says_nothing_keeps_nobody_out(
     stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ganger_daemon.transfer.stream.MAX_CONNECTIONS", 4)
-    monkeypatch.setattr("ganger_daemon.transfer.stream.MAX_STRANGERS", 4)
+    monkeypatch.setattr("ganger_daemon.transfer.stream_server.MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("ganger_daemon.transfer.stream_server.MAX_STRANGERS", 4)
     scene = stage(b"x" * 4096)
     scene.arena.fill(4096)
     host, _, port = scene.server.address.rpartition(":")

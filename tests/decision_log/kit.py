@@ -14,7 +14,7 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.decision_log.reader import read_lines
+from ganger_master.decision_log.lines import read_lines
 from ganger_master.decision_log.recorder import DecisionRecording, Recorded
 from ganger_master.decision_log.rerun import Decided, Differs, Happening, Rerun
 

@@ -13,7 +13,7 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.counterfactual import Otherwise
-from ganger_master.decision_log.reader import read_lines
+from ganger_master.decision_log.lines import read_lines
 from ganger_master.decision_log.rerun import Rerun
 from ganger_master.policies import NAMES, policy_named
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.estimators.posterior import Belief, jacobian, posterior
+from ganger_master.estimators.fitting import Belief, jacobian, posterior
 
 
 def test_a_linear_law_gives_the_textbook_answer() -> None:

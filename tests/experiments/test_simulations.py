@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from ganger_master.estimators.server_speed import ServerPoint, UpdateMode
 from ganger_master.policies.orders.registry import ORDERS
-from ganger_master.policies.placements.alignment import Alignment
-from ganger_master.policies.placements.tetris_pass import Knobs
+from ganger_master.policies.placements.tetris import Alignment, Knobs
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
 from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
 from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE

@@ -33,13 +33,13 @@ from ganger_master.core.commands import (
     UncordonNode,
     UpdateJob,
 )
+from ganger_master.core.desired_state import DesiredSet
 from ganger_master.core.effects import HistoryRow
 from ganger_master.core.job_updates import Update
 from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.wanted import DesiredSet
 
 _RETRY_SECONDS = 5.0
 _ENDS = ("job_succeeded", "job_failed", "job_cancelled")

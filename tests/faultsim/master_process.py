@@ -18,17 +18,15 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.changes import ELEMENT_TYPES, StoredChanges
 from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
-from ganger_master.core.desired_state import desired_of
+from ganger_master.core.desired_state import DesiredSet, desired_of
 from ganger_master.core.effects import Effects, HistoryRow
 from ganger_master.core.events import Event
-from ganger_master.core.heartbeats import covers
+from ganger_master.core.heartbeats import ClockReading, covers, noticed
 from ganger_master.core.model import Counters, JobRecord
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.standstill import ClockReading, noticed
 from ganger_master.core.state import State
-from ganger_master.core.wanted import DesiredSet
+from ganger_master.core.state_image import restored
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ from ganger.cluster.resources import ConfigurationSet
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, OpenSession
+from ganger_master.core.desired_state import DesiredGang, DesiredSet
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -28,7 +29,6 @@ from ganger_master.core.model import (
     StoredOrder,
     SuspendLevel,
 )
-from ganger_master.core.wanted import DesiredGang, DesiredSet
 from msgspec.structs import replace
 
 _HEARTBEAT_SECONDS = 2.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ganger_master.core.desired_state import DesiredSet
 from ganger_master.core.state import State
-from ganger_master.core.wanted import DesiredSet
 from msgspec import Struct
 from msgspec.structs import replace
 

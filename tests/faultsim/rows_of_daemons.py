@@ -13,8 +13,8 @@ from ganger_daemon.core.orders import DesiredOrder, OrderKey, ParkLevel
 from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
 from ganger_daemon.core.turns import GangSlice, agreement
 from ganger_master.core.commands import ObservedRows
+from ganger_master.core.desired_state import DesiredGang, DesiredRows
 from ganger_master.core.model import GangIntent, SuspendLevel
-from ganger_master.core.wanted import DesiredGang, DesiredRows
 from msgspec.structs import replace as other
 
 _ASK_SECONDS = 0.5

@@ -13,8 +13,8 @@ from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.colocation_rates import Together
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms, Moving
-from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.rate_registry import Attained
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared

@@ -34,7 +34,7 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 from ganger.protocol.boundary_agreement import has_ended
 from kit.waiting import eventually
 

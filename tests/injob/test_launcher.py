@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 
 import psutil
 import pytest
+from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.environment import TaskPlace, rank_environment, torchrun_environment
-from ganger.injob.inject import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import Opaque, Page, PageOrderKind, Word, now_ns, page_path
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 from kit.waiting import eventually
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None

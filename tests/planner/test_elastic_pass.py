@@ -13,11 +13,11 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.trials import TrialPace
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 

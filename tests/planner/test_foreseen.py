@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 from core.drive import job_of
 from ganger_master.core.model import JobRecord
-from ganger_master.planner.foreseen import MOST_POINTS, Foreseen, LossReport
-from ganger_master.policies.optimus_belief import NOTHING, OptimusEstimate
+from ganger_master.planner.job_estimates import MOST_POINTS, Foreseen, LossReport
+from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate
 from msgspec.structs import replace
 
 PASS = 100

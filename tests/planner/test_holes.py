@@ -13,7 +13,7 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import JobSpec
 from ganger_master.policies import NAMES, Places, policy_named
 from ganger_master.policies.orders.aging import WEEK_S
-from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload

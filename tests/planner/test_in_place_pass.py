@@ -15,16 +15,16 @@ from ganger_master.core.model import Gang, JobRecord, JobSpec, ObservedPhase
 from ganger_master.core.purpose import Goal
 from ganger_master.core.sizes import devices_of
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.planner.foreseen import Foreseen, LossReport
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
+from ganger_master.planner.job_estimates import Foreseen, LossReport
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.totals import capacity_of
-from ganger_master.planner.trials import TrialPace
 from ganger_master.policies import policy_named
-from ganger_master.policies.optimus_belief import OptimusEstimate
+from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 

@@ -14,11 +14,10 @@ from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Capabilities, JobSpec
-from ganger_master.planner.core_profiles import CoreProfiles
+from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.totals import capacity_of
-from ganger_master.planner.trials import TrialPace
 from ganger_master.policies import live_policy_named
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,6 +14,7 @@ from core.worlds import elastic
 from ganger_master.core.purpose import Goal
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.migration_context import Moving
@@ -21,7 +22,6 @@ from ganger_master.planner.packs import Packs
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.shared import Shared
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.trials import TrialPace
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect

@@ -16,10 +16,10 @@ from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migrate_stage import moves_nobody, plan_moves
 from ganger_master.planner.migration_context import MigrationTerms, Moving
 from ganger_master.planner.migration_outcomes import Brought
 from ganger_master.planner.migration_plans import LONGEST_S
-from ganger_master.planner.moves import moves_nobody, plan_moves
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.totals import capacity_of

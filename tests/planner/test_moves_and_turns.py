@@ -9,10 +9,10 @@ from ganger.cluster.resources import Locality, LocalityLevel
 from ganger.cluster.room import CapacityIndex
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms
 from ganger_master.planner.migration_outcomes import Brought
 from ganger_master.planner.migration_plans import LONGEST_S
-from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.shared import NOTHING, plan_shared

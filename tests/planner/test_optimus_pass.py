@@ -19,7 +19,7 @@ from ganger_master.planner.optimus_stage import plan_optimus
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
-from ganger_master.policies.optimus_belief import OptimusEstimate, first_sizes, steps_left
+from ganger_master.policies.optimus_sizes import OptimusEstimate, first_sizes, steps_left
 from msgspec.structs import replace
 
 RESIZED = replace(ALL_LEVELS, resize=True)

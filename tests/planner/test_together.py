@@ -18,7 +18,7 @@ from ganger_master.core.model import (
     Piece,
 )
 from ganger_master.planner.colocation_rates import Together
-from ganger_master.planner.trials import TrialPace
+from ganger_master.planner.core_profiles import TrialPace
 from msgspec.structs import replace
 
 PACE = TrialPace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)

@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 from ganger_master.estimators.cpu import CpuPoint, fit_cpu
-from ganger_master.planner.profile import CoreProfile
-from ganger_master.planner.trials import CoresTrial, next_cores, shown
+from ganger_master.planner.core_profiles import CoreProfile, CoresTrial, next_cores, shown
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.tunings import TuningNodes
-from ganger_master.policies.tunings.known import Known, known_gangs
+from ganger_master.policies.tunings.demand import Known, known_gangs
 from ganger_master.policies.tunings.predictor import predicted
 from ganger_master.policies.tunings.synergy_greedy import SYNERGY_GREEDY
 from hypothesis import given

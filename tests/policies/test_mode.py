@@ -7,7 +7,7 @@ import pytest
 from ganger.cluster.load import choose_mode
 from ganger.cluster.view import LoadMode
 from ganger_master.core import state
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload

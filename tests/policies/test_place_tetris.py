@@ -10,10 +10,17 @@ from ganger.cluster.fit import fit
 from ganger.cluster.resources import GangShape
 from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
-from ganger_master.policies.placements.alignment import Alignment, aligned, scores, within_fairness
-from ganger_master.policies.placements.tetris import TETRIS
-from ganger_master.policies.placements.tetris_gangs import alignment_of, tetris_gangs
-from ganger_master.policies.placements.tetris_pass import Knobs, tetris_pass
+from ganger_master.policies.placements.tetris import (
+    TETRIS,
+    Alignment,
+    Knobs,
+    aligned,
+    alignment_of,
+    scores,
+    tetris_gangs,
+    tetris_pass,
+    within_fairness,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views

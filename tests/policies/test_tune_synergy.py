@@ -23,9 +23,8 @@ from ganger_master.policies.tunings import (
     synergy_opt,
     synergy_tune,
 )
-from ganger_master.policies.tunings.demand import demands
+from ganger_master.policies.tunings.demand import demands, options
 from ganger_master.policies.tunings.knapsack import Choices, best_choice
-from ganger_master.policies.tunings.options import options
 from ganger_master.policies.tunings.round_packing import RoundPacking
 from hypothesis import given, settings
 from hypothesis import strategies as st

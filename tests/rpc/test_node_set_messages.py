@@ -6,7 +6,7 @@ from ganger.cluster.resources import LocalityLevel
 from ganger.v1 import job_pb2
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.model import Gang, GangPhase, GangRole, Matrix, NodeSet, SuspendLevel
-from ganger_master.core.rows_now import has_turn
+from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc.node_messages import node_set_to_wire
 
 

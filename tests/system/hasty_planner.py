@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from ganger.scheduling.running import until_stopped
+from ganger.scheduling.program import until_stopped
 from ganger.wire.endpoints import find_endpoint
-from ganger_master.planner.trials import TrialPace
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner_process.run import Planner
 from ganger_master.runtime import log_format as logs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Page, PageError
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 from ganger_daemon.checkpoints.layout import checkpoints_directory, complete
 from kit.cluster import Cluster
 

@@ -94,12 +94,12 @@ def test_a_child_that_trains_does_not_begin_anew_where_a_state_is_to_be_brought_
 
 def _started_by_a_command(tmp_path: Path, text: str, **options: object) -> Rank:
     """A rank that is no Python of ours, but for what starts it: its child gets the agent by sitecustomize."""
-    from ganger.injob.inject import prepare_inject_directory
+    from ganger.injob.bootstrap import prepare_inject_directory
 
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "command.py").write_text(
         "import os, subprocess, sys\n"
-        "from ganger.injob.processes import start_ticks\n"
+        "from ganger.injob.process_identity import start_ticks\n"
         "from ganger.injob.page import Page, Word\n"
         "page = Page.open(os.environ['GANGER_PAGE'])\n"
         "page.set(Word.START_TICKS, start_ticks(os.getpid())); page.set(Word.PID, os.getpid())\n"

@@ -11,8 +11,15 @@ import pytest
 import torch
 from ganger.training.attached_job import attach
 from ganger.training.image_io import ArenaSink, ArenaSource, open_image, write_image
-from ganger.training.randomness import capture_random, restore_random
-from ganger.training.state import Restored, StateMismatchError, TrainingObjects, capture, restore
+from ganger.training.state import (
+    Restored,
+    StateMismatchError,
+    TrainingObjects,
+    capture,
+    capture_random,
+    restore,
+    restore_random,
+)
 from torch import nn
 
 Make = Callable[[], TrainingObjects]

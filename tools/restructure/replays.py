@@ -13,12 +13,11 @@ from typing import Final
 
 import numpy as np
 from ganger_master.simulator.admission import acceptable
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.simulator.traces.synthetic import MULTI_GPU, synthetic
-from ganger_master.simulator.traces.transform import scaled_to_load, with_sizes
+from ganger_master.simulator.traces.transform import MULTI_GPU, scaled_to_load, synthetic, with_sizes
 from ganger_master.simulator.traces.workload import Labels, Workload
 
 SEED: Final = 1

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from ganger.console.parameter_types import Within
-from ganger.console.paths import Directory
+from ganger.console.parameter_types import Directory, Within
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ganger.story import Happening, sentence
+from ganger.history import Happening, sentence
 from ganger.v1.job_pb2 import Event
 from ganger.wire import times
 

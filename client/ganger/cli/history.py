@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from ganger.client import Client
-    from ganger.story import Chapter, Happening, Totals
+    from ganger.history import Chapter, Happening, Totals
     from ganger.v1.job_pb2 import Event
 
 follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
@@ -83,7 +83,7 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
     from ganger.cli.change_lines import happening
     from ganger.console.json_output import print_json
     from ganger.console.safe_text import print_line
-    from ganger.story import summary, tell
+    from ganger.history import summary, tell
 
     if not name.startswith(("jobs/", "arrays/")):
         _print_events(client, name, follow, 0, None, as_json)
@@ -113,12 +113,12 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
 
 def _print_failure(client: Client, name: str) -> None:
     """Print where a failed job ran and how its log ends, while the master still keeps the job."""
-    from ganger.cli import failure_report
+    from ganger.cli import failures
     from ganger.console.safe_text import print_line
     from ganger.wire.errors import JobNotFound
 
     try:
-        report = failure_report.lines(client, client.get_job(name))
+        report = failures.lines(client, client.get_job(name))
     except JobNotFound:
         return
     for text in report:
@@ -129,7 +129,7 @@ def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
     from ganger.cli.change_lines import happening
     from ganger.console.json_output import plain
-    from ganger.story import tell
+    from ganger.history import tell
 
     events = list(client.list_events(name))
     if not name.startswith(("jobs/", "arrays/")):

@@ -1,4 +1,7 @@
-"""`ganger show`: all that is known of one job."""
+"""`ganger show`: all that is known of one job.
+
+`ganger why`: the true blocker of a job, and when it may start, with what the estimate rests on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ganger.cli.job_selection import Selection, chooses_jobs, each_of, print_answers
-from ganger.cli.options import array_of, json_option, number, open_client
+from ganger.cli.options import JobType, array_of, json_option, number, open_client
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -36,14 +39,14 @@ def show(selection: Selection, as_json: bool) -> int:
 
 def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[Job], list[tuple[str, str]]]:
     """Return the job, or the array with its members by number; of a failed job the report. Raises ApiError."""
-    from ganger.cli import failure_report
+    from ganger.cli import failures
     from ganger.wire.errors import JobNotFound
 
     array = name
     if not name.startswith("arrays/"):
         try:
             job = client.get_job(name)
-            return job, [], [] if as_json else failure_report.pairs(client, job)
+            return job, [], [] if as_json else failures.pairs(client, job)
         except JobNotFound as error:
             array = array_of(name, error)
     members = client.list_jobs(array=array)
@@ -215,3 +218,56 @@ def _checkpoint(job: Job) -> str:
     if not job.HasField("checkpoint"):
         return ""
     return f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@json_option
+def why(job: str, as_json: bool) -> None:
+    """Print why a job waits or is suspended, and when it may start."""
+    from ganger.cli import failures, job_lines
+    from ganger.console.json_output import print_json
+    from ganger.console.safe_text import print_line
+    from ganger.job import FINISHED
+    from ganger.units import format_duration
+    from ganger.v1.job_pb2 import Gang, Job
+
+    with open_client() as client:
+        answer = client.explain_job(job)
+        report = [] if as_json else failures.lines(client, answer.job)
+    if as_json:
+        print_json(answer)
+        return
+    rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
+    where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
+    print_line(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    for line in report:
+        print_line(line)
+    if answer.job.trouble:
+        print_line(f"trouble: {answer.job.trouble}")
+    if answer.deadline_advice:
+        print_line(f"deadline: {answer.deadline_advice}")
+    if answer.kept_nodes:
+        print_line(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
+    for mover in answer.movers:
+        print_line(f"room is being made: {job_lines.mover(mover)}")
+    if not answer.blockers and (where or answer.job.state in FINISHED):
+        # Of an order on its way: what it waits for.
+        if where and answer.job.gang.phase in (Gang.PHASE_STARTING, Gang.PHASE_STOPPING):
+            print_line(answer.assumption)
+        return
+    # Of one that runs it is no cause: it is to leave its node, and cannot yet.
+    first = "but" if where else "because"
+    for position, blocker in enumerate(answer.blockers):
+        print_line(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")
+        # The sentence carries the figures already where the master put them in.
+        figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
+        if figures and "=" not in blocker.message:
+            print_line(f"          {figures}")
+    if where:
+        return
+    if answer.start_before_seconds > 0:
+        soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
+        print_line(f"may start in {soonest} to {latest}, {answer.assumption}")
+    elif answer.assumption:
+        print_line(answer.assumption if not answer.blockers else f"start {answer.assumption}")

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
-from ganger.console.paths import Directory
+from ganger.console.parameter_types import Directory
 
 _READY_SECONDS = 60.0
 _WATCH_SECONDS = 0.5

@@ -16,10 +16,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.cluster.feasibility import Answers, Ask, TaskKind, TaskRoom, closest
+from ganger.cluster.feasibility import Answers, Ask, CapacityTotals, TaskKind, TaskRoom, closest
 from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.tally import CapacityTotals
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
 

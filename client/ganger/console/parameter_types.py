@@ -1,7 +1,11 @@
-"""Numbers on the command line."""
+"""Numbers on the command line.
+
+Paths on the command line.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,3 +19,15 @@ class Within(click.FloatRange):
         if number != number:
             self.fail(f"{value!r} is not a number", parameter, context)
         return number
+
+
+class Directory(click.Path):
+    """A path that is not empty: as one that would be where one stands, which nobody means who names nothing."""
+
+    def __init__(self, file_okay: bool = True) -> None:
+        super().__init__(file_okay=file_okay, path_type=Path)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "":
+            self.fail("no directory is named", parameter, context)
+        return super().convert(value, parameter, context)

@@ -1,5 +1,3 @@
 """The former name of `ganger.injob.bootstrap`: ranks launched by version 0.1 import it."""
 
 from __future__ import annotations
-
-from ganger.injob.bootstrap import arm as arm

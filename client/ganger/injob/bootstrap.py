@@ -1,4 +1,9 @@
-"""Getting ready before the user's first line: called once per interpreter, by the launcher's child or sitecustomize."""
+"""Getting ready before the user's first line: called once per interpreter, by the launcher's child or sitecustomize.
+
+The directory that brings the agent into interpreters nobody prepared: first on PYTHONPATH of every rank.
+
+It holds two names only, `ganger` (a link to this package) and `sitecustomize.py`, so that it can shadow nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ import importlib
 import io
 import os
 import sys
+from typing import Callable
 
+import ganger
 from ganger.injob import exit_code as exitcode
 from ganger.injob.page import Page
 
@@ -40,3 +47,70 @@ def _print_lines_at_once() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+
+
+_SITECUSTOMIZE = '''\
+"""Arms Ganger's agent when this interpreter is a rank, then loads the sitecustomize this one stands before."""
+import os
+import sys
+
+
+def _load_the_next_one():
+    import importlib.machinery
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    rest = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
+    found = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    if found is None or found.loader is None:
+        return
+    # As the import system would: visible under its name while it runs, and instead of this module afterwards.
+    import importlib.util
+
+    module = importlib.util.module_from_spec(found)
+    sys.modules["sitecustomize"] = module
+    found.loader.exec_module(module)
+
+
+if os.environ.get("GANGER_PAGE"):
+    try:
+        from ganger.injob.bootstrap import arm
+    except ImportError as problem:
+        print("ganger: the agent cannot be loaded:", problem, file=sys.stderr)
+    else:
+        arm()
+_load_the_next_one()
+'''
+
+
+def prepare_inject_directory(path: str) -> str:
+    """Create (or bring up to date) the directory and return its path. Raises OSError."""
+    os.makedirs(path, mode=0o755, exist_ok=True)
+    package = os.path.dirname(os.path.abspath(ganger.__file__))
+    link = os.path.join(path, "ganger")
+    if not (os.path.islink(link) and os.readlink(link) == package):
+        _replace(link, lambda temporary: os.symlink(package, temporary))
+    customize = os.path.join(path, "sitecustomize.py")
+    if _content(customize) != _SITECUSTOMIZE:
+        _replace(customize, _write)
+    return path
+
+
+def _content(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _write(path: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(_SITECUSTOMIZE)
+
+
+def _replace(path: str, make: Callable[[str], None]) -> None:
+    temporary = f"{path}.{os.getpid()}.tmp"
+    if os.path.lexists(temporary):
+        os.unlink(temporary)
+    make(temporary)
+    os.replace(temporary, path)

@@ -34,7 +34,7 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 from ganger.protocol.boundary_agreement import RankPoint
 
 __all__ = [

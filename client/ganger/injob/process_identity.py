@@ -1,7 +1,11 @@
-"""The process at the other end of a Unix socket, as the kernel records it."""
+"""The process at the other end of a Unix socket, as the kernel records it.
+
+Identity of processes: a pid is used again, a pid with its start time is not.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from typing import NamedTuple
@@ -18,3 +22,36 @@ class Peer(NamedTuple):
 def peer_of(connection: socket.socket) -> Peer:
     """Return the process that connected, or that listened, as it was then. Raises OSError."""
     return Peer(*struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in kernel clock ticks; None if there is none. A zombie counts as gone."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def stands_still(pid: int) -> bool:
+    """Whether the kernel runs nothing of a process: stopped, or gone."""
+    fields = _stat(pid)
+    return not fields or fields[0] in (b"T", b"t", b"Z", b"X")
+
+
+def family(pid: int) -> set[int]:
+    """Return a process, those of its session, and all their descendants. What is gone already is left out."""
+    fields = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    found = {one for one, of in fields.items() if of and (one == pid or int(of[3]) == pid)}
+    grew = True
+    while grew:
+        more = {one for one, of in fields.items() if of and int(of[1]) in found} - found
+        found |= more
+        grew = bool(more)
+    return found
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2].split()
+    except OSError:
+        return []

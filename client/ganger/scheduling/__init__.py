@@ -5,7 +5,7 @@ Write your own by deriving from `JobScheduler`; see docs/job-schedulers.md.
 
 from __future__ import annotations
 
-from ganger.scheduling.scheduler import JobScheduler, PlacementLease, Proposal
+from ganger.scheduling.job_scheduler import JobScheduler, PlacementLease, Proposal
 
 __all__ = ["JobScheduler", "PlacementLease", "Proposal", "Turn"]
 

@@ -69,7 +69,7 @@ def _read_job() -> list[str]:
 
 def _load(name: str) -> type:
     """The class, checked; a click error says what is wrong with it."""
-    from ganger.scheduling.scheduler import JobScheduler
+    from ganger.scheduling.job_scheduler import JobScheduler
 
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):

@@ -24,10 +24,8 @@ import grpc.aio
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, Role, TaskShape
-from ganger.scheduling.job_scheduler import DefaultScheduler
-from ganger.scheduling.program import why, why_away
-from ganger.scheduling.running import first_end, set_of, until_stopped
-from ganger.scheduling.scheduler import MOST_CANDIDATES, JobScheduler, PlacementLease, Proposal
+from ganger.scheduling.job_scheduler import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
+from ganger.scheduling.program import first_end, set_of, until_stopped, why, why_away
 from ganger.scheduling.view_mirror import Mirror
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert

@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from ganger.injob.pretouch import enter_pages
+from ganger.injob.arena import enter_pages
 from ganger.training.image_io import ArenaTooSmallError
 
 

@@ -23,10 +23,15 @@ from ganger.training.loader import ElasticLoader
 from ganger.training.loop_position import LoopPosition
 from ganger.training.process_group import keep_default_group
 from ganger.training.progress_reporter import ProgressReporter
-from ganger.training.randomness import capture_random, restore_random
-from ganger.training.replicas import why_not_replicated
 from ganger.training.sampler import mixed, seed_everything
-from ganger.training.state import Restored, TrainingObjects, apply_object
+from ganger.training.state import (
+    Restored,
+    TrainingObjects,
+    apply_object,
+    capture_random,
+    restore_random,
+    why_not_replicated,
+)
 from ganger.training.state_keeper import StateKeeper
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.

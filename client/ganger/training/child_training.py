@@ -15,7 +15,7 @@ from typing import Any, Callable
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control
 from ganger.injob.page import EXIT_NO_STATE, Error, Opaque, Page, PageError, Word
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import start_ticks
 
 CHILD = (
     "it trains in a process that its command started, not in the command's own: "

@@ -26,8 +26,8 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.training.randomness import generator_bytes, generator_tensor
 from ganger.training.script_files import is_own, package_of
+from ganger.training.state import generator_bytes, generator_tensor
 from ganger.training.state_codec import StateNotSupportedError
 
 # A script with more than that is not understood; the figure bounds the time a suspend may take.

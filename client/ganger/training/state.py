@@ -2,10 +2,16 @@
 
 Parameters keep their identity; tensors are read straight into the memory the script already has. What the script builds
 (code, shapes, wiring) is not saved, only what training changed.
+
+The state of every random generator a training script draws from, as plain bytes and numbers, and back.
+
+Whether every rank of a job has all of its state, so that any number of ranks can go on from the state of one.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +20,43 @@ import torch
 
 from ganger.training import state_codec as codec
 from ganger.training.device_model import device_model, notice_of_change
-from ganger.training.image_io import ImagePlan, OpenImage, plan_image, read_tensors
-from ganger.training.randomness import capture_random
+from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
 from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable
+
+
+def capture_random() -> dict[str, Any]:
+    """Python's, numpy's (if imported), torch's on the CPU and on every device in use."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": generator_bytes(torch.get_rng_state())}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        name, key, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        state["numpy"] = (str(name), key.astype("<u4").tobytes(), int(position), int(has_gauss), float(gauss))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices = range(torch.cuda.device_count())
+        state["cuda"] = [generator_bytes(torch.cuda.get_rng_state(device)) for device in devices]
+    return state
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Generators the state knows nothing of are left alone."""
+    random.setstate(state["python"])
+    torch.set_rng_state(generator_tensor(state["torch"]))
+    if "numpy" in state:
+        import numpy
+
+        name, key, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(key, dtype="<u4"), position, has_gauss, gauss))
+    for device, generator in enumerate(state.get("cuda", ())):
+        if torch.cuda.is_available() and device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(generator_tensor(generator), device)
+
+
+def generator_bytes(state: torch.Tensor) -> bytes:
+    return bytes(host_view(state.cpu().contiguous()))
+
+
+def generator_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 class StateMismatchError(Exception):
@@ -332,3 +372,31 @@ def _device(training: TrainingObjects, kind: str) -> torch.device:
         (p for model in training.models.values() for p in model.parameters() if p.device.type == kind), None
     )
     return torch.device(kind) if found is None else found.device
+
+
+# Their state is a part of the whole, whatever else is the same on every rank.
+_SHARDING_MODULES = ("FullyShardedDataParallel",)
+_SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
+
+
+def why_not_replicated(training: TrainingObjects) -> str:
+    """What is only a part on each rank; empty if nothing is known to be. Models that differ by rank for a reason of
+    their own (pipelines) are found out when a state does not fit."""
+    for name, model in training.models.items():
+        for path, module in unwrapped(model).named_modules():
+            if type(module).__name__ in _SHARDING_MODULES:
+                return f"{name}{path and '.'}{path} is sharded over the ranks ({type(module).__name__})"
+        for path, parameter in unwrapped(model).named_parameters():
+            if _is_sharded(parameter):
+                return f"parameter {name}.{path} is sharded over the ranks ({type(parameter.data).__name__})"
+    for name, optimizer in training.optimizers.items():
+        if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
+            return f"{name} is sharded over the ranks ({type(optimizer).__name__})"
+    for name, item in training.objects.items():
+        if isinstance(item, torch.Tensor) and _is_sharded(item):
+            return f"{name} is sharded over the ranks"
+    return ""
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

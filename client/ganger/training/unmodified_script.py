@@ -26,13 +26,12 @@ from ganger.training.device_model import tell
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.object_discovery import Discovery
 from ganger.training.output_replay import Diversion
-from ganger.training.ownfiles import OwnFiles
 from ganger.training.process_group import keep_default_group
 from ganger.training.progress_reporter import ProgressReporter
-from ganger.training.randomness import restore_random
 from ganger.training.replay_safety import counted_by, fetch_place, loops_inside_pass
+from ganger.training.script_files import OwnFiles
 from ganger.training.script_variables import Variables
-from ganger.training.state import TrainingObjects, capture
+from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError
 from ganger.training.state_keeper import StateKeeper
 

@@ -20,12 +20,18 @@ from typing import Any
 
 from ganger.injob.state_image import ImageError
 
-from ganger_daemon.checkpoints import storage as storage_checks
+from ganger_daemon.checkpoints import layout
 from ganger_daemon.checkpoints.layout import CheckpointName, checkpoints_directory, complete, read_manifest
-from ganger_daemon.checkpoints.manifest import Gathering, Shard, ShardReport, directories, manifest
-from ganger_daemon.checkpoints.retention import collect, collect_abandoned
-from ganger_daemon.checkpoints.schedule import Schedule, asked, due
-from ganger_daemon.checkpoints.shards import Described, describe_shard
+from ganger_daemon.checkpoints.manifest import (
+    Described,
+    Gathering,
+    Shard,
+    ShardReport,
+    describe_shard,
+    directories,
+    manifest,
+)
+from ganger_daemon.checkpoints.retention import Schedule, asked, collect, collect_abandoned, due
 from ganger_daemon.failpoints import hit
 
 log = logging.getLogger(__name__)
@@ -123,7 +129,7 @@ class Keeper:
 
     def room_missing(self, storage: Path) -> int:
         size = self.published.size_bytes if self.published is not None else 0
-        return storage_checks.room_missing(storage, size)
+        return layout.room_missing(storage, size)
 
     def is_settled(self, agreement: int) -> bool:
         """Whether the checkpoint of an agreement is published."""

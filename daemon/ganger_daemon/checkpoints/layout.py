@@ -1,10 +1,13 @@
 """Where checkpoints of a job lie on storage, what their names say, and which of them exist.
 
 A checkpoint exists when its directory has its final name `STEP-EPOCH` and a readable manifest: the rename is the truth.
+
+Whether this node sees the storage everybody means, and whether a checkpoint still fits there.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,3 +100,33 @@ def read_manifest(directory: Path) -> Manifest:
     if len(found.files) != found.world:
         raise ValueError(f"{MANIFEST} lists {len(found.files)} of {found.world} shards")
     return found
+
+
+TOKEN_FILE = ".ganger-token"
+# A checkpoint needs its size and a fifth: shards are written beside the old ones before those go.
+_ROOM_NUMERATOR, _ROOM_DENOMINATOR = 6, 5
+
+
+def token_found(storage: Path | None) -> str:
+    """The token in the storage directory; empty when there is none."""
+    if storage is None:
+        return ""
+    try:
+        return (storage / TOKEN_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+def room_missing(storage: Path, size_bytes: int) -> int:
+    """Bytes that lack for a checkpoint of this size; 0 when it fits, or when the file system does not say."""
+    free = free_bytes(storage)
+    return 0 if free is None else max(0, size_bytes * _ROOM_NUMERATOR // _ROOM_DENOMINATOR - free)
+
+
+def free_bytes(storage: Path) -> int | None:
+    """None when the file system does not say."""
+    try:
+        state = os.statvfs(storage)
+    except OSError:
+        return None
+    return state.f_bavail * state.f_frsize

@@ -3,6 +3,8 @@ still being written.
 
 Newer is what a later epoch wrote, whatever its step: a job that had to go back to an older checkpoint leaves unreadable
 ones of higher steps behind, and those must not crowd out the good ones.
+
+When the next checkpoint of a running gang is due. Only the gang's leader asks; members hear of it by the relay.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ganger_daemon.checkpoints.layout import CheckpointName, complete, parse_unfinished
@@ -80,3 +83,22 @@ def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
     for path in directory.glob(f"{_TRASH}*"):
         shutil.rmtree(path, ignore_errors=True)
     return tuple(removed)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Times are seconds of a monotonic clock. `asked` counts requests made, `served` is the master's counter obeyed."""
+
+    last: float
+    served: int = 0
+
+
+def due(schedule: Schedule, now: float, interval_seconds: float, request: int) -> bool:
+    """Whether to ask for a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
+    if request > schedule.served:
+        return True
+    return interval_seconds > 0 and now - schedule.last >= interval_seconds
+
+
+def asked(schedule: Schedule, now: float, request: int) -> Schedule:
+    return replace(schedule, last=now, served=max(schedule.served, request))

@@ -1,17 +1,120 @@
 """A GPU server as its driver describes it, and the inventory that follows from it. Pure; shared by `nvml`, which asks
-the driver, and `recorded`, which reads what a driver once said."""
+the driver, and `recorded`, which reads what a driver once said.
+
+From what was found on a server to its configuration set: device type, groups by level, sockets, a name. Pure.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ganger.cluster.resources import ConfigurationSet, LocalityLevel
+from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
+from msgspec.structs import replace
 
 from ganger_daemon.devices.contract import Device, HealthEvent, HealthKind, Inventory
-from ganger_daemon.devices.topology import ANCESTOR_LEVELS, device_type_of, groups_of, named, sockets_of
 from ganger_daemon.node.core_table import CoreMap
+
+# What the driver says is the closest common ancestor of two devices, as a level.
+ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {
+    0: LocalityLevel.SWITCH,  # on one board
+    10: LocalityLevel.SWITCH,  # one PCIe switch
+    20: LocalityLevel.SWITCH,  # several PCIe switches, no host bridge
+    30: LocalityLevel.SOCKET,  # one host bridge
+    40: LocalityLevel.SOCKET,  # one NUMA node
+    50: LocalityLevel.NODE,
+}
+INSIDE_A_NODE = (LocalityLevel.NVLINK, LocalityLevel.SWITCH, LocalityLevel.SOCKET)
+
+
+def groups_of(levels: Mapping[tuple[int, int], LocalityLevel], count: int) -> tuple[DeviceGroup, ...]:
+    """The largest groups in which every pair has a path of a level or better, innermost level first, for each level
+    at which there are any. They overlap where the relation is not transitive (NVLink as a cube mesh). Groups of one
+    device are left out, and those a closer level has already."""
+    groups: list[DeviceGroup] = []
+    known: set[int] = set()
+    for level in INSIDE_A_NODE:
+        neighbours = [0] * count
+        for (a, b), path in levels.items():
+            if path <= level:
+                neighbours[a] |= 1 << b
+                neighbours[b] |= 1 << a
+        for mask in sorted(_cliques(neighbours, count), key=lambda mask: (mask & -mask, mask)):
+            if mask.bit_count() > 1 and mask not in known:
+                known.add(mask)
+                groups.append(DeviceGroup(level, mask))
+    return tuple(groups)
+
+
+def sockets_of(core_map: CoreMap, devices: Sequence[Device]) -> tuple[Socket, ...]:
+    """Each device on the socket most of its near CPUs belong to; on the first where that is unknown."""
+    masks = [0] * len(core_map.sockets)
+    for device in devices:
+        shared = [sum(cpu in device.cpus for core in socket for cpu in core.cpus) for socket in core_map.sockets]
+        masks[shared.index(max(shared))] |= 1 << device.index
+    return tuple(Socket(millicores, mask) for millicores, mask in zip(core_map.millicores(), masks, strict=True))
+
+
+def device_type_of(product: str) -> str:
+    """The short name people use: "NVIDIA A100-SXM4-80GB" -> "a100", "Tesla T4" -> "t4", "NVIDIA GeForce RTX 4090" ->
+    "rtx-4090". Memory size, board and brand do not make a type; the memory stands beside it."""
+    words = [word for word in re.split(r"[\s/_-]+", product.lower()) if word]
+    kept = [word for word in words if word not in BRANDS and not re.fullmatch(FORM, word)]
+    return re.sub(r"[^a-z0-9-]", "", "-".join(kept))[:40].strip("-") or "gpu"
+
+
+BRANDS = frozenset({"nvidia", "tesla", "geforce", "quadro", "generation", "graphics", "gpu"})
+FORM = r"\d+(\.\d+)?g(i?b)?|sxm\d*|pcie|hbm\d*e?|nvl|super|mig|\d+g\.\d+gb|pg\d+.*"
+
+
+def named(found: ConfigurationSet, name: str = "") -> ConfigurationSet:
+    """The set under the operator's name, or one derived from all it consists of: servers that differ in anything that
+    counts get different names, identical ones the same."""
+    if name:
+        return replace(found, name=name)
+    facts = (
+        found.device_type,
+        found.devices,
+        found.device_memory_bytes,
+        tuple((int(group.level), group.device_mask) for group in found.groups),
+        tuple((socket.millicores, socket.device_mask) for socket in found.sockets),
+        found.memory_bytes,
+        tuple(sorted(found.dimensions.items())),
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    kind = f"{found.device_type}-x{found.devices}" if found.devices else "cpu"
+    return replace(found, name=f"{kind}-{digest}")
+
+
+def _cliques(neighbours: Sequence[int], count: int) -> list[int]:
+    """All maximal cliques (Bron and Kerbosch 1973, with pivot), at most MAX_CLIQUES of them."""
+    found: list[int] = []
+
+    def extend(chosen: int, candidates: int, excluded: int) -> None:
+        if len(found) >= MAX_CLIQUES:
+            return
+        if not candidates and not excluded:
+            found.append(chosen)
+            return
+        pivot = max(_bits(candidates | excluded), key=lambda i: (candidates & neighbours[i]).bit_count())
+        for i in _bits(candidates & ~neighbours[pivot]):
+            extend(chosen | 1 << i, candidates & neighbours[i], excluded & neighbours[i])
+            candidates &= ~(1 << i)
+            excluded |= 1 << i
+
+    extend(0, (1 << count) - 1, 0)
+    return found
+
+
+MAX_CLIQUES = 256
+"""No real server has more; a made-up one must not fill the memory."""
+
+
+def _bits(mask: int) -> list[int]:
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 @dataclass(frozen=True, slots=True)

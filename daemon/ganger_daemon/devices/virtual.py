@@ -15,8 +15,8 @@ from pathlib import Path
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel, Socket
 
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
+from ganger_daemon.devices.inventory import groups_of, named
 from ganger_daemon.devices.machine import read_memory_bytes, usable_cpus
-from ganger_daemon.devices.topology import groups_of, named
 from ganger_daemon.node.core_table import CoreMap, declared_cores
 
 DEVICE_TYPE = "virtual"

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 
 from ganger.agent.v1 import agent_pb2
 
+from ganger_daemon.gang.control_pages import ControlPages, RunMark
 from ganger_daemon.gang.desired_messages import LocalPart, from_json, order_key, with_spec_of
 from ganger_daemon.gang.device_memory import MemoryWatch
-from ganger_daemon.gang.pages import ControlPages, RunMark
 from ganger_daemon.gang.rank_launch import Launching
 from ganger_daemon.gang.shared_memory import Segments
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.process_identity import RankProcess, stranger_text
-from ganger_daemon.node.processes import ProcessId, is_alive
+from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
 from ganger_daemon.node.safe_files import read_json
 
 log = logging.getLogger(__name__)

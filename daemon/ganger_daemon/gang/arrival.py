@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ganger_daemon.transfer.landing import Landing, wait_for_pages
-from ganger_daemon.transfer.receiver import fetch
-from ganger_daemon.transfer.request import StreamError, StreamRequest
+from ganger_daemon.transfer.receiver import Landing, fetch, wait_for_pages
+from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
 
 log = logging.getLogger(__name__)
 

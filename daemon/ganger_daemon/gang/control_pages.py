@@ -1,15 +1,37 @@
-"""What an order of the master looks like in a control page, and the details that stand beside it in a file."""
+"""What an order of the master looks like in a control page, and the details that stand beside it in a file.
+
+The control pages of one gang on this node: local ones that ranks write, and mirrors of ranks elsewhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ganger.injob import page
+from ganger.injob.gang_pages import page_path
+from ganger.injob.page import (
+    VERSION,
+    Capability,
+    Page,
+    PageError,
+    PageMismatchError,
+    PageOrderKind,
+    PageParkLevel,
+    PageProgress,
+    RawPoint,
+    Word,
+    now_ns,
+)
+from ganger.protocol.execution_lease import expired
 
 from ganger_daemon.checkpoints.layout import unfinished_template
+from ganger_daemon.core.gang_judgement import Rank
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.failpoints import hit
+from ganger_daemon.node.process_identity import NOBODY, ProcessId
 from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 
 
@@ -22,9 +44,9 @@ class OrderOnPage:
 
 
 _LEVELS = {
-    ParkLevel.PAUSE: page.PageParkLevel.PAUSE,
-    ParkLevel.OFFLOAD: page.PageParkLevel.OFFLOAD,
-    ParkLevel.CHECKPOINT: page.PageParkLevel.CHECKPOINT,
+    ParkLevel.PAUSE: PageParkLevel.PAUSE,
+    ParkLevel.OFFLOAD: PageParkLevel.OFFLOAD,
+    ParkLevel.CHECKPOINT: PageParkLevel.CHECKPOINT,
 }
 
 
@@ -33,18 +55,18 @@ def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
     sequence = wanted.order.number
     match wanted.intent:
         case OrderIntent.RUN:
-            return OrderOnPage(sequence, page.PageOrderKind.RUN)
+            return OrderOnPage(sequence, PageOrderKind.RUN)
         case OrderIntent.PREPARE:
-            return OrderOnPage(sequence, page.PageOrderKind.WAIT)
+            return OrderOnPage(sequence, PageOrderKind.WAIT)
         case OrderIntent.PARK:
-            level = _LEVELS.get(wanted.level, page.PageParkLevel.PAUSE)
-            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, level)
+            level = _LEVELS.get(wanted.level, PageParkLevel.PAUSE)
+            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, level)
         case OrderIntent.HAND_OVER:
-            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, page.PageParkLevel.HAND_OVER)
+            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, PageParkLevel.HAND_OVER)
         case OrderIntent.STOP:
             if not wanted.checkpoint_first:
                 return None
-            return OrderOnPage(sequence, page.PageOrderKind.STOP, wanted.stop_sequence, page.PageParkLevel.CHECKPOINT)
+            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, PageParkLevel.CHECKPOINT)
 
 
 def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:
@@ -59,3 +81,216 @@ def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, e
     if not path.exists() or read_json(path) != details:
         write_json(path, details)
     hit("order-half-written")
+
+
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """When the present run was ordered and where each rank stood then; all zero for the first run of an epoch."""
+
+    ordered_ns: int = 0
+    steps: Mapping[int, int] = field(default_factory=dict)
+
+    def journal(self) -> dict[str, Any]:
+        return {"ns": self.ordered_ns, "steps": dict(self.steps)}
+
+    @classmethod
+    def recall(cls, left: Mapping[str, Any]) -> RunMark:
+        steps = {int(rank): int(step) for rank, step in left.get("steps", {}).items()}
+        return cls(int(left.get("ns", 0)), steps)
+
+
+class ControlPages:
+    """Pages in one directory. `local` are the ranks of this node; the others are mirrors.
+
+    None is ever mapped: a job may cut off its pages at any instant. Reading one raises PageError then, and `damage`
+    says so.
+    """
+
+    def __init__(self, directory: Path, epoch: int, world: int, local: tuple[int, ...]) -> None:
+        self.directory = directory
+        self.epoch = epoch
+        self.world = world
+        self.local = local
+        self._pages: dict[int, Page] = {}
+        self._damage = ""
+        self.written: Callable[[], None] = lambda: None  # ranks that rest are to look
+        self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
+
+    def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
+        """Makes what is missing and opens everything; run again after a crash it changes nothing."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for rank in range(self.world):
+            path = page_path(str(self.directory), rank)
+            local_rank = self.local.index(rank) if rank in self.local else 0
+            try:
+                page = Page.create(
+                    path,
+                    epoch=self.epoch,
+                    rank=rank,
+                    world=self.world,
+                    local_rank=local_rank,
+                    uid=uid,
+                    gid=gid,
+                    threads=threads if rank in self.local else 0,
+                    mapped=False,
+                )
+            except FileExistsError:
+                page = Page.open(path, mapped=False)
+            self._pages[rank] = page
+
+    def open(self, version: int) -> bool:
+        """Opens what a former daemon made, of that version; False when one is missing, damaged, or `foreign`."""
+        try:
+            for rank in range(self.world):
+                if rank not in self._pages:
+                    self._pages[rank] = Page.open(page_path(str(self.directory), rank), mapped=False)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self.spoil(f"control page {error.filename} cannot be opened: {error.strerror}")
+            return False
+        except PageMismatchError as error:
+            if version == VERSION:
+                self.spoil(f"control page {error.path} was overwritten by its job")
+            else:
+                self.foreign = str(error)
+            return False
+        except PageError as error:
+            self.spoil(str(error))
+            return False
+        return True
+
+    @property
+    def readable(self) -> bool:
+        """Whether all are there and may be believed."""
+        return len(self._pages) == self.world and not self.damage()
+
+    def spoil(self, why: str) -> None:
+        """A page was found damaged, or somebody else's: none of them is believed any more."""
+        self._damage = self._damage or why
+
+    def damage(self) -> str:
+        """What the job did to a page of its own, or "". Once damaged a page is never trusted again."""
+        if not self._damage:
+            pages = ((rank, self._pages[rank]) for rank in self.local if rank in self._pages)
+            self._damage = next(filter(None, (page.damage(self.epoch, rank, self.world) for rank, page in pages)), "")
+        return self._damage
+
+    def close(self) -> None:
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
+
+    def __getitem__(self, rank: int) -> Page:
+        return self._pages[rank]
+
+    def progress(self, rank: int) -> PageProgress:
+        return self[rank].progress()
+
+    def process(self, rank: int) -> ProcessId:
+        """As the page names it: a claim (see `node.process_identity`). Without a pid where none can be read."""
+        if not self.readable:
+            return NOBODY
+        identity = self[rank].identity()
+        return ProcessId(identity.pid, identity.start_ticks)
+
+    def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
+        """Into every page, mirrors too, so that all ranks of this node read alike. An order already there stays."""
+        for page in self._pages.values():
+            if page.get(Word.ORDER_SEQ) < sequence:
+                page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
+        self.written()
+
+    def let_leave(self, sequence: int) -> None:
+        """The checkpoint of an order is published: ranks that saved for it may end."""
+        for rank in self.local:
+            self[rank].let_leave(sequence)
+        self.written()
+
+    def extend_lease(self, until_ns: int) -> None:
+        for rank in self.local:
+            self[rank].extend_lease(until_ns)
+
+    def lease_is_over(self, now: int) -> bool:
+        """Whether some local rank has outlived its lease."""
+        return any(expired(self[rank].get(Word.LEASE_UNTIL), now) for rank in self.local)
+
+    def fence(self) -> None:
+        for rank in self.local:
+            self[rank].fence()
+        self.written()
+
+    def retune(self, threads: int) -> int:
+        """Asks every local rank for this many threads; the sequence to wait for."""
+        sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
+        for rank in self.local:
+            self[rank].retune(sequence, threads, 0)
+        self.written()
+        return sequence
+
+    def ask_for_stacks(self) -> None:
+        """Have every local rank with an agent print the stacks of its threads into its log. No answer comes."""
+        for rank in self.local:
+            if self.readable:
+                # cut, because the job may have written any number there
+                self[rank].set(Word.STACKS_SEQ, (self[rank].get(Word.STACKS_SEQ) + 1) & 0xFFFFFFFF)
+
+    def threads(self) -> int:
+        return self[self.local[0]].get(Word.THREADS)
+
+    def request_checkpoint(self, number: int) -> int:
+        sequence = 0
+        for page in self._pages.values():
+            sequence = page.request_checkpoint(number)
+        return sequence
+
+    def checkpoint_sequence(self) -> int:
+        return self[self.local[0]].get(Word.CHECKPOINT_SEQ)
+
+    def mark(self) -> RunMark:
+        """A run is ordered now."""
+        return RunMark(now_ns(), {rank: self[rank].progress().step for rank in self.local})
+
+    def points(self) -> dict[int, RelayedPoint]:
+        """Where every rank is, mirrors as last heard."""
+        points = {}
+        for rank in sorted(self._pages):
+            raw = self[rank].raw_point()
+            points[rank] = RelayedPoint(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
+        return points
+
+    def mirror(self, points: Iterable[RelayedPoint]) -> None:
+        for point in points:
+            if point.rank in self._pages and point.rank not in self.local:
+                self[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
+
+    def ranks(self, mark: RunMark) -> tuple[Rank, ...]:
+        """Local ranks as core sees them; exits are not known here."""
+        found = []
+        for rank in self.local:
+            progress = self[rank].progress()
+            found.append(
+                Rank(
+                    rank=rank,
+                    state=progress.state,
+                    phase=progress.phase,
+                    step=progress.step,
+                    ack_sequence=progress.ack_seq,
+                    ack_step=progress.ack_step,
+                    reached_sequence=progress.reached_seq,
+                    reached_step=progress.reached_step,
+                    first_step=_stepped(progress, mark, rank),
+                    hello=progress.hello_time_ns != 0,
+                    opaque=bool(progress.capabilities & Capability.OPAQUE or progress.opaque),
+                    let_go=0 < progress.reached_seq <= self[rank].get(Word.LEAVE_SEQ),
+                    fenced=self[rank].fenced,
+                )
+            )
+        return tuple(found)
+
+
+def _stepped(progress: PageProgress, mark: RunMark, rank: int) -> bool:
+    if progress.first_step_time_ns == 0:
+        return False
+    # a stop that was cancelled before it was reached leaves the time of the first step as it was
+    return progress.first_step_time_ns >= mark.ordered_ns or progress.step > mark.steps.get(rank, progress.step)

@@ -1,4 +1,8 @@
-"""The cores of one gang: follows what is wanted with the handshake of `retune`, and repins on request."""
+"""The cores of one gang: follows what is wanted with the handshake of `retune`, and repins on request.
+
+The order of a change of cores: shrinking tells the job first and takes cores after its ack; growing gives cores
+first.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,40 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import Word
 
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.pages import ControlPages
-from ganger_daemon.gang.retune import ACK_SECONDS, Retune, RetuneStep
 from ganger_daemon.node.node_context import NodeContext
+
+# A job that does not ack (opaque, or in a long evaluation) loses the cores anyway after this.
+ACK_SECONDS = 5.0
+
+
+class RetuneStep(Enum):
+    TELL = "write threads into the pages"
+    PIN = "rewrite the cpuset"
+    WAIT = "wait for the ranks to apply their threads"
+
+
+@dataclass(frozen=True, slots=True)
+class Retune:
+    """A change from one number of threads to another."""
+
+    threads_before: int
+    threads_after: int
+
+    def steps(self) -> tuple[RetuneStep, ...]:
+        if self.threads_after == self.threads_before:
+            return (RetuneStep.PIN,)
+        if self.threads_after < self.threads_before:
+            return (RetuneStep.TELL, RetuneStep.WAIT, RetuneStep.PIN)
+        return (RetuneStep.PIN, RetuneStep.TELL)
+
 
 log = logging.getLogger(__name__)
 

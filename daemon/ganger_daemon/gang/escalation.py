@@ -1,18 +1,39 @@
-"""How firmly a gang is pressed to obey: the ladder of its present order, and what each rung does to its processes."""
+"""How firmly a gang is pressed to obey: the ladder of its present order, and what each rung does to its processes.
+
+Carries out the rungs of the escalation ladder on the local ranks of one gang.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import time
+from collections.abc import Iterable
 
+from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation
 from ganger_daemon.core import gang_judgement as core
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
-from ganger_daemon.gang import signals
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.exit_watcher import Deaths
-from ganger_daemon.gang.pages import ControlPages
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.process_identity import ProcessId, send_signal
+
+
+def terminate(processes: Iterable[ProcessId]) -> None:
+    """SIGTERM to main processes only: loader workers that die first would take a last checkpoint with them."""
+    for process in processes:
+        send_signal(process, signal.SIGTERM)
+
+
+async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> None:
+    """Everything in the group, and the main processes by themselves where there is no group."""
+    await asyncio.to_thread(cgroups.kill, group)
+    for process in processes:
+        send_signal(process, signal.SIGKILL)
+
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +70,19 @@ class Pressing:
         grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
-        signals.terminate(self._deaths.live())
+        terminate(self._deaths.live())
 
     async def end(self) -> None:
         """SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
         self.stop_signalled = True
         self._ladder = None
-        await signals.kill(self._host.cgroups, self._paths.group, self._deaths.live())
+        await kill(self._host.cgroups, self._paths.group, self._deaths.live())
 
     async def abandon(self, why: str) -> None:
         """Nothing can be ordered or believed any more, so nothing of the gang may go on."""
         if live := self._deaths.live():
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
-        await signals.kill(self._host.cgroups, self._paths.group, live)
+        await kill(self._host.cgroups, self._paths.group, live)
 
     async def press(self, facts: core.GangPart, pages: ControlPages, now: float) -> None:
         """Climbs the rung that is due, if the gang does not obey."""
@@ -82,9 +103,9 @@ class Pressing:
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True
-                signals.terminate(live)
+                terminate(live)
             case escalation.Rung.GIVE_UP:
                 waited = now - climbed.ordered_at
                 self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
             case escalation.Rung.KILL:
-                await signals.kill(self._host.cgroups, self._paths.group, live)
+                await kill(self._host.cgroups, self._paths.group, live)

@@ -1,16 +1,96 @@
-"""Who of a gang's local ranks is gone, and how: watched by pidfd, read from what the launcher recorded."""
+"""Who of a gang's local ranks is gone, and how: watched by pidfd, read from what the launcher recorded.
+
+How a rank ended: what the launcher recorded, else what the agent left in the page, else UNKNOWN.
+
+How a gang's local part ended, kept on disk: once written it never changes, whatever is found later.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ganger_daemon.core.gang_judgement import RankExit
-from ganger_daemon.gang.exits import exit_of
+from ganger_daemon.core.orders import FoundCheckpoint, PartOutcome, PartOutcomeKind
 from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.processes import ProcessId, is_alive
+from ganger_daemon.node.process_identity import ProcessId, is_alive
+from ganger_daemon.node.safe_files import make_directory, read_json, write_json
+
+
+def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> RankExit | None:
+    """None while the rank lives, or while its launcher may still record how it ended.
+
+    A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
+    """
+    recorded = _recorded(read_json(record), process, page_exit_code)
+    if recorded is not None:
+        return recorded
+    if is_alive(process) or launcher_lives:
+        return None
+    return RankExit(known=False) if page_exit_code is None else RankExit(page_exit_code)
+
+
+def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int | None) -> RankExit | None:
+    """None without a record of this process; nonsense in its place is none."""
+    if not fields:
+        return None
+    try:
+        # a record of another pid belongs to a former try; after a reboot no pid is known, and any record is the one
+        if process.pid and int(fields.get("pid") or 0) not in (0, process.pid):
+            return None
+        code, number = fields.get("code"), fields.get("signal")
+        at = float(fields.get("time") or 0.0)
+        if code is None and not number:
+            return RankExit(known=False, at=at) if page_exit_code is None else RankExit(page_exit_code, at=at)
+        return RankExit(int(code or 0) & 0xFF, int(number or 0) & 0x7F, at=at)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+log = logging.getLogger(__name__)
+
+
+class StoredOutcome(NamedTuple):
+    """`step` is that of the checkpoint it ended with, if it did."""
+
+    outcome: PartOutcome
+    step: int | None
+
+
+def keep(paths: GangPaths, outcome: PartOutcome, step: int | None) -> None:
+    """Durable when it returns."""
+    fields = {
+        "kind": int(outcome.kind),
+        "exit_code": outcome.exit_code,
+        "rank": outcome.rank,
+        "message": outcome.message,
+        "step": step,
+        "found": [asdict(one) for one in outcome.found],
+    }
+    make_directory(paths.job)
+    write_json(paths.outcome, fields, durable=True)
+
+
+def kept(paths: GangPaths) -> StoredOutcome | None:
+    """What a former daemon kept; None if the gang has not ended."""
+    fields = read_json(paths.outcome)
+    if not fields:
+        return None
+    try:
+        kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
+        step = None if fields.get("step") is None else int(fields["step"])
+        found = tuple([FoundCheckpoint(**one) for one in fields.get("found", ())])
+        return StoredOutcome(PartOutcome(PartOutcomeKind(kind), code, rank, str(fields["message"]), found), step)
+    except (KeyError, TypeError, ValueError) as error:
+        log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})
+        return None
+
 
 # A launcher that lives records an exit at once; after this nobody will.
 _RECORD_SECONDS = 3.0

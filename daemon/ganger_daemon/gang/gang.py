@@ -30,12 +30,12 @@ from ganger_daemon.core.orders import (
     hastened,
 )
 from ganger_daemon.failpoints import hit
-from ganger_daemon.gang import outcomes
+from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.adoption import find_ranks, recall_notes, recall_told, recall_wanted_checkpoints
 from ganger_daemon.gang.agreeing import Agreeing
 from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
 from ganger_daemon.gang.checkpointing import Saving
-from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.control_pages import ControlPages, RunMark, page_order, write_details
 from ganger_daemon.gang.core_pinning import Pinning
 from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_SECONDS, local_part, to_json, wanted_of, with_spec_of
 from ganger_daemon.gang.device_memory import MemoryWatch
@@ -46,16 +46,12 @@ from ganger_daemon.gang.incoming import Incoming
 from ganger_daemon.gang.job_socket import JobSocketServer
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, has_no_agent
 from ganger_daemon.gang.local_gang import next_look
-from ganger_daemon.gang.observation import observe
+from ganger_daemon.gang.observation import Watching, observe
 from ganger_daemon.gang.others import Peers
-from ganger_daemon.gang.pace import StepRate
-from ganger_daemon.gang.pages import ControlPages, RunMark
 from ganger_daemon.gang.rank_errors import Complaints, summary_of
 from ganger_daemon.gang.rank_launch import Launching
 from ganger_daemon.gang.shared_memory import Segments
-from ganger_daemon.gang.step_rate import PageSample
-from ganger_daemon.gang.using import Using
-from ganger_daemon.gang.watching import Watching
+from ganger_daemon.gang.step_rate import PageSample, StepRate, Using
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import RankProcess
 from ganger_daemon.node.safe_files import make_directory, write_hint
@@ -339,7 +335,7 @@ class LocalGang:
         """Takes over what a former daemon left. `children`: what the launchers look after."""
         self._mark = recall_notes(self.host, self.paths, self.launching, self.memory, self._segments)
         self.told = recall_told(self.paths, self.desired)
-        kept = outcomes.kept(self.paths)
+        kept = exit_watcher.kept(self.paths)
         noted = recall_wanted_checkpoints(self.paths)
         self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None, noted)
         if kept is not None:
@@ -612,7 +608,7 @@ class LocalGang:
         self._incoming.cancel()
         if self._settled is None:
             self._settled = outcome
-            await asyncio.to_thread(outcomes.keep, self.paths, outcome, facts.published_step)
+            await asyncio.to_thread(exit_watcher.keep, self.paths, outcome, facts.published_step)
         self._reaped = True
         await self._agreeing.close()
         if self._socket is not None:

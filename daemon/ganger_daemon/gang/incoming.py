@@ -10,11 +10,11 @@ from ganger.agent.v1 import agent_pb2
 from ganger_daemon.core import gang_judgement as core
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import Arrival, RankTransfer
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.pages import ControlPages
 from ganger_daemon.gang.rank_launch import Launching
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.transfer.request import StreamRequest
+from ganger_daemon.transfer.stream_messages import StreamRequest
 
 _RESTING = (core.RankState.INIT, core.RankState.RESTORING, core.RankState.WAITING)
 

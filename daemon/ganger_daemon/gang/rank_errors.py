@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ganger_daemon.checkpoints.storage import free_bytes
+from ganger_daemon.checkpoints.layout import free_bytes
 from ganger_daemon.core import gang_judgement as core
 from ganger_daemon.core.orders import OrderKey
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.pages import ControlPages
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json

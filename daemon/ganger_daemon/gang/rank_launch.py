@@ -23,7 +23,7 @@ from ganger.v1 import job_pb2
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import RankTransfer
-from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
 from ganger_daemon.gang.desired_messages import LocalPart, to_json
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
@@ -40,22 +40,24 @@ from ganger_daemon.gang.launch_plan import (
     restore_plan,
 )
 from ganger_daemon.gang.others import Peers
-from ganger_daemon.gang.pages import ControlPages
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.launchers import children_of, interpreter_of
-from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.node_context import NodeContext, StorageWait
 from ganger_daemon.node.process_identity import (
+    NOBODY,
     FoundProcesses,
+    ProcessId,
     RankProcess,
     holds_files_of_rank,
+    is_alive,
     recognise,
+    send_signal,
+    start_ticks,
     stranger_text,
     strays,
 )
-from ganger_daemon.node.processes import NOBODY, ProcessId, is_alive, send_signal, start_ticks
 from ganger_daemon.node.safe_files import make_directory, read_json, remove_tree, sync_file, write_json
-from ganger_daemon.node.storage_work import StorageWait
-from ganger_daemon.transfer.request import StreamRequest
+from ganger_daemon.transfer.stream_messages import StreamRequest
 
 if TYPE_CHECKING:
     from ganger_daemon.gang.gang import LocalGang

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ganger_daemon.node.path_safety import path_trouble
-from ganger_daemon.node.safe_files import remove_tree
+from ganger_daemon.node.safe_files import path_trouble, remove_tree
 
 # sun_path holds 108 bytes with its end.
 MAX_SOCKET_PATH = 107

@@ -4,6 +4,9 @@ needed.
 A launcher outlives the daemon. One that died is replaced at the next use; the new one adopts the ranks that still run.
 One that has older code than ours serves the ranks it has and gets no new ones. With nobody to look after a launcher
 ends soon after the daemon lets go of it.
+
+Which code a launcher has in it: launchers outlive daemons and upgrades, and must never run ranks with yesterday's
+library.
 """
 
 from __future__ import annotations
@@ -17,15 +20,47 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 
-from ganger.injob.inject import prepare_inject_directory
+import ganger
+from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.launch_request import startup_variables
 
-from ganger_daemon.node.preloaded import code_of
-from ganger_daemon.node.process_identity import RankProcess, parent_of
-from ganger_daemon.node.processes import ProcessId
+from ganger_daemon.node.process_identity import ProcessId, RankProcess, parent_of
+
+_PARTS = ("injob", "protocol", "training")
+
+
+def code_of(package: Path | None = None) -> str:
+    """Eight hex digits that change with any source file a launcher imports ahead of time.
+
+    Looks at every file's size and time at each call, and at the contents only when one of those changed.
+    """
+    root = package or Path(ganger.__file__).parent
+    files = sorted([root / "__init__.py", *(path for part in _PARTS for path in (root / part).rglob("*.py"))])
+    facts = []
+    for path in files:
+        try:
+            state = path.stat()
+        except OSError:
+            continue  # it went between the listing and the look: the next call sees that
+        facts.append((path, state.st_size, state.st_mtime_ns))
+    return _digest(root, tuple(facts))
+
+
+@lru_cache(maxsize=4)
+def _digest(root: Path, facts: tuple[tuple[Path, int, int], ...]) -> str:
+    found = hashlib.sha256()
+    for path, _, _ in facts:
+        found.update(str(path.relative_to(root)).encode() + b"\0")
+        try:
+            found.update(path.read_bytes())
+        except OSError:
+            found.update(b"\0")
+    return found.hexdigest()[:8]
+
 
 log = logging.getLogger(__name__)
 

@@ -3,32 +3,121 @@ anew.
 
 The observed set goes up complete when it changed, as a digest-only heartbeat else. Jobs, and this daemon, go on
 while the master is away: every failure is met with waiting and trying again.
+
+Reports how fast the gangs of this node go: one batch every few seconds, lossy, over one stream.
+
+The newest position of the master's database that this daemon has seen: it shows the master an older copy.
+
+It is written before a desired set is acted on. It is a hint: without it the master has one report less.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.injob.page import now_ns
 from ganger.protocol.leases import lease_until, renewed
+from ganger.v1 import job_pb2
 from ganger.wire.channels import PART_BYTES, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
 from ganger.wire.tls import trouble_with
+from google.protobuf import json_format
 
-from ganger_daemon.node.database_position import DatabasePosition
+from ganger_daemon.gang.observation import add_metrics
 from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.progress import report_progress
+from ganger_daemon.node.safe_files import read_json, write_hint
+
+INTERVAL_SECONDS = 1.0
+_RETRY_SECONDS = 2.0
+
+
+async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
+    """Until cancelled; a stream that breaks is opened again."""
+    while True:
+        try:
+            await stub.ReportProgress(_reports(session, gangs))
+        except grpc.aio.AioRpcError as error:
+            log.debug("progress stream broke off", extra={"code": error.code().name})
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _reports(session: str, gangs: GangSet) -> AsyncIterator[agent_pb2.ProgressReport]:
+    while True:
+        await asyncio.sleep(INTERVAL_SECONDS)
+        report = batch(session, gangs)
+        if report.gangs:
+            yield report
+
+
+def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
+    report = agent_pb2.ProgressReport(session=session)
+    now = time.time()
+    for gang in gangs.all():
+        found, concern = gang.progress(), gang.concern()
+        metrics = gang.metrics()
+        if found is None and not concern and not metrics:
+            continue
+        progress = job_pb2.Progress(loss=math.nan, concern=concern)
+        progress.time.FromNanoseconds(int(now * 1e9))
+        if found is not None:
+            look, progress.steps_per_second, progress.data_wait_share = found
+            used = gang.used(progress.data_wait_share)
+            if used is not None:
+                progress.device_use = used
+            progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
+            progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
+            read = time.time()
+            if look.step:
+                progress.step_time.FromNanoseconds(int((read - look.step_age_seconds) * 1e9))
+            if look.since_age_seconds is not None:
+                progress.since_time.FromNanoseconds(int((read - look.since_age_seconds) * 1e9))
+        add_metrics(progress, metrics)
+        report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
+    return report
+
+
+class DatabasePosition:
+    """The position, read from disk at the start and written before each desired set is acted on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.message = agent_pb2.Seen()
+        try:
+            json_format.ParseDict(read_json(path), self.message, ignore_unknown_fields=True)
+        except json_format.ParseError:
+            self.message = agent_pb2.Seen()
+
+    def note(self, store: str, desired_version: int, gangs: Iterable[agent_pb2.DesiredGang]) -> None:
+        """Record a desired set of the database `store`. Versions are compared within one database only, ids always."""
+        fresh = agent_pb2.Seen(store=store, desired_version=desired_version)
+        fresh.next_epoch, fresh.next_job = self.message.next_epoch, self.message.next_job
+        if store == self.message.store:
+            fresh.desired_version = max(desired_version, self.message.desired_version)
+        for gang in gangs:
+            fresh.next_epoch = max(fresh.next_epoch, gang.epoch + 1)
+            fresh.next_job = max(fresh.next_job, _number(gang.job) + 1)
+        if fresh != self.message:
+            self.message = fresh
+            write_hint(self._path, json_format.MessageToDict(fresh))
+
+
+def _number(job: str) -> int:
+    text = job.removeprefix("jobs/")
+    return int(text) if text.isdecimal() else 0
+
 
 log = logging.getLogger(__name__)
 

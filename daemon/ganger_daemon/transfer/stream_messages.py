@@ -1,16 +1,113 @@
-"""The state stream between machines: the same words and bytes in TLS, and only from daemon to daemon."""
+"""The state stream between machines: the same words and bytes in TLS, and only from daemon to daemon.
+
+What is said on the stream port around the bytes: a request, an answer, and a word at the end. One JSON line each.
+
+The bytes between answer and end are the image's own, whose digests stand in its trailer: who uses them checks them.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
+import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.roles import CallerRole
 from ganger.wire.tls import client_context, identity_at
 
-from ganger_daemon.transfer.request import StreamError
+MAX_LINE_BYTES = 4096
+
+
+class StreamError(Exception):
+    """The other side refused, broke off, or sent what cannot be; `retry` says whether asking again may help."""
+
+    def __init__(self, message: str, retry: bool = True) -> None:
+        super().__init__(message)
+        self.retry = retry
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    token: str
+    job_uid: str
+    epoch: int
+    stop_sequence: int
+    rank: int
+    offset: int = 0
+
+    def line(self) -> bytes:
+        fields = {
+            "token": self.token,
+            "job_uid": self.job_uid,
+            "epoch": self.epoch,
+            "stop_sequence": self.stop_sequence,
+            "rank": self.rank,
+            "offset": self.offset,
+        }
+        return line_of(fields)
+
+
+def parse_request(line: bytes) -> StreamRequest:
+    """Raises StreamError for anything that is not a request; what it says is untrusted."""
+    fields = parse_line(line)
+    try:
+        request = StreamRequest(
+            str(fields["token"]),
+            str(fields["job_uid"]),
+            int(fields["epoch"]),
+            int(fields["stop_sequence"]),
+            int(fields["rank"]),
+            int(fields.get("offset", 0)),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StreamError(f"the request is not understood: {error}", retry=False) from error
+    if request.offset < 0 or request.rank < 0:
+        raise StreamError("the request has a negative offset or rank", retry=False)
+    return request
+
+
+def line_of(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StreamError("the other side does not speak the state stream's protocol", retry=False) from error
+    if not isinstance(fields, dict):
+        raise StreamError("the other side does not speak the state stream's protocol", retry=False)
+    return fields
+
+
+def read_line(connection: socket.socket, begun: bytes = b"") -> bytes:
+    """One line, byte by byte: what follows it belongs to the image. `begun`: what of it was read already."""
+    line = bytearray(begun)
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise StreamError("the other side closed the connection")
+        line += byte
+        if len(line) > MAX_LINE_BYTES:
+            raise StreamError(f"a line of the state stream is longer than {MAX_LINE_BYTES} bytes", retry=False)
+    return bytes(line)
+
+
+def limit_silence(connection: socket.socket, seconds: float) -> None:
+    """Lets one call wait so long. By the kernel's own limits and not by settimeout: a socket that Python polls returns
+    after every segment, one that blocks moves megabytes in one call and without the interpreter's lock. A TLS socket
+    takes a kernel's limit for a reason to ask again for ever; it moves 16 KiB in a call, polled or not."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(seconds)
+        return
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:

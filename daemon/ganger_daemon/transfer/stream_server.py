@@ -1,15 +1,42 @@
 """What the stream port may serve: arenas of gangs that are here, of the stop they rest in, as far as they are
-filled."""
+filled.
+
+The stream port: serves the arenas of parked gangs as they fill.
+
+Threads with blocking sockets: the kernel sends the arena's pages as they are, no byte goes through the interpreter;
+only where certificates guard the links they are copied, to be encrypted. What a connection may have is decided by the
+`Sources` the server is given; token or certificate are checked before anything else.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import hmac
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageState
+from ganger.wire.tls import server_context
 
 from ganger_daemon.core.orders import PartPhase
-from ganger_daemon.transfer.request import StreamError, StreamRequest
+from ganger_daemon.failpoints import hit
+from ganger_daemon.transfer.stream_messages import (
+    StreamError,
+    StreamRequest,
+    check_daemon,
+    limit_silence,
+    line_of,
+    parse_request,
+    read_line,
+)
 
 if TYPE_CHECKING:
     from ganger_daemon.gang.gang import LocalGang
@@ -62,3 +89,252 @@ class ParkedArena:
 
     def open_arena(self) -> int:
         return self._gang.launching.open_arena(self._rank)
+
+
+log = logging.getLogger(__name__)
+
+# A host serves at most this many ranks' states at once: more would only share the same link.
+MAX_CONNECTIONS = 128
+# So many may be at the door of whom nothing is known yet; who has stood there longest goes for who comes then.
+MAX_STRANGERS = 128
+SOCKET_TIMEOUT_SECONDS = 30.0
+# While the arena fills: well below the time a piece takes on a fast link.
+FILL_POLL_SECONDS = 0.0005
+# Streams of which it is remembered that they broke off.
+BROKEN_MOST = 1024
+# One call's share of the arena: between two it is seen whether the stop still lasts.
+PIECE_BYTES = 8 << 20
+# What is encrypted at once: it is copied before.
+GUARDED_PIECE_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """One rank's arena on the serving side. Called from a thread of the server."""
+
+    def progress(self) -> tuple[int, int]:
+        """(bytes of the image, bytes of it that are final); size 0 while it is not known."""
+
+    def valid(self) -> bool:
+        """False once this stop is over: the bytes may change under the reader."""
+
+    def open_arena(self) -> int:
+        """A file descriptor of the arena; the caller closes it."""
+
+
+class Sources(Protocol):
+    def find(self, request: StreamRequest) -> Source:
+        """Raises StreamError when there is nothing to serve."""
+
+
+class StreamServer:
+    """Listens on (host, port); `port` 0 takes a free one. `tls`: the directory of its certificate, which goes before
+    the token. Raises EndpointError for one that does not do."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        wait_seconds: float = 3600.0,
+        tls: str = "",
+    ) -> None:
+        self._sources = sources
+        self._token = token
+        self._wait_seconds = wait_seconds
+        self._context = server_context(Path(tls)) if tls else None
+        self._host = host
+        self._closing = threading.Event()
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._socket = socket.create_server((host, port), backlog=128)
+        self._socket.settimeout(0.5)
+        self._thread = threading.Thread(target=self._accept, name="state-stream", daemon=True)
+        self._workers: set[threading.Thread] = set()
+        # Connections whose token or certificate is not checked yet, by when they came. Who leaves it is closed after.
+        self._strangers: dict[socket.socket, None] = {}
+        # Which broke off where, the latest last: a client may come again several times a second, for minutes.
+        self._broken: dict[tuple[str, int, int, int, int], None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._socket.getsockname()[1]}"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening and ends every transfer; what was received of one stays valid at the other side."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        self._socket.close()
+        for worker in tuple(self._workers):
+            worker.join(2.0)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            try:
+                stranger = self._stranger(connection)
+            except OSError:
+                connection.close()
+                continue
+            worker = threading.Thread(target=self._serve, args=(stranger,), name="state-stream-out", daemon=True)
+            self._workers.add(worker)
+            worker.start()
+
+    def _stranger(self, connection: socket.socket) -> socket.socket:
+        """The connection to speak on, before a word is said. Raises OSError."""
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._strangers[connection] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                longest = next(iter(self._strangers))
+                del self._strangers[longest]
+                with contextlib.suppress(OSError):
+                    # Its thread wakes up and closes it. By SSLSocket's own shutdown it would speak in the clear then.
+                    socket.socket.shutdown(longest, socket.SHUT_RDWR)
+        return connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        request = None
+        try:
+            with connection:
+                try:
+                    request = self._request(connection)
+                    if not self._slots.acquire(blocking=False):
+                        raise StreamError(
+                            f"{MAX_CONNECTIONS} states are on their way from this node: as many as may be"
+                        )
+                    try:
+                        self._answer(connection, request)
+                    finally:
+                        self._slots.release()
+                except StreamError as error:
+                    connection.sendall(line_of({"error": str(error), "retry": error.retry}))
+        except OSError as error:
+            self._note_broken(request, error)
+        finally:
+            self._workers.discard(threading.current_thread())
+
+    def _request(self, connection: socket.socket) -> StreamRequest:
+        """Of one that may ask. Raises OSError and StreamError."""
+        try:
+            limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if isinstance(connection, ssl.SSLSocket):
+                self._check_certificate(connection)
+                self._forget_stranger(connection)
+                return parse_request(read_line(connection))
+            request = parse_request(read_line(connection))
+            if not hmac.compare_digest(request.token.encode(errors="surrogatepass"), self._token.encode()):
+                raise StreamError("the token is wrong", retry=False)
+            return request
+        finally:
+            self._forget_stranger(connection)
+
+    def _check_certificate(self, connection: ssl.SSLSocket) -> None:
+        """Raises OSError, and StreamError unless it is a daemon's."""
+        connection.do_handshake()
+        try:
+            check_daemon(connection)
+        except StreamError as error:
+            log.warning("state stream refused", extra={"error": str(error)})
+            raise
+
+    def _forget_stranger(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
+        """Told once as long as it comes no further."""
+        if request is None:
+            # Whoever connects and says nothing asked for nothing.
+            log.debug("connection without a request", extra={"error": str(error)})
+            return
+        where = (request.job_uid, request.epoch, request.stop_sequence, request.rank, request.offset)
+        with self._lock:
+            is_known = where in self._broken
+            self._broken[where] = None
+            if len(self._broken) > BROKEN_MOST:
+                del self._broken[next(iter(self._broken))]
+        if not is_known:
+            figures = {"job_uid": request.job_uid, "rank": request.rank, "offset": request.offset}
+            log.info("state stream broke off", extra={**figures, "error": str(error)})
+
+    def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
+        source = self._sources.find(request)
+        # opened before the source stops: afterwards every millisecond counts
+        fd = source.open_arena()
+        try:
+            size = self._wait_for_size(connection, source)
+            if request.offset > size:
+                raise StreamError(f"offset {request.offset} lies beyond the image of {size} bytes", retry=False)
+            connection.sendall(line_of({"size": size}))
+            if self._send(connection, source, fd, size, request.offset):
+                connection.sendall(line_of({"whole": True}))
+        finally:
+            os.close(fd)
+
+    def _wait_for_size(self, connection: socket.socket, source: Source) -> int:
+        deadline = time.monotonic() + self._wait_seconds
+        while True:
+            if not source.valid():
+                raise StreamError("this stop is over: the gang runs again or has ended", retry=False)
+            size, _ = source.progress()
+            if size:
+                return size
+            if self._closing.is_set() or time.monotonic() > deadline:
+                raise StreamError("the source has not begun to fill its arena")
+            _see_that_it_is_there(connection)
+            time.sleep(FILL_POLL_SECONDS * 2)
+
+    def _send(self, connection: socket.socket, source: Source, fd: int, size: int, offset: int) -> bool:
+        """Whether all of it was sent while the stop lasted."""
+        moved = time.monotonic()
+        while offset < size:
+            if self._closing.is_set() or not source.valid():
+                return False
+            _, filled = source.progress()
+            if filled > offset:
+                offset += _send_piece(connection, fd, offset, min(filled - offset, PIECE_BYTES))
+                hit("mid-stream")
+                moved = time.monotonic()
+            elif time.monotonic() - moved > self._wait_seconds:
+                return False
+            else:
+                _see_that_it_is_there(connection)
+                time.sleep(FILL_POLL_SECONDS)
+        return source.valid()
+
+
+def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> int:
+    """How many of the `size` bytes from `offset` on were sent: one at least."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return os.sendfile(connection.fileno(), fd, offset, size)
+    piece = os.pread(fd, min(size, GUARDED_PIECE_BYTES), offset)
+    connection.sendall(piece)
+    return len(piece)
+
+
+def _see_that_it_is_there(client: socket.socket) -> None:
+    """Raises OSError when the client has left: it says nothing after its request."""
+    if isinstance(client, ssl.SSLSocket):
+        # Below TLS, and only if there is something: this socket waits for what it is asked for.
+        poller = select.poll()
+        poller.register(client, select.POLLIN)
+        if poller.poll(0) and socket.socket.recv(client, 1, socket.MSG_PEEK) == b"":
+            raise ConnectionAbortedError("the client left")
+        return
+    try:
+        if client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+            raise ConnectionAbortedError("the client left")
+    except BlockingIOError:
+        pass

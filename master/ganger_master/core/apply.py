@@ -10,24 +10,22 @@ from msgspec.structs import replace
 from ganger_master.core import (
     arrays,
     attempts,
+    colocation,
     ending,
     events,
-    finished,
+    heartbeats,
     moving,
     observation,
+    placement_leases,
     quarantine,
     restarts,
     rollback,
-    sharing,
-    silence,
-    standstill,
     time_limits,
+    timeslice_groups,
     updates,
     worlds,
 )
 from ganger_master.core import gang_orders as orders
-from ganger_master.core import placement_leases as queue
-from ganger_master.core import timeslice_groups as node_sets
 from ganger_master.core.events import Event
 from ganger_master.core.model import JobRecord, JobState, Node
 from ganger_master.core.settle import settle
@@ -98,15 +96,15 @@ def _job_resumed(state: State, event: events.JobResumed) -> None:
 
 
 def _gang_approved(state: State, event: events.GangApproved) -> None:
-    queue.note_approved(state, event.number)
+    placement_leases.note_approved(state, event.number)
     epoch = attempts.start(state, event.number, event.claims, event.level, event.time, event.cause)
     if any(claim.shared_mask for claim in event.claims):
-        sharing.join(state, epoch, event.time, event.cause)
+        colocation.join(state, epoch, event.time, event.cause)
     state.counters.approved += 1
 
 
 def _gang_refused(state: State, event: events.GangRefused) -> None:
-    queue.note_refused(state, event)
+    placement_leases.note_refused(state, event)
 
 
 def _gang_released(state: State, event: events.GangReleased) -> None:
@@ -115,7 +113,7 @@ def _gang_released(state: State, event: events.GangReleased) -> None:
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
     epoch = moving.begin(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
-    sharing.join(state, epoch, event.time, event.cause)
+    colocation.join(state, epoch, event.time, event.cause)
 
 
 def _resize_begun(state: State, event: events.ResizeBegun) -> None:
@@ -135,7 +133,7 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
 
 
 def _rows_changed(state: State, event: events.RowsChanged) -> None:
-    node_sets.change(state, event)
+    timeslice_groups.change(state, event)
 
 
 def _session_opened(state: State, event: events.SessionOpened) -> None:
@@ -173,7 +171,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     if not node.draining and not node.cordoned:
         node = replace(node, state_reason="")
     state.counters.next_session += 1
-    silence.note_call(state, node.name, event.time)
+    heartbeats.note_call(state, node.name, event.time)
     state.put_node(node)
     quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
     state.reports.pop(node.name, None)
@@ -219,9 +217,9 @@ def _quarantine_adopted(state: State, event: events.QuarantineAdopted) -> None:
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
     if event.problem:
-        silence.note_unanswerable(state, event.node, event.problem, event.time, event.cause)
+        heartbeats.note_unanswerable(state, event.node, event.problem, event.time, event.cause)
     else:
-        silence.end(state, event.node, event.time, event.cause)
+        heartbeats.end(state, event.node, event.time, event.cause)
 
 
 def _node_marked(state: State, event: events.NodeMarked) -> None:
@@ -247,7 +245,7 @@ def _node_removed(state: State, event: events.NodeRemoved) -> None:
 
 
 def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
-    queue.note_stream(state, event.claim, event.time)
+    placement_leases.note_stream(state, event.claim, event.time)
 
 
 def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
@@ -278,7 +276,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         _settle_if_complete(state, now, event.cause)
         return
     if event.set_by or event.stood_still:
-        standstill.forgive(state, now, event.set_by)
+        heartbeats.forgive(state, now, event.set_by)
     if event.looks_again:
         state.dirty.sets.update(dict.fromkeys(state.sets))
     restarts.let_go_on(state, now)
@@ -297,9 +295,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
         # Whoever keeps them says so more often.
         state.promised = {}
-    silence.follow(state, now, event.cause)
-    queue.expire(state, now, event.told)
-    finished.forget(state, now)
+    heartbeats.follow(state, now, event.cause)
+    placement_leases.expire(state, now, event.told)
+    ending.forget(state, now)
 
 
 _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {

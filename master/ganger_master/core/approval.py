@@ -15,7 +15,7 @@ from ganger.cluster.view import View
 from msgspec import Struct
 
 from ganger_master.core.approval_explain import order
-from ganger_master.core.protected import NOTHING, Protected, trespass
+from ganger_master.core.reservations import NOTHING, Protected, trespass
 
 # More candidates than this are not looked at: the wire allows no more.
 MOST_CANDIDATES = 16

@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.view import View
 from msgspec import Struct
 
-from ganger_master.core.protected import NOTHING, Protected, trespass
+from ganger_master.core.reservations import NOTHING, Protected, trespass
 
 _KINDS = (RefusalKind.MISTAKE, RefusalKind.BLOCKER, RefusalKind.RACE)
 # What no other change of the cluster helps against comes before what the next release may solve.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import ending, going_on, moving, sharing, withdrawal
+from ganger_master.core import colocation, ending, going_on, moving, withdrawal
 from ganger_master.core import gang_orders as orders
 from ganger_master.core import moves as copies
 from ganger_master.core import retry as launches
@@ -342,7 +342,7 @@ def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:
 def _forget(state: State, gang: Gang, now: float) -> None:
     _note_left(state, gang, now)
     state.forget_gang(gang.epoch)
-    sharing.leave(state, gang)
+    colocation.leave(state, gang)
 
 
 def _may_run_on(gang: Gang) -> bool:

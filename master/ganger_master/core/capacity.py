@@ -14,16 +14,24 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape
 
 from ganger_master.core import approval_explain as explain
+from ganger_master.core import colocation
 from ganger_master.core import gang_orders as orders
 from ganger_master.core import retry as launches
-from ganger_master.core import sharing
 from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve
 from ganger_master.core.model import Claim, JobRecord, LocalityLevel, Node
-from ganger_master.core.protected import NOTHING, Protected, protect, trespass
 from ganger_master.core.queue import Blocked, ReservedPlaces
-from ganger_master.core.reservations import Reservation, ReservationRequest, begins_at, reserve
-from ganger_master.core.shares import limit_of
+from ganger_master.core.reservations import (
+    NOTHING,
+    Protected,
+    Reservation,
+    ReservationRequest,
+    begins_at,
+    protect,
+    reserve,
+    trespass,
+)
 from ganger_master.core.state import State
+from ganger_master.core.user_usage import limit_of
 
 
 def judge(
@@ -53,10 +61,10 @@ def judge(
             return CandidateRejection((Refusal(Reason.LEVEL_UNAVAILABLE, job=job.name, detail=detail),), ())
     company: Company = {}
     if any(claim.shared_mask for claims in allowed for claim in claims):
-        refusals = sharing.rules(state, job, allowed[0])
+        refusals = colocation.rules(state, job, allowed[0])
         if refusals:
             return CandidateRejection(refusals, ())
-        company = sharing.company_of(state, job, allowed[0])
+        company = colocation.company_of(state, job, allowed[0])
     verdict = approve(
         state.view,
         shape,
@@ -97,12 +105,12 @@ def judge_change(
 ) -> tuple[Refusal, ...]:
     """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
     only where these share them already. `shape`: that of another size which the job accepts."""
-    refusals = node_rules(state, job, claims) or sharing.rules(state, job, claims)
+    refusals = node_rules(state, job, claims) or colocation.rules(state, job, claims)
     if refusals:
         return refusals
     if shape is None:
         shape = job.shape if arena is None else job.shape_with(arena)
-    company = sharing.company_of(state, job, claims, agreed_only)
+    company = colocation.company_of(state, job, claims, agreed_only)
     refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
     if not refusals and state.promised:
         refusals = trespass(state.view, _promised(state, job), claims, job=job.name)

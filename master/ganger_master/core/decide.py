@@ -18,9 +18,9 @@ from ganger_master.core.commands import Command
 from ganger_master.core.elastic import check_resize, place_resized
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, JobState, Node, SuspendLevel
+from ganger_master.core.placement_leases import release_gang, request_gang
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.preconditions import busy, check_move, check_suspend, find_job, not_running, unfinished
-from ganger_master.core.requests import release_gang, request_gang
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_share, check_submission
 from ganger_master.core.user_usage import spec_bytes

@@ -11,12 +11,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import approval_explain as approval
-from ganger_master.core import capacity, draining, restarts, silence, time_limits
+from ganger_master.core import capacity, draining, heartbeats, restarts, time_limits
 from ganger_master.core.array_members import Membership
+from ganger_master.core.colocation import holders_on
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.model import GangIntent, GangPhase, JobRecord, JobState, Node, NodeState, ObservedPhase
 from ganger_master.core.queue import WAITS_FOR_PIECES
-from ganger_master.core.residues import holders_on
 from ganger_master.core.restarts import is_backing_off
 from ganger_master.core.state import State
 from ganger_master.core.texts import END_UNKNOWN, FOUND_AT_REST
@@ -219,9 +219,9 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
         if node.unanswerable:
             how = f"cannot be sent what it is to do: {node.unanswerable}"
         patience_s = state.lost_after
-        cut_off = silence.fallen_at_once(state, now) if cut_off is None else cut_off
+        cut_off = heartbeats.fallen_at_once(state, now) if cut_off is None else cut_off
         if name in cut_off:
-            how = f"{how}; {silence.suspicion(cut_off[name])}, see that nodes reach it"
+            how = f"{how}; {heartbeats.suspicion(cut_off[name])}, see that nodes reach it"
             patience_s = None if cut_off[name] == math.inf else cut_off[name] - (answered or 0.0)
         lost = "only " if patience_s is None else f"once its silence has lasted {patience_s:.0f} s, or "
         detail = (

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import arrays, checkpoints, quarantine
 from ganger_master.core import gang_orders as orders
+from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.model import (
     Capabilities,
@@ -29,7 +30,6 @@ from ganger_master.core.model import (
     Piece,
     Stray,
 )
-from ganger_master.core.residues import kept_memory_of, residue_of
 from ganger_master.core.state import State
 
 

@@ -24,10 +24,10 @@ from ganger_master.core.elastic import check_resize, judge_resize, shares_nothin
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
-from ganger_master.core.shares import limit_of
 from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_admission import judge_rows
+from ganger_master.core.user_usage import limit_of
 from ganger_master.core.worlds import rests_for_any_size, taken_by
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

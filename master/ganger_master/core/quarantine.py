@@ -15,6 +15,7 @@ from ganger_master.core import commands, events
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
 from ganger_master.core.capacity import level_of
+from ganger_master.core.colocation import holders_on, kept_of
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.desired_state import threads_of
 from ganger_master.core.model import (
@@ -31,7 +32,6 @@ from ganger_master.core.model import (
     Stray,
     SuspendLevel,
 )
-from ganger_master.core.residues import holders_on, kept_of
 from ganger_master.core.state import State
 from ganger_master.core.texts import FOUND_AT_REST
 

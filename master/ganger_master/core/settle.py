@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from ganger.cluster.view import LoadMode
 
-from ganger_master.core import arrays, attempts, draining, rollback, time_limits
-from ganger_master.core import colocation as arenas
-from ganger_master.core import desired_state as desired
-from ganger_master.core import placement_leases as queue
-from ganger_master.core import timeslice_groups as node_sets
+from ganger_master.core import (
+    arrays,
+    attempts,
+    colocation,
+    desired_state,
+    draining,
+    placement_leases,
+    rollback,
+    time_limits,
+    timeslice_groups,
+)
 from ganger_master.core.effects import Effects
 from ganger_master.core.state import State
 
@@ -30,11 +36,11 @@ def settle(state: State, now: float, cause: str) -> None:
         if dirty.jobs:
             _review_jobs(state, now, cause)
         if dirty.sets:
-            node_sets.follow(state, now, cause)
+            timeslice_groups.follow(state, now, cause)
         if dirty.rows:
             _refresh_rows(state)
         if dirty.arenas:
-            arenas.follow(state)
+            colocation.follow(state)
         if dirty.arrays:
             arrays.follow(state, now)
         if state.draining and state.counters.restoring is None:
@@ -47,8 +53,8 @@ def settle(state: State, now: float, cause: str) -> None:
 def finish(state: State, now: float) -> Effects:
     """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
     _tell_mode(state, now)
-    nodes = tuple(desired.refresh(state))
-    turns = queue.hand_out(state, now) if state.counters.restoring is None else ()
+    nodes = tuple(desired_state.refresh(state))
+    turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
     wake = next_wake(state, now)
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
@@ -69,7 +75,7 @@ def next_wake(state: State, now: float) -> float | None:
     """The earliest time at which something happens by itself."""
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
-    times = [queue.next_time(state, now), state.next_silence_check]
+    times = [placement_leases.next_time(state, now), state.next_silence_check]
     if state.running_limited:
         times += [time_limits.ends_at(state, state.jobs[number]) for number in state.running_limited]
     if state.backing_off:

@@ -16,10 +16,9 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import capacity, events, moving, sharing
+from ganger_master.core import capacity, colocation, events, moving, timeslice_groups
 from ganger_master.core import gang_orders as orders
 from ganger_master.core import moves as copies
-from ganger_master.core import timeslice_groups as node_sets
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change
@@ -208,7 +207,7 @@ def _changed_places(
     for index, row in enumerate(taken):
         if index in own or coming in row:
             continue
-        others = [one for one in row if not node_sets.is_free_of_turns([leaving.claims, one.claims])]
+        others = [one for one in row if not timeslice_groups.is_free_of_turns([leaving.claims, one.claims])]
         rest = [one for one in row if one not in others]
         stay = any(one.moves or one.job.number in settled for one in others)
         if stay or not _fits(state, [*rest, leaving], held):
@@ -257,7 +256,7 @@ def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
 
 
 def _check_quantum(state: State, change: Change) -> None:
-    switch = node_sets.slowest_switch(state, change.node_set)
+    switch = timeslice_groups.slowest_switch(state, change.node_set)
     least = max(_LEAST_QUANTUM_SECONDS, SWITCHES_PER_QUANTUM * switch)
     if change.quantum_seconds < least:
         figures = {
@@ -297,7 +296,7 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         _refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
     if _is_launched_in_part(state, gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
-    if sharing.beside(state, gang):
+    if colocation.beside(state, gang):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
     if has_two_worlds(state, job.number):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
@@ -328,7 +327,7 @@ def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member
         _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
     if any(claim.shared_mask for claim in change.claims):
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
-    if gang.phase is not GangPhase.PARKED and not node_sets.is_free_of_turns([change.claims, gang.claims]):
+    if gang.phase is not GangPhase.PARKED and not timeslice_groups.is_free_of_turns([change.claims, gang.claims]):
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
     if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
         _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
@@ -336,7 +335,7 @@ def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member
 
 
 def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
-    for epoch in node_sets.members(state, before):
+    for epoch in timeslice_groups.members(state, before):
         number = state.gangs[epoch].job
         member = members.get(number)
         if member is None:
@@ -379,7 +378,7 @@ def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) 
     """What those who are there hold together, node by node: free for whoever takes turns with them."""
     epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
     if before is not None:
-        epochs.update(node_sets.members(state, before))
+        epochs.update(timeslice_groups.members(state, before))
     found: dict[str, Claim] = {}
     for epoch in sorted(epochs):
         for piece in state.gangs[epoch].pieces:
@@ -514,7 +513,7 @@ def _takes(
                     memory += member.memory_for(place)
                     needs[number] = claim.millicores
         own = held.get(node, Claim(node, 0, (0,) * len(next(iter(needs.values()))), 0))
-        charged = node_sets.charges(rows, needs).values()
+        charged = timeslice_groups.charges(rows, needs).values()
         cores = [max(0, sum(more) - had) for more, had in zip(zip(*charged, strict=True), own.millicores, strict=True)]
         found.append(Claim(node, mask & ~own.device_mask, tuple(cores), memory))
     return tuple(found)

@@ -3,6 +3,10 @@
 The gangs of a set all hold its devices. Cores are held once for all rows, as many as the largest row needs: each gang
 is charged with what its row needs beyond the rows before it, so that sums over gangs are what the set holds. Host
 memory is each gang's own. While a new matrix is not yet active everywhere, both count.
+
+Which row of a node set runs at this moment: what the daemon that leads it said last.
+
+It changes with every quantum, so it is no part of what is stored, and nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, ending, moving, sharing
+from ganger_master.core import attempts, colocation, ending, moving, placement_leases
 from ganger_master.core import gang_orders as orders
-from ganger_master.core import placement_leases as queue
+from ganger_master.core.commands import ObservedRows
 from ganger_master.core.events import RowsChanged
 from ganger_master.core.model import Claim, Gang, GangIntent, JobState, LocalityLevel, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
@@ -47,7 +51,7 @@ def change(state: State, event: RowsChanged) -> None:
         # What a gang shares in turns is not taken off what is free, but computed with all others who share it.
         for claim in claims:
             state.dirty.rows[claim.node] = None
-        queue.note_approved(state, number)
+        placement_leases.note_approved(state, number)
         attempts.start(state, number, claims, level, now, cause)
         state.counters.approved += 1
     for number in event.resumes:
@@ -93,7 +97,7 @@ def _alone(state: State, gang: Gang) -> Gang:
     """Return the gang without marks of devices that it shares at once, except those that a stray has."""
     for piece in gang.pieces:
         node = piece.claim.node
-        gang = orders.marked(gang, node, piece.claim.shared_mask & sharing.stray_devices(state, node))
+        gang = orders.marked(gang, node, piece.claim.shared_mask & colocation.stray_devices(state, node))
     return gang
 
 
@@ -110,7 +114,7 @@ def _start_again(
     state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str
 ) -> None:
     """Who waits with its state in host memory."""
-    queue.note_approved(state, number)
+    placement_leases.note_approved(state, number)
     attempts.start(state, number, claims, level, now, cause)
     state.counters.approved += 1
 
@@ -326,3 +330,22 @@ def _on_devices(piece: Piece) -> bool:
 
 def _nodes_of(state: State, epochs: Iterable[int]) -> tuple[str, ...]:
     return tuple(sorted({node for epoch in epochs for node in state.gangs[epoch].nodes}))
+
+
+def running_row(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows]) -> tuple[int, int] | None:
+    """Version of the matrix, and row from 0; None if nobody has said it of a matrix that stands."""
+    said = seen.get((node_set.number, node_set.leader))
+    for matrix in (node_set.active, node_set.coming):
+        if said is not None and matrix is not None and matrix.version == said.version and said.row < len(matrix.rows):
+            return matrix.version, said.row
+    return None
+
+
+def has_turn(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows], epoch: int) -> bool | None:
+    """Whether the row that runs has the gang; None if nobody has said which one runs."""
+    running = running_row(node_set, seen)
+    if running is None:
+        return None
+    version, row = running
+    matrix = node_set.active if node_set.active.version == version else node_set.newest
+    return epoch in matrix.rows[row]

@@ -25,11 +25,10 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     from ganger.console.exit_codes import CommandError, ExitCode
     from ganger.console.tables import print_table
 
-    from ganger_master.decision_log import told
+    from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
-    from ganger_master.decision_log.lines import LineError
-    from ganger_master.decision_log.reader import RecordingUnreadable, read_lines
+    from ganger_master.decision_log.lines import LineError, RecordingUnreadable, read_lines
     from ganger_master.decision_log.render import LogSummary
     from ganger_master.decision_log.rerun import Differs, Ended, Rerun
 
@@ -72,17 +71,17 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
         since = "" if until is None else f" in the first {until:g} s"
         raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
     if as_json:
-        found = told.plain(rerun.header, last - began, reason, tally, differences, story, other)
+        found = render.plain(rerun.header, last - began, reason, tally, differences, story, other)
         json.dump(found, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        print(told.headline(rerun.header, last - began, tally, reason))
-        for text in told.agreement(differences, began):
+        print(render.headline(rerun.header, last - began, tally, reason))
+        for text in render.agreement(differences, began):
             print(text)
         if story is not None:
-            print("\n" + "\n".join(told.story_lines(story, began)))
+            print("\n" + "\n".join(render.story_lines(story, began)))
         if other is not None:
-            print("\n" + "\n".join(told.otherwise_lines(other, began, number)))
+            print("\n" + "\n".join(render.otherwise_lines(other, began, number)))
         if story is None and other is None and tally.jobs:
             print()
             rows = [

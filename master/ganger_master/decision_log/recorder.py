@@ -38,7 +38,7 @@ from ganger_master.decision_log.lines import (
     state_lines,
 )
 from ganger_master.decision_log.redaction import Hiding
-from ganger_master.runtime.store_thread import StoreThread
+from ganger_master.runtime.store_access import StoreThread
 
 log = logging.getLogger(__name__)
 

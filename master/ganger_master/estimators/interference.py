@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from ganger.cluster.fit import MEMORY_SHARE
 
-from ganger_master.estimators.fitting import Floats, is_usable
-from ganger_master.estimators.posterior import Belief, jacobian, posterior
+from ganger_master.estimators.fitting import Belief, Floats, is_usable, jacobian, posterior
 
 # What a measured speed in a pack scatters by: noise, and what two numbers cannot say (see the tests: MAE 0.07).
 _NOISE = 0.1

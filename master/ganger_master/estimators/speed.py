@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_error, is_usable
-from ganger_master.estimators.posterior import Belief, posterior
+from ganger_master.estimators.fitting import NOT_FITTED, Belief, FitError, Floats, fit_error, is_usable, posterior
 
 MOST_OVERLAP = 10.0
 # A law of seven numbers misses measured steps by about this much (see the tests); fits need not do better.

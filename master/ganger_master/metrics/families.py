@@ -1,21 +1,68 @@
 """Metrics from a snapshot. A label never names a job, a user or a node: the number of series does not grow with them.
 
 Names are those of Prometheus' conventions: base units, `_total` for what only rises.
+
+What one answer is made of, taken at one instant in the master's event loop.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import NodeRow
+from ganger.cluster.resources import ConfigurationSet, NodeRow
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobState, Node, NodeState, OutcomeKind
-from ganger_master.metrics.counters import Distribution
-from ganger_master.metrics.snapshot import Snapshot
+from ganger_master.metrics.counters import Distribution, MasterCounters
+from ganger_master.runtime.writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`blockers`: of waiting jobs, the first reason for which each was refused last; `answered`: when each node was
+    last heard, by `now`'s clock; `daemons`: how many hold a call."""
+
+    now: float
+    policy: str
+    is_ready: bool
+    jobs: tuple[JobRecord, ...]
+    gangs: tuple[Gang, ...]
+    nodes: tuple[Node, ...]
+    rows: Mapping[str, NodeRow]
+    configuration_sets: Mapping[str, ConfigurationSet]
+    node_sets: int
+    blockers: tuple[str, ...]
+    answered: Mapping[str, float]
+    daemons: int
+    approved: int
+    meter: MasterCounters
+
+
+def take(writer: Writer, daemons: int, now: float) -> Snapshot:
+    """Copies references only: two milliseconds of the event loop where there are 16,000 nodes and 20,000 jobs."""
+    committed, state = writer.committed, writer.state
+    return Snapshot(
+        now=now,
+        policy=state.settings.policy,
+        is_ready=writer.is_ready,
+        jobs=tuple(committed.jobs.values()),
+        gangs=tuple(committed.gangs.values()),
+        nodes=tuple(committed.nodes.values()),
+        rows=dict(committed.rows),
+        configuration_sets=dict(committed.configuration_sets),
+        node_sets=len(committed.sets),
+        blockers=tuple([refusals[0].reason.name for refusals in state.refusals.values() if refusals]),
+        answered=dict(state.last_answer),
+        daemons=daemons,
+        approved=committed.counters.approved,
+        meter=deepcopy(writer.meter),
+    )
+
 
 # The others have ended, and are counted as events.
 _LIVE = (JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED)

@@ -18,8 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from ganger.wire.endpoints import EndpointError
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
-from ganger_master.metrics.families import families
-from ganger_master.metrics.snapshot import Snapshot
+from ganger_master.metrics.families import Snapshot, families
 
 log = logging.getLogger(__name__)
 

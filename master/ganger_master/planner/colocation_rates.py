@@ -16,8 +16,8 @@ from ganger.cluster.topology import bits
 
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.planner import crowds
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.crowds import Crowds
-from ganger_master.planner.trials import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
 
 _DEFAULT: Final = TrialPace()

@@ -3,12 +3,31 @@ that for a policy that tunes.
 
 Whoever plans feeds it every job that changed and every report of progress, and asks it now and then to look around.
 All of it may be lost at any time: it is measured again.
+
+What is known of what cores do to one job: what was measured of it, and before that what those before it tell.
+
+People submit series of the same program, so the next one begins with the curve of the last one. How fast it is may
+differ (another batch size), how it depends on cores hardly: the curve is brought to the height of the first rate that
+is measured of the job itself, and what is measured replaces it point by point.
+
+Which number of cores to try next with a job, and what a trial has shown.
+
+Probes are chosen by optimal experiment design (`estimators.cpu_design`) among what the job has and what is free beside
+it:
+nobody else gives anything for a trial. Each is measured in windows against those just before it, and judged as every
+other change (`policies.trial_test`). A gain that is not to be seen counts as none, and a loss likewise: the point
+is put where the rate was before, the curve is flat there, and the tuning takes the cores back that it gains nothing
+by. So a change is kept or undone by the tuning, from what was measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import log
+from statistics import median
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -16,13 +35,155 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
 
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
-from ganger_master.estimators.cpu import CpuModel, CpuPoint
-from ganger_master.planner.profile import CoreProfile
-from ganger_master.planner.trials import CoresTrial, TrialPace, next_cores, shown
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, sweet_point_bracket
+from ganger_master.estimators.cpu_design import next_probe
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.job_facts import Integers
+from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
 from ganger_master.policies.tunings import Profiles
-from ganger_master.policies.tunings.known import NOTHING, Known
+from ganger_master.policies.tunings.demand import NOTHING, Known
+
+# A rate this far from what was measured or expected before says that the job is another one now, or never was like
+# those before it.
+SURPRISE: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class CoreProfile:
+    """Points with cores for each GPU and steps per second, in the order in which they were measured."""
+
+    own: tuple[CpuPoint, ...] = ()
+    # Of the last job of the series.
+    inherited: tuple[CpuPoint, ...] = ()
+
+    @property
+    def points(self) -> tuple[CpuPoint, ...]:
+        """All there is to go by, at most one for each number of cores."""
+        known = {point.cores for point in self.own}
+        height = self._height
+        others = [CpuPoint(one.cores, height * one.rate) for one in self.inherited if one.cores not in known]
+        return (*others, *self.own)
+
+    @property
+    def model(self) -> CpuModel | None:
+        """None before there are two points: of one nobody knows whether more cores help."""
+        points = self.points
+        return fitted(points) if len(points) > 1 else None
+
+    @property
+    def least_cores(self) -> float:
+        """That were measured; infinite for none."""
+        return min([point.cores for point in self.points], default=math.inf)
+
+    def at(self, cores: float) -> float | None:
+        """What was measured with so many."""
+        return next((point.rate for point in self.own if point.cores == cores), None)
+
+    def measured(self, point: CpuPoint) -> CoreProfile:
+        """With one point more. One that is a surprise makes those before it void."""
+        known = self.at(point.cores)
+        if known is not None:
+            return self if _is_like(point.rate, known) else CoreProfile((point,))
+        if self.own and self.inherited and not _is_like(point.rate, self._rate(point.cores)):
+            return replace(self, own=(*self.own, point), inherited=())
+        return replace(self, own=(*self.own, point))
+
+    @property
+    def _height(self) -> float:
+        """Of this job against the one before it: the geometric mean over what was measured of it."""
+        model = fitted(self.inherited) if self.inherited else None
+        if model is None or not self.own:
+            return 1.0
+        ratios = [math.log(point.rate / rate) for point in self.own if (rate := model.rate(point.cores)) > 0.0]
+        return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+
+    def _rate(self, cores: float) -> float:
+        model = fitted(self.points)
+        return 0.0 if model is None else model.rate(cores)
+
+
+@lru_cache(4096)
+def fitted(points: tuple[CpuPoint, ...]) -> CpuModel | None:
+    """Jobs of one series ask for the same curve."""
+    return fit_cpu(points)
+
+
+def _is_like(rate: float, other: float) -> bool:
+    return abs(rate - other) <= SURPRISE * max(rate, other)
+
+
+# Below that nobody can tell a gain from chance in a minute.
+LEAST_GAIN: Final = 0.02
+# So many times the most cores that were measured are worth a trial of their own.
+_FAR: Final = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPace:
+    """How long things take, in seconds. `warm_s`: from the start of a stretch until it runs as it will; `settle_s`:
+    from a change of cores until threads, caches and loaders have followed it; a window is at least `window_s` long and
+    `window_steps` steps. After `most_s` a trial is over. Of its running time a job spends at most `share` in trials."""
+
+    warm_s: float = 30.0
+    settle_s: float = 5.0
+    window_s: float = 2.0
+    window_steps: int = 5
+    most_s: float = 600.0
+    share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CoresTrial:
+    """`millicores` for each GPU are tried by a job that had `held`, and did so well with them: `before` are rates of
+    windows, in steps per second."""
+
+    millicores: int
+    held: int
+    before: tuple[float, ...]
+    began_s: float
+
+
+@lru_cache(16_384)
+def next_cores(profile: CoreProfile, held_millicores: int, free_millicores: int) -> int | None:
+    """Whole cores for each GPU to try next with a job that holds so much for each and could have so much more; None if
+    enough is known, or what is to be known next cannot be had now."""
+    there_are = (held_millicores + free_millicores) // 1000
+    points = profile.points
+    if not points or there_are < 1:
+        return None
+    if profile.inherited and len(profile.own) == 1:
+        check = _check(profile, held_millicores / 1000, there_are)
+        if check is not None:
+            return check
+    largest = max(point.cores for point in points)
+    _, enough = sweet_point_bracket(points)
+    # Beyond a plateau that was seen nothing is to be found, and what is free comes and goes.
+    is_far = there_are > _FAR * largest and enough >= largest
+    found = next_probe(points, there_are if is_far else max(1, round(largest)))
+    if found is None or found > there_are or found * 1000 == held_millicores:
+        return None
+    return found
+
+
+def _check(profile: CoreProfile, held: float, there_are: int) -> int | None:
+    """One look, as far away as can be, at whether the curve of the one before holds for this job: else it might keep
+    for ever what another one made the most of."""
+    known = {round(point.cores) for point in profile.inherited}
+    reach = sorted(cores for cores in known if 1 <= cores <= there_are and cores != held)
+    return max(reach, key=lambda cores: abs(log(cores / held)), default=None)
+
+
+def shown(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
+    """What the trial has shown; None as long as that cannot be said. `is_last`: there will be no more windows, so what
+    is open yet is not to be seen."""
+    is_more = trial.millicores > trial.held
+    threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
+    verdict = judge([TrialRates(trial.before, after)], threshold).verdict
+    if verdict is TrialVerdict.MEASURE and not (is_last and len(after) >= FIRST_WINDOWS):
+        return None
+    is_other = (verdict is TrialVerdict.KEEP) == is_more
+    return CpuPoint(trial.millicores / 1000, median(after if is_other else trial.before))
+
 
 # Of ended series so many are remembered, those that were measured last.
 _MOST_SERIES: Final = 4096

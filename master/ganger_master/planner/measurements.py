@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import colocation_rates as together
 from ganger_master.planner import core_profiles as measured
-from ganger_master.planner import foreseen, speeds
+from ganger_master.planner import job_estimates as foreseen
 from ganger_master.planner import rate_registry as attained
+from ganger_master.planner import speeds
 from ganger_master.planner.colocation_rates import Together
-from ganger_master.planner.core_profiles import CoreProfiles
-from ganger_master.planner.foreseen import Foreseen, LossReport
+from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
+from ganger_master.planner.job_estimates import Foreseen, LossReport
 from ganger_master.planner.rate_registry import Attained
 from ganger_master.planner.speeds import SpeedsByGpus
-from ganger_master.planner.trials import TrialPace
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,37 @@
-"""Everybody off nodes that are drained; and whoever rests by a plan goes on."""
+"""Everybody off nodes that are drained; and whoever rests by a plan goes on.
+
+The pass of whoever moves running jobs: around another pass, which says who starts and who is stopped.
+
+Goals in their order: a hole for a gang that finds no room, though there is enough of it in pieces (`holes`); everybody
+off a node that is drained, and whoever rests for another goes on (`emptying`); order, while nobody waits for anything
+(`tidying`). What moves have brought is looked at meanwhile (`brought`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
+import numpy as np
+from ganger.cluster.room import CapacityIndex
+from ganger.cluster.trial import WhatIf
+from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
 from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Goal, Purpose
+from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.planner.job_table import LiveTable, shares_devices
-from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting
-from ganger_master.planner.migration_plans import is_free
+from ganger_master.planner.make_room import Holes
+from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, MigrationTerms, Moving
+from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_plans import Errand, carry_on, is_free, keep
+from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, Tidying
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.refusal_backoff import KeptOut
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 from ganger_master.policies.placements import Want
@@ -87,3 +104,159 @@ def bring_back(acting: Acting, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
         if claims is not None:
             acting.changes.append(Change(job.number, job.revision, "MOVE", claims, purpose=purpose))
             acting.trying.take(claims)
+
+
+Inner = Callable[[KeptOut, bool], PlanDraft]
+
+
+def plan_moves(
+    inner: Inner,
+    terms: MigrationTerms,
+    table: LiveTable,
+    now: float,
+    room: CapacityIndex,
+    moving: Moving,
+    kept_out: KeptOut,
+    may_stop: bool,
+    is_news: bool = True,
+) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
+    """The changes to propose now, those of `inner` among them; what to remember if they are proposed; what was found of
+    moves before; and when to ask again though nothing happens. `inner` is asked with the room as it is without what
+    moves need, and for whom it is to find no place; unless there `is_news` it would say what it said last. The room is
+    left as it was."""
+    room.refresh()
+    trying = WhatIf(room)
+    planner = _Pass(Acting(terms, table, now, trying), moving)
+    try:
+        return planner.run(inner, kept_out, may_stop, is_news)
+    finally:
+        trying.undo()
+
+
+def moves_nobody(moving: Moving, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex) -> bool:
+    """Whether a pass that may stop nobody would move nobody and find nothing, for whoever waits needs more than there
+    is: cheaper than to ask it."""
+    room.refresh()
+    if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
+        return False
+    if moving.errands or moving.brought.owed or terms.draining or now >= moving.brought.look_s or table.parked:
+        return False
+    urgent, least = table.most_urgent_waiting, table.least_urgent_running
+    if urgent is None or (least is not None and urgent > least):
+        return False
+    next_s = moving.closer_s + CLOSER_S
+    if now < next_s and moving.closer_again_s <= next_s:
+        return True
+    return all(len(gang.pieces) < 2 for _, gang in table.running)
+
+
+class _Pass:
+    def __init__(self, acting: Acting, moving: Moving) -> None:
+        self._acting = acting
+        self._old = moving
+        now = acting.now
+        self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
+        self._holes = Holes(acting, moving.looked)
+
+    def run(
+        self, inner: Inner, kept_out: KeptOut, may_stop: bool, is_news: bool
+    ) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
+        acting, table, terms = self._acting, self._acting.table, self._acting.terms
+        carried = carry_on(self._old.errands, table, acting.trying, acting.now)
+        self._holes.given_up(carried.given_up)
+        acting.errands, acting.changes = carried.errands, carried.changes
+        resting = parked(acting) if terms.holes else []
+        urgent = table.most_urgent_waiting
+        bring_back(acting, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
+        for node in terms.draining:
+            drain(acting, node)
+        old = self._old.brought.still_owed(table, acting.now)
+        brought, findings = old.looked(table, acting.room.view, terms.rated, acting.now, self._takes)
+        is_new = is_news or may_stop or bool(acting.changes or carried.given_up)
+        makes_holes = terms.holes and self._holes.are_possible
+        found = self._old.found
+        if found is None or is_new:
+            found = inner(self._kept_out(kept_out), may_stop and not makes_holes)
+        mark, known = acting.trying.mark, len(acting.errands)
+        self._take_starts(found)
+        if makes_holes:
+            self._holes.make(found)
+            if may_stop:
+                acting.trying.undo(mark)
+                self._keep_for(acting.errands[known:])
+                found = inner(self._kept_out(kept_out), True)
+                self._take_starts(found)
+        bring_back(acting, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
+        tidying = Tidying(acting, brought, self._moved_at, self._old.closer_s, self._old.closer_again_s)
+        tidying.go_back()
+        if not acting.errands and not found.changes:
+            tidying.closer()
+        if not table.has_waiting and not acting.errands:
+            tidying.unpack()
+            if not acting.errands:
+                tidying.balance()
+            if acting.room.view.mode is LoadMode.PACK and not acting.errands:
+                tidying.defragment()
+        brought = self._begun(brought)
+        acting.come_back(brought.look_s)
+        if tidying.closer_again_s > acting.now:
+            # Else there is an errand or a change in its way, whose end is news.
+            acting.come_back(tidying.closer_again_s)
+        plain = None if found.changes else found
+        moving = Moving(
+            errands=tuple(acting.errands),
+            looked=self._holes.looked,
+            moved_at=self._moved_at,
+            brought=brought,
+            closer_s=tidying.closer_s,
+            closer_again_s=tidying.closer_again_s,
+            found=plain,
+        )
+        return self._with_own(found), moving, findings, acting.again_s
+
+    def _begun(self, brought: Brought) -> Brought:
+        """With the moves that begin now. Who rests in host memory on its way is measured before it rests."""
+        acting = self._acting
+        bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
+        for change in acting.changes:
+            number, got = change.number, acting.table.get(change.number)
+            if change.kind == "MOVE":
+                self._moved_at[number] = acting.now
+            claims = change.claims if change.kind == "MOVE" else bound_for.get(number, ())
+            if change.kind in ("MOVE", "SUSPEND") and claims and got is not None and got[1] is not None:
+                brought = brought.begun(number, change.purpose.goal, got[1], claims, acting.terms.rated, acting.now)
+        return brought
+
+    def _takes(self, job: JobRecord, gang: Gang) -> tuple[float, float]:
+        return self._acting.ran_s(job), self._acting.costs.pause_s(job, gang)
+
+    def _with_own(self, found: PlanDraft) -> PlanDraft:
+        own = self._acting.changed
+        others = tuple([change for change in found.changes if change.number not in own])
+        starts = np.array(
+            [c.number for c in self._acting.changes if c.kind == "START" and c.number not in found.line], np.int64
+        )
+        line = np.concatenate((starts, found.line)) if len(starts) else found.line
+        return replace(found, changes=(*self._acting.changes, *others), line=line)
+
+    def _kept_out(self, kept_out: KeptOut) -> KeptOut:
+        """Who is on an errand, or is sent on one, is nobody else's to start or to stop."""
+        numbers = self._acting.busy | self._acting.changed | self._holes.soon
+        if not numbers:
+            return kept_out
+        not_started = frozenset(kept_out.not_started) | numbers
+        return replace(kept_out, not_started=not_started, not_stopped=frozenset(kept_out.not_stopped) | numbers)
+
+    def _take_starts(self, found: PlanDraft) -> None:
+        acting = self._acting
+        own = acting.changed
+        for change in found.changes:
+            if change.kind == "START" and change.number not in own and is_free(acting.room.view, change.claims):
+                acting.trying.take(change.claims)
+
+    def _keep_for(self, errands: Iterable[Errand]) -> None:
+        """What errands that have just begun need, in a room that does not know of them."""
+        for errand in errands:
+            for leg in errand.legs:
+                keep(self._acting.trying, leg.claims)
+            keep(self._acting.trying, errand.hole)

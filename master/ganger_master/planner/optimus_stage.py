@@ -48,14 +48,14 @@ from ganger_master.planner.in_place_resize import (
     taken_beside,
 )
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.move_costs import move_costs
+from ganger_master.planner.migration_context import move_costs
 from ganger_master.planner.order_stage import Choice
 from ganger_master.planner.plan import PlanDraft, carried_out
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.terms import PassTerms, held_of
 from ganger_master.planner.wanting import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
-from ganger_master.policies.optimus_belief import Believed
+from ganger_master.policies.optimus_sizes import Believed
 from ganger_master.policies.orders import JobOrder, ranked
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.selection import guarded

@@ -16,7 +16,7 @@ from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner.terms import PassTerms
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
-from ganger_master.policies.optimus_belief import Believed, nothing_believed
+from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ganger_master.core.model import JobRecord
     from ganger_master.planner.in_place_resize import Resizing
-    from ganger_master.policies.tunings.known import Known
+    from ganger_master.policies.tunings.demand import Known
 
 
 def plan_by(
@@ -66,7 +66,7 @@ def plan_by(
         return plan_tetris(policy.tetris, order, table, now, capacity, room, oracle, kept_out)
     if policy.tuning is not None:
         from ganger_master.planner.tuned import plan_tuned
-        from ganger_master.policies.tunings.known import NOTHING
+        from ganger_master.policies.tunings.demand import NOTHING
 
         return plan_tuned(
             policy.tuning,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.core.shares import Shares, limit_of
+from ganger_master.core.user_usage import Shares, limit_of
 
 # More GPUs than there are anywhere.
 _ANY_NUMBER: Final = 1 << 60

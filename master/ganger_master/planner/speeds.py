@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
-from ganger_master.planner.trials import TrialPace
+from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.trial_test import FIRST_WINDOWS
 

@@ -30,8 +30,7 @@ from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked
 from ganger_master.policies.orders.finish_time_fairness import expected_s
 from ganger_master.policies.placements import PlacementPreference, Want
-from ganger_master.policies.placements.tetris_gangs import placement_by, tetris_gangs
-from ganger_master.policies.placements.tetris_pass import Knobs
+from ganger_master.policies.placements.tetris import Knobs, placement_by, tetris_gangs
 from ganger_master.policies.selection import guarded
 
 # Who came first of those who wait: the others wait longer, so that a pass has a bound.

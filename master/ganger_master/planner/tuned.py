@@ -35,7 +35,7 @@ from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.tunings import Tuning, TuningNodes, pieces
-from ganger_master.policies.tunings.known import NOTHING, Known, known_gangs
+from ganger_master.policies.tunings.demand import NOTHING, Known, known_gangs
 
 NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 

@@ -21,8 +21,14 @@ from ganger_master.planner.in_place_resize import (
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.refusal_backoff import KeptOut
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.optimus_belief import NOTHING, Believed, OptimusEstimate
-from ganger_master.policies.optimus_sizes import allocated, allreduce_speeds, growing
+from ganger_master.policies.optimus_sizes import (
+    NOTHING,
+    Believed,
+    OptimusEstimate,
+    allocated,
+    allreduce_speeds,
+    growing,
+)
 from ganger_master.policies.orders import JobOrder
 
 

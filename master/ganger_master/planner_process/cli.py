@@ -41,7 +41,7 @@ def run(
     import asyncio
 
     from ganger.console.exit_codes import CommandError, ExitCode
-    from ganger.scheduling.running import until_stopped
+    from ganger.scheduling.program import until_stopped
     from ganger.wire.endpoints import find_endpoint
 
     from ganger_master.config import parse_duration

@@ -20,8 +20,7 @@ import grpc
 import grpc.aio
 import numpy as np
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
-from ganger.scheduling.program import why_away
-from ganger.scheduling.running import first_end
+from ganger.scheduling.program import first_end, why_away
 from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -31,23 +30,22 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.commands import LINE_LIMIT, Change, Promise
 from ganger_master.core.purpose import TrialFinding
-from ganger_master.planner import trials
+from ganger_master.planner import core_profiles
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
 from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.measurements import Measurements, ProgressReport
 from ganger_master.planner.memory import PlannerMemory
+from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms, Moving
-from ganger_master.planner.moves import plan_moves
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner_process.cluster_mirror import ClusterMirror
-from ganger_master.planner_process.note import Note
-from ganger_master.planner_process.shell import parts_of
+from ganger_master.planner_process.shell import Note, parts_of
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.elastic_growth import IDLE_S
 from ganger_master.policies.slicing import QUANTUM_S
@@ -61,7 +59,7 @@ _HEALTHY_SECONDS: Final = 5.0
 # Jobs whose places are told, and how often that of many is when nothing else is.
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
-_TRIAL_PACE: Final = trials.TrialPace()
+_TRIAL_PACE: Final = core_profiles.TrialPace()
 # Between two looks at what running jobs report.
 _PROGRESS_SECONDS: Final = 1.0
 # What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
@@ -90,7 +88,7 @@ class Planner:
         *,
         policy: str = "",
         plan_every_s: float | None = None,
-        trial_pace: trials.TrialPace = _TRIAL_PACE,
+        trial_pace: core_profiles.TrialPace = _TRIAL_PACE,
         note: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:

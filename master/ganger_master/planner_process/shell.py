@@ -1,11 +1,21 @@
-"""Split a long plan into parts, so that none takes the master long; changes that belong together stay in one."""
+"""Split a long plan into parts, so that none takes the master long; changes that belong together stay in one.
+
+The file in which a planner finds what the one before it remembered.
+
+A hint: without it all is measured again, and a planner that cannot read or write it says so and goes on. It is replaced
+whole, and not synced: it is to outlive processes, and jobs do not outlive a machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from ganger_master.core.commands import Change
+from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 
 # The master judges such a part in 8 ms, and serves other calls between two parts.
 _CHANGES_MOST: Final = 200
@@ -39,3 +49,61 @@ def _groups(changes: Sequence[Change]) -> Iterator[list[Change]]:
         group.append(change)
     if group:
         yield group
+
+
+log = logging.getLogger(__name__)
+
+
+class Note:
+    """`path` None: nothing is noted. One writer."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._written = b""
+        self._has_failed = False
+
+    @property
+    def is_kept(self) -> bool:
+        return self._path is not None
+
+    def recall(self, policy: str, now: float, create_time: Callable[[int], float | None]) -> PlannerMemory | None:
+        """What was noted, as `memory.recalled` has it; None where there is nothing that can be used."""
+        try:
+            content = b"" if self._path is None else self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("note not read", extra={"path": str(self._path), "reason": error.strerror})
+            return None
+        found = recalled(content, policy, now, create_time) if self._path is not None else None
+        if isinstance(found, Unusable):
+            log.warning("note not used", extra={"path": str(self._path), "reason": found.why})
+            return None
+        return found
+
+    def write(self, memory: PlannerMemory, policy: str, now: float) -> None:
+        """Unless that is what was written last."""
+        packet = packed(memory)
+        if self._path is None or packet == self._written:
+            return
+        # Readable by nobody else: it names nodes and what jobs do.
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(noted(packet, policy, now))
+            new.replace(self._path)
+        except OSError as error:
+            if not self._has_failed:
+                log.warning("note not written", extra={"path": str(self._path), "reason": error.strerror})
+            self._has_failed = True
+            return
+        self._written, self._has_failed = packet, False
+
+    def forget(self) -> None:
+        """Whoever failed by what it remembered is not to be followed by one that does so again."""
+        if self._path is not None:
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("note not removed", extra={"path": str(self._path), "reason": error.strerror})

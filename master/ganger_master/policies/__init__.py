@@ -17,8 +17,7 @@ from ganger_master.policies.orders.aging import with_aging
 from ganger_master.policies.orders.fifo import FIFO_BACKFILL
 from ganger_master.policies.orders.registry import ORDERS, order_named
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
-from ganger_master.policies.placements.alignment import Alignment
-from ganger_master.policies.placements.tetris_pass import Knobs
+from ganger_master.policies.placements.tetris import Alignment, Knobs
 
 if TYPE_CHECKING:
     from ganger_master.policies.tunings import Tuning

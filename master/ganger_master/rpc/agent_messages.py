@@ -1,8 +1,12 @@
-"""What daemons observe and what is wanted of them: `ganger.agent.v1` messages and the core's values."""
+"""What daemons observe and what is wanted of them: `ganger.agent.v1` messages and the core's values.
+
+Observed sets that a daemon sends in several calls, because they do not fit into one message.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Final
 
 from ganger.agent.v1 import agent_pb2
@@ -13,6 +17,7 @@ from ganger.wire import resource_names as names
 from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
+from ganger_master.core.desired_state import DesiredGang, DesiredRows, DesiredSet, GangMember
 from ganger_master.core.model import (
     Capabilities,
     GangIntent,
@@ -24,7 +29,6 @@ from ganger_master.core.model import (
     StoredOrder,
 )
 from ganger_master.core.texts import cut
-from ganger_master.core.wanted import DesiredGang, DesiredRows, DesiredSet, GangMember
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.
@@ -309,3 +313,40 @@ def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
 def sample_time(progress: job_pb2.Progress, now: float) -> float:
     """A daemon's clock is not trusted beyond the present."""
     return min(times.unix_seconds(progress.time) or now, now)
+
+
+# Most bytes of one node's parts: more than any node has, and little enough to keep.
+_MOST_BYTES: Final = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Collected:
+    session: str
+    observation: int
+    gangs: list[agent_pb2.ObservedGang] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class ObservedParts:
+    """The parts that each node has sent so far."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, _Collected] = {}
+
+    def complete(self, node: str, request: agent_pb2.ReconcileRequest) -> bool:
+        """Return whether the observed set of a call is complete; then its earlier parts are merged into the request.
+        Parts of another observation are dropped. Raises RequestInvalid for a set that is too large."""
+        known = self._by_node.pop(node, None)
+        if known is not None and (known.session, known.observation) != (request.session, request.observation):
+            known = None
+        if not request.continues:
+            if known is not None:
+                request.gangs.MergeFrom(known.gangs)
+            return True
+        part = known or _Collected(request.session, request.observation)
+        part.gangs.extend(request.gangs)
+        part.size_bytes += request.ByteSize()
+        if part.size_bytes > _MOST_BYTES:
+            raise errors.RequestInvalid(f"the observed set of nodes/{node} takes more than {_MOST_BYTES} bytes")
+        self._by_node[node] = part
+        return False

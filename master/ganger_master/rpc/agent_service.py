@@ -20,13 +20,13 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
 from ganger_master.core.array_members import StopRule
 from ganger_master.core.arrays import has_climbed, rule_of
+from ganger_master.core.desired_state import DesiredSet
 from ganger_master.core.memberships import report_of
 from ganger_master.core.model import JobRecord
-from ganger_master.core.wanted import DesiredSet
 from ganger_master.rpc import agent_messages
+from ganger_master.rpc.agent_messages import ObservedParts
 from ganger_master.rpc.answer_messages import expect
 from ganger_master.rpc.membership_messages import metrics_from_wire
-from ganger_master.rpc.observed_parts import ObservedParts
 from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress_board import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer

@@ -13,7 +13,7 @@ from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire.roles import CallerIdentity
 
-from ganger_master.core import sharing, silence
+from ganger_master.core import colocation, heartbeats
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.arrays import no_array
 from ganger_master.core.explain import as_it_is, told_blockers
@@ -21,7 +21,7 @@ from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Gang, JobRecord, Node, NodeState
 from ganger_master.core.preconditions import no_job
 from ganger_master.core.retry import visible_to
-from ganger_master.core.rows_now import has_turn
+from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress_board import ProgressBoard
@@ -98,7 +98,7 @@ class Shown:
             blockers=tuple([as_it_is(state, one) if one.node else one for one in told]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
-            beside=() if gang is None else sharing.beside(state, gang),
+            beside=() if gang is None else colocation.beside(state, gang),
             has_turn=self._has_turn(gang),
             with_environment=with_environment,
         )
@@ -191,7 +191,7 @@ class Shown:
     def fallen_at_once(self) -> Mapping[str, float]:
         """Return the nodes whose silence may be the master's own, each with the time at which it is lost all the
         same."""
-        return silence.fallen_at_once(self._writer.state, self._writer.now())
+        return heartbeats.fallen_at_once(self._writer.state, self._writer.now())
 
 
 def _jobs_text(numbers: Sequence[int]) -> str:
@@ -204,7 +204,7 @@ def _silent_why(node: Node, lost_at: float | None) -> str:
     if node.unanswerable:
         return node.unanswerable
     if lost_at is not None:
-        return silence.suspicion(lost_at)
+        return heartbeats.suspicion(lost_at)
     return "its daemon does not call" if node.state is NodeState.SILENT else ""
 
 

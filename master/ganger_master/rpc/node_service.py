@@ -22,7 +22,7 @@ from ganger_master.core import commands, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
 from ganger_master.core.model import JobState
 from ganger_master.decision_log import recorder
-from ganger_master.rpc import quarantine_messages
+from ganger_master.rpc import node_messages
 from ganger_master.rpc.answer_messages import Shown, expect
 from ganger_master.rpc.list_pages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.node_messages import node_set_to_wire
@@ -178,7 +178,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     async def ListQuarantinedGangs(
         self, request: node_pb2.ListQuarantinedGangsRequest, context: Any
     ) -> node_pb2.ListQuarantinedGangsResponse:
-        return node_pb2.ListQuarantinedGangsResponse(gangs=quarantine_messages.gangs_to_wire(self._writer.state))
+        return node_pb2.ListQuarantinedGangsResponse(gangs=node_messages.gangs_to_wire(self._writer.state))
 
     async def EndQuarantinedGang(
         self, request: node_pb2.EndQuarantinedGangRequest, context: Any

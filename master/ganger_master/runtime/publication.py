@@ -17,8 +17,8 @@ from typing import Final
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
 
+from ganger_master.core.desired_state import DesiredSet
 from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet
-from ganger_master.core.wanted import DesiredSet
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, OpenStore, Tick
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import Effects
+from ganger_master.core.heartbeats import ClockReading, noticed
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.restoring import restored
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.standstill import ClockReading, noticed
 from ganger_master.core.state import State
+from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import DecisionRecording, Recorded
 from ganger_master.metrics.counters import MasterCounters
 from ganger_master.runtime import failpoints
@@ -38,8 +38,7 @@ from ganger_master.runtime.commit_batch import CommitPace
 from ganger_master.runtime.database_marks import Beside
 from ganger_master.runtime.lease_streams import TurnStreams
 from ganger_master.runtime.publication import Committed, Publication
-from ganger_master.runtime.store_access import Ownership
-from ganger_master.runtime.store_thread import StoreThread
+from ganger_master.runtime.store_access import Ownership, StoreThread
 from ganger_master.store.codec import Codec
 from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
 

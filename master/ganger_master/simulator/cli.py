@@ -19,11 +19,10 @@ from ganger.console.exit_codes import CommandError, ExitCode
 
 from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.simulator.output import say
-from ganger_master.simulator.threads import one_thread_each
+from ganger_master.simulator.parallel_runs import one_thread_each
 
 if TYPE_CHECKING:
-    from ganger_master.simulator.inputs import Load, Material
-    from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+    from ganger_master.simulator.inputs import Load, Material, ReplayOptions, SwitchCosts
     from ganger_master.simulator.parallel_runs import RunCell
     from ganger_master.simulator.report.figures import Figures
     from ganger_master.simulator.report.outcomes import Run
@@ -77,9 +76,9 @@ def simulate(
     from ganger.console.tables import print_pairs, print_table
 
     from ganger_master.runtime.heap import settled
-    from ganger_master.simulator import said
+    from ganger_master.simulator import output
     from ganger_master.simulator.inputs import Load
-    from ganger_master.simulator.meter import ProgressBar
+    from ganger_master.simulator.output import ProgressBar
     from ganger_master.simulator.report.figures import figures
     from ganger_master.simulator.report.tables import details, waiting_by_size
     from ganger_master.simulator.run import simulate as replay
@@ -94,9 +93,9 @@ def simulate(
     found = figures(run)
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(said.simulated(source, asked, options, found))
+            _print_json(output.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + said.load_unless_told(found) + details(found))
+            print_pairs(experiment.headline(source, asked) + output.load_unless_told(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
@@ -147,7 +146,7 @@ def compare(
     experiment = _Experiment(trace, policies, flags)
     from ganger.console.tables import print_pairs, print_side_by_side
 
-    from ganger_master.simulator import said
+    from ganger_master.simulator import output
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.parallel_runs import RunCell
     from ganger_master.simulator.report.figures import figures
@@ -170,7 +169,7 @@ def compare(
         say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(said.compared(source, experiment.options(flags["seed"]), groups))
+            _print_json(output.compared(source, experiment.options(flags["seed"]), groups))
         else:
             print_pairs(experiment.headline(source, *asked))
             for _, group in groups:
@@ -187,7 +186,7 @@ def _are_alike(runs: Sequence[Figures]) -> bool:
 def _in_processes(
     experiment: _Experiment, source: Material, cells: Sequence[RunCell], workers: int
 ) -> dict[RunCell, Run]:
-    from ganger_master.simulator.meter import ProgressBar
+    from ganger_master.simulator.output import ProgressBar
     from ganger_master.simulator.parallel_runs import RunError, run_all
     from ganger_master.simulator.run import simulate as replay
 
@@ -229,7 +228,7 @@ class _Experiment:
         self._make_directories()
 
     def options(self, seed: int) -> ReplayOptions:
-        from ganger_master.simulator.options import ReplayOptions
+        from ganger_master.simulator.inputs import ReplayOptions
 
         flags = self.flags
         named = {
@@ -251,8 +250,7 @@ class _Experiment:
         """Reads the trace, and says on stderr what became of its rows."""
         from ganger_master.policies import policy_named
         from ganger_master.simulator.inputs import TraceSelection, material
-        from ganger_master.simulator.meter import ProgressBar
-        from ganger_master.simulator.said import notes
+        from ganger_master.simulator.output import ProgressBar, notes
         from ganger_master.simulator.traces.reader import RowFilter
 
         flags = self.flags
@@ -284,13 +282,13 @@ class _Experiment:
             raise click.UsageError(f"{source.trace}: {error}") from error
 
     def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
-        from ganger_master.simulator import said
+        from ganger_master.simulator import output
 
         return [
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
-            ("cluster", said.cluster_in_words(source.servers)),
-            ("switching", said.options_in_words(self.options(0))),
-            *said.quotas_if_any(self.options(0)),
+            ("cluster", output.cluster_in_words(source.servers)),
+            ("switching", output.options_in_words(self.options(0))),
+            *output.quotas_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
@@ -403,7 +401,7 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
 def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:
     from dataclasses import fields, replace
 
-    from ganger_master.simulator.options import SwitchCosts
+    from ganger_master.simulator.inputs import SwitchCosts
 
     known = {field.name.removesuffix("_s"): field for field in fields(SwitchCosts)}
     costs = _named(given, "--cost")

@@ -1,6 +1,8 @@
 """What is to be simulated: the jobs of a trace that a cluster can hold, and what had to be left out, added or changed.
 
 Files are read here; what a load and a seed make of the jobs is decided by pure functions.
+
+How a trace is replayed: what switching costs, when plans are made, what is idealised.
 """
 
 from __future__ import annotations
@@ -12,17 +14,23 @@ from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from ganger_master.simulator.admission import acceptable
-from ganger_master.simulator.bounded import strangers_among
+from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
 from ganger_master.simulator.traces.row_findings import RowFinding, RowFindingCounts, RowFindingKind, TraceError
 from ganger_master.simulator.traces.servers import Servers
-from ganger_master.simulator.traces.synthetic import synthetic
-from ganger_master.simulator.traces.transform import sample, scaled_to_load, with_durations, with_loads, with_sizes
+from ganger_master.simulator.traces.transform import (
+    sample,
+    scaled_to_load,
+    synthetic,
+    with_durations,
+    with_loads,
+    with_sizes,
+)
 from ganger_master.simulator.traces.workload import Floats, Workload
 
 # A trace of this name, where there is no such file, is the one that comes with Ganger.
@@ -172,3 +180,59 @@ def _read(trace: str, wanted: RowFilter, progress: Callable[[int, int], None] | 
         with resources.as_file(resources.files("ganger_master.simulator.traces") / "example.csv") as packaged:
             return read_trace(packaged, wanted, progress)
     return read_trace(path, wanted, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCosts:
+    """Seconds in which a gang holds its devices and does not train.
+
+    Defaults: a start is a process of the pre-imported launcher with its first batches (0.03 s measured here) and a data
+    loader to fill; a suspension waits for a boundary, then writes a checkpoint of a few gigabytes; a restart reads it
+    again. Ours, measured: 0.55 s for the pause of a move of 1 GB, 2.1 GB/s; published: 0.1-1 s for a suspension and
+    1-2 s for a warm migration (Gandiva, OSDI 2018), which are those of slices and moves here; 25-250 s for restarts
+    that fill data loaders anew (Sia, SOSP 2023).
+    """
+
+    # From approval to the first step.
+    start_s: float = 5.0
+    # From the order to the last rank gone, its checkpoint complete.
+    suspend_s: float = 3.0
+    # On top of `start_s`, to the first step after the restored one.
+    resume_s: float = 5.0
+    # From the order to the devices free and the state in host memory, and from there to the next step.
+    offload_s: float = 0.5
+    restore_s: float = 0.5
+    # From the source's last step to the destination's first one.
+    move_s: float = 2.0
+
+
+FREE = SwitchCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """`ideal`: any free GPUs serve, nothing costs time, and plans are made at every event. `round_s`: plans only at
+    multiples of so many seconds, at which gangs that ended meanwhile also give their devices back. `plan_every_s`: not
+    ideal, the least time between two plans that stop somebody. What a round's plan stops has `costs.suspend_s` to go,
+    and who takes its place starts then.
+
+    `rates`: "recorded", every job at the pace of its trace wherever it runs; "profiles", as fast as its model goes with
+    the cores and memory, at the distance and on the GPUs that its gang has (`replay.rates`); who names no model gets
+    one of the published. `profile_s`: how long it takes after a job's submission until a policy that tunes knows its
+    profile, measured beside the queue: Synergy's eight points take about a minute each. `moves_per_hour`: of a node,
+    where jobs are moved; None: as many as the planner finds right. `quotas`: GPUs that a user may hold at once; "*" is
+    each who is not named. Jobs that name no user are one who is not."""
+
+    ideal: bool = False
+    round_s: float | None = None
+    costs: SwitchCosts = SwitchCosts()
+    seed: int = 0
+    plan_every_s: float = 300.0
+    rates: Literal["recorded", "profiles"] = "recorded"
+    profile_s: float = 480.0
+    moves_per_hour: float | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ideal and self.rates != "recorded":
+            raise ValueError("an ideal cluster has nothing but GPUs: every job runs at its recorded pace")

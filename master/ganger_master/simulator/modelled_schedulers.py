@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ganger.scheduling.job_scheduler import DefaultScheduler
-from ganger.scheduling.scheduler import PlacementLease, Proposal
+from ganger.scheduling.job_scheduler import DefaultScheduler, PlacementLease, Proposal
 
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang

@@ -11,13 +11,13 @@ from ganger.cluster.room import CapacityIndex
 from ganger_master.core.purpose import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migrate_stage import Inner, moves_nobody, plan_moves
 from ganger_master.planner.migration_context import MigrationTerms, Moving
-from ganger_master.planner.moves import Inner, moves_nobody, plan_moves
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.measurement_model import ModelledRates
 from ganger_master.simulator.replay import Clock
-from ganger_master.simulator.windows import ModelledRates
 
 
 class Moves:

@@ -23,7 +23,7 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.state import State
-from ganger_master.simulator.options import SwitchCosts
+from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.replay import Clock
 
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)

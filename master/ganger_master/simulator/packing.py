@@ -9,8 +9,8 @@ from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.measurement_model import ModelledRates
 from ganger_master.simulator.replay import Clock
-from ganger_master.simulator.windows import ModelledRates
 
 
 class Packer:

@@ -25,25 +25,23 @@ from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
 from ganger_master.planner_process.shell import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.optimus_belief import nothing_believed
+from ganger_master.policies.optimus_sizes import nothing_believed
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
-from ganger_master.simulator.options import ReplayOptions
 from ganger_master.simulator.replay import EPOCH_S, INSTANT_S, Clock, round_start, rounds_until
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload
-from ganger_master.simulator.work import Work
+from ganger_master.simulator.true_rates import Work
 
 if TYPE_CHECKING:
     # What most policies do not do is loaded only for those that do: it takes longer than to replay a hundred jobs.
     from ganger_master.planner.in_place_resize import Resizing
-    from ganger_master.simulator.measured import ModelledEstimates
+    from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
     from ganger_master.simulator.moves import Moves
     from ganger_master.simulator.packing import Packer
-    from ganger_master.simulator.rates import TrueRates
-    from ganger_master.simulator.scaling import Scaling
     from ganger_master.simulator.sharing import Sharing
     from ganger_master.simulator.sizes import Sizing
-    from ganger_master.simulator.windows import ModelledRates
+    from ganger_master.simulator.true_rates import Scaling, TrueRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +363,7 @@ class Planning:
         is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
         if tuning is not None and is_packed and self._options.round_s is not None and may_stop:
             from ganger_master.planner.synergy_round import plan_packed
-            from ganger_master.policies.tunings.known import NOTHING
+            from ganger_master.policies.tunings.demand import NOTHING
 
             # Whoever was stopped may go before others then, but a round stops nobody twice.
             may_stop, self._packed_at = self._packed_at != now, now
@@ -509,8 +507,7 @@ class Planning:
         if not self._policy.resizes:
             return None
         # Fits need SciPy, for which no other policy's run is to wait.
-        from ganger_master.simulator.measured import ModelledEstimates
-        from ganger_master.simulator.measurement_model import Losses
+        from ganger_master.simulator.measurement_model import Losses, ModelledEstimates
 
         jobs, work, clock, options = self._jobs, self._work, self._clock, self._options
         return ModelledEstimates(

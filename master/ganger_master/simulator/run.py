@@ -11,36 +11,33 @@ from typing import TYPE_CHECKING
 
 from ganger.cluster.anywhere import BY_COUNTS
 
+from ganger_master.config import as_settings
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import Refused
+from ganger_master.core.colocation import CAPABILITY
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.sharing import CAPABILITY
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.orders.las2d import LAS2D
-from ganger_master.quotas import as_settings
+from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
-from ganger_master.simulator.meters import Meters
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
 from ganger_master.simulator.node_model import NodeModel
-from ganger_master.simulator.options import FREE, ReplayOptions
 from ganger_master.simulator.planner_shell import Planning
 from ganger_master.simulator.replay import EPOCH_S, Clock, instant, round_start, rounds_until
 from ganger_master.simulator.report.outcomes import Run
-from ganger_master.simulator.run_record import Ledger
+from ganger_master.simulator.run_record import Ledger, Meters
 from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.statistics import offered_load
 from ganger_master.simulator.traces.workload import Workload
-from ganger_master.simulator.work import Work
+from ganger_master.simulator.true_rates import Work
 
 if TYPE_CHECKING:
-    from ganger_master.simulator.rates import TrueRates
-    from ganger_master.simulator.scaling import Scaling
-    from ganger_master.simulator.true_rates import Footprints
-    from ganger_master.simulator.windows import ModelledRates
+    from ganger_master.simulator.measurement_model import ModelledRates
+    from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates
 
 _NEVER_S = 1e12
 _DEFAULTS = ReplayOptions()
@@ -62,7 +59,7 @@ def simulate(
     duration be known. KeyError for an unknown policy; `progress` is told how many jobs have ended, of how many."""
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.rates == "profiles":
-        from ganger_master.simulator.rates import without_arenas
+        from ganger_master.simulator.true_rates import without_arenas
 
         jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
     replay = _Replay(jobs, servers, policy, options, progress)
@@ -351,13 +348,13 @@ class _Replay:
 
 
 def _rates(jobs: Workload, servers: Servers) -> TrueRates:
-    from ganger_master.simulator.rates import TrueRates
+    from ganger_master.simulator.true_rates import TrueRates
 
     return TrueRates(jobs, servers)
 
 
 def _scaling(jobs: Workload, seed: int) -> Scaling:
-    from ganger_master.simulator.scaling import Scaling
+    from ganger_master.simulator.true_rates import Scaling
 
     return Scaling(jobs, seed)
 
@@ -369,6 +366,6 @@ def _footprints(jobs: Workload, servers: Servers, seed: int) -> Footprints:
 
 
 def _windows(memory: Footprints, seed: int) -> ModelledRates:
-    from ganger_master.simulator.windows import ModelledRates
+    from ganger_master.simulator.measurement_model import ModelledRates
 
     return ModelledRates(memory, seed)

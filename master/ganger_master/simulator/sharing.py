@@ -15,8 +15,8 @@ from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.slicing import quantum_s
+from ganger_master.simulator.measurement_model import ModelledRates
 from ganger_master.simulator.replay import Clock
-from ganger_master.simulator.windows import ModelledRates
 
 
 class Sharing:

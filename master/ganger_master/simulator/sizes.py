@@ -13,8 +13,8 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.elastic_growth import IDLE_S
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.simulator.measurement_model import ModelledRates
 from ganger_master.simulator.replay import Clock
-from ganger_master.simulator.windows import ModelledRates
 
 
 class Sizing:

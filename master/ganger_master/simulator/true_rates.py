@@ -7,18 +7,55 @@ seed. Memory is not published there: a tenth to six tenths of the device, by the
 Residents of a GPU that want more than all of it each get their share, speed = min(1, 1 / (0.9 x sum of utilisations)),
 a law whose mean error over 1,388 pairs that Lucid measured (ASPLOS 2023) is 0.071. Every set of models is off it by as
 much, to one side or the other, by the seed: no policy can reckon what it has not tried.
+
+How fast a job really goes where its gang runs, against the pace its trace recorded. Hidden from every policy but for
+what `Rates.known` says was profiled.
+
+The recorded pace is that with the cores and the memory that the trace tells of, or else with a proportional share of
+the servers, as close together as these servers allow, on GPUs of the type it names. A rate is a product of three:
+
+* cores and memory: the published matrix of the job's model (Synergy, OSDI 2022), at the gang's slowest piece. Of a
+  model nobody published more than the recorded amounts gains nothing, and less costs in proportion;
+* distance: what Chronus measured of five models (its public table),
+  and between its points `estimators.locality` fitted to
+  them; of other models that of a job nobody knows;
+* type of GPU: Gavel's steps a second (OSDI 2020), of the model or, where that is not among them, the median of all.
+
+How much faster an elastic job really goes with other numbers of GPUs than that of its trace. Hidden from every
+policy but for what was measured.
+
+Of the models that ElasticFlow published (ASPLOS 2023: A100, eight in a server, one global batch whatever the size) it
+is what it measured, between its points straight in the logarithms; fewer GPUs than it measured go as fast each as its
+fewest, more are of no further use. Every other model has the curve of one of those, drawn by the seed, the same for all
+of its jobs; and so has each job that names none.
+
+What jobs really are and nobody may know: the work they hold, how fast they go, and when they will end.
+
+Work is seconds at the recorded pace: at rate 1 a job ends after the duration of its trace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from statistics import median
+from typing import TypeAlias
 
 import numpy as np
+from ganger.cluster.fit import share_of_cores, share_of_memory
+from ganger.cluster.resources import Claim, ConfigurationSet, LocalityLevel
+from msgspec import structs
 
+from ganger_master.core.model import Gang
 from ganger_master.estimators.interference import Pressure
-from ganger_master.simulator.traces.servers import Servers
+from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.policies.job_facts import Flags, Floats, Integers
+from ganger_master.policies.tunings import profiles_of
+from ganger_master.policies.tunings.demand import Known
+from ganger_master.simulator.traces.profiles import elasticflow_speeds, gavel_speeds, synergy_profiles
+from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Workload
 
 _UTILISATION = {
@@ -87,3 +124,295 @@ class Footprints:
 
 def _key(model: str) -> str:
     return model.lower().replace("-", "").replace("milstm", "mi-lstm")
+
+
+# Names of the same models in traces and papers.
+_ALIASES = {"resnet18": "res18", "resnet50": "res50", "mobilenetv2": "mobilenet", "shufflenetv2": "shufflenet"}
+# Relative speed of 2 GPUs on 2 servers, 4 on 2, 4 on 4, 8 on 2 and 8 on 4 (Chronus's table).
+_CHRONUS: Mapping[str, tuple[float, ...]] = {
+    "alexnet": (0.745, 0.397, 0.325, 0.508, 0.268),
+    "vgg16": (0.896, 0.576, 0.318, 0.572, 0.261),
+    "resnet101": (0.991, 0.969, 0.954, 0.948, 0.803),
+    "mobilenet_v2": (0.996, 0.972, 0.794, 0.930, 0.627),
+    "inception3": (1.0, 0.983, 0.964, 0.923, 0.879),
+}
+_CHRONUS_GPUS_AND_NODES = ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4))
+# Whose distance is whose: the nearest of a family that was measured.
+_FAMILIES = {
+    "alexnet": "alexnet",
+    "vgg": "vgg16",
+    "res": "resnet101",
+    "mobilenet": "mobilenet_v2",
+    "inception": "inception3",
+}
+
+
+class TrueRates:
+    """Of the jobs of a workload, by position."""
+
+    def __init__(self, jobs: Workload, servers: Servers) -> None:
+        self._gpus = jobs.gpus
+        self._models = jobs.model
+        self._named_types = jobs.gpu_type
+        self._groups = servers.groups
+        largest = max(servers.groups, key=lambda group: group.nodes * group.configuration_set.devices)
+        self._usual = largest.configuration_set
+        names = [_profile_name(name) for name in jobs.model.names]
+        known = list(synergy_profiles())
+        positions = np.array([known.index(name) if name in known else -1 for name in names] or [-1])
+        self._position = positions[jobs.model.codes] if len(jobs) else np.zeros(0, np.int64)
+        self._matrices = [profile.matrix for profile in synergy_profiles().values()]
+        self._recorded = [self._recorded_amounts(jobs, job) for job in range(len(jobs))]
+        self._known_rates: dict[tuple[int, int, int, int], float] = {}
+        self._distances: dict[tuple[str, int, int, LocalityLevel], float] = {}
+        self._best_levels: dict[int, tuple[int, LocalityLevel]] = {}
+        self._types: dict[str, str] = {}
+
+    def rate(self, job: int, gang: Gang) -> float:
+        """1 where it was recorded; more than nothing."""
+        claims = [claim for claim in gang.claims if claim.device_mask]
+        if not claims:
+            return 1.0
+        amounts = min([self._of_amounts(job, claim) for claim in claims])
+        gpus = sum([claim.device_mask.bit_count() for claim in claims])
+        rate = amounts * self._of_distance(job, gpus, len(claims), gang.level)
+        if len(self._groups) > 1 and not self._named_types[job]:
+            rate *= min([self._of_type(job, claim.node) for claim in claims])
+        return max(rate, _RATES_LEAST)
+
+    def known(self, is_profiled: Callable[[Integers], Flags]) -> Known:
+        """What a policy may know: the matrices of the jobs, by number, that are profiled by now."""
+
+        def position(numbers: Integers) -> Integers:
+            return np.where(is_profiled(numbers), self._position[numbers - 1], -1)
+
+        return Known(profiles_of(self._matrices), position)
+
+    # -- cores and memory ----------------------------------------------------------------------------------------------
+
+    def _recorded_amounts(self, jobs: Workload, job: int) -> tuple[int, int]:
+        """Millicores and bytes for each GPU."""
+        gpus, cpus, memory = int(jobs.gpus[job]), jobs.cpus[job], jobs.memory_bytes[job]
+        return (
+            share_of_cores(self._usual, 1) if np.isnan(cpus) else max(1, int(1000 * cpus) // gpus),
+            share_of_memory(self._usual, 1) if np.isnan(memory) else max(1, int(memory) // gpus),
+        )
+
+    def _of_amounts(self, job: int, claim: Claim) -> float:
+        gpus, millicores = claim.device_mask.bit_count(), sum(claim.millicores)
+        position = int(self._position[job])
+        recorded = self._recorded[job]
+        if (millicores, claim.memory_bytes) == (recorded[0] * gpus, recorded[1] * gpus):
+            return 1.0
+        if position < 0:
+            return min(1.0, millicores / (recorded[0] * gpus), claim.memory_bytes / (recorded[1] * gpus))
+        return self._measured(position, millicores, claim.memory_bytes, gpus) / self._measured(position, *recorded, 1)
+
+    def _measured(self, position: int, millicores: int, memory_bytes: int, gpus: int) -> float:
+        key = (position, millicores, memory_bytes, gpus)
+        found = self._known_rates.get(key)
+        if found is None:
+            if len(self._known_rates) > _MOST_KEPT:
+                self._known_rates.clear()
+            rate = self._matrices[position].rate(millicores / 1000 / gpus, memory_bytes / gpus)
+            found = self._known_rates[key] = max(rate, _RATES_LEAST)
+        return found
+
+    # -- distance ------------------------------------------------------------------------------------------------------
+
+    def _of_distance(self, job: int, gpus: int, nodes: int, level: LocalityLevel) -> float:
+        if gpus < 2:
+            return 1.0
+        key = (_family(self._models[job]), gpus, nodes, level)
+        found = self._distances.get(key)
+        if found is None:
+            best = self._best_levels.get(gpus)
+            if best is None:
+                best = self._best_levels[gpus] = _closest(gpus, self._groups)
+            there, recorded = _relative_speed(key[0], gpus, nodes, level), _relative_speed(key[0], gpus, *best)
+            if nodes > 1 == best[0]:
+                # However close the devices of these servers are, in one of them is what it was compared with.
+                recorded = 1.0
+            found = self._distances[key] = min(1.0, there / recorded)
+        return found
+
+    # -- type ----------------------------------------------------------------------------------------------------------
+
+    def _of_type(self, job: int, node: str) -> float:
+        device_type = self._types.get(node)
+        if device_type is None:
+            self._types.update(
+                {row.node: group.configuration_set.device_type for group in self._groups for row in group.rows()}
+            )
+            device_type = self._types[node]
+        model = self._models[job]
+        return _type_speed(model, device_type) / _type_speed(model, self._usual.device_type)
+
+
+# No gang stands still for ever.
+_RATES_LEAST = 1e-3
+_MOST_KEPT = 100_000
+
+
+def without_arenas(servers: Servers) -> Servers:
+    """The same servers, with no host memory set aside for arenas: simulated jobs keep none, and what published profiles
+    call a share is a share of all of it."""
+    return Servers(
+        tuple(
+            [
+                ServerGroup(_whole_memory(group.configuration_set), group.nodes, group.nodes_per_rack, group.fabric)
+                for group in servers.groups
+            ]
+        )
+    )
+
+
+def _whole_memory(configuration_set: ConfigurationSet) -> ConfigurationSet:
+    return structs.replace(configuration_set, device_memory_bytes=0)
+
+
+def _profile_name(model: str) -> str:
+    return _ALIASES.get(model.lower(), model.lower())
+
+
+def _family(model: str) -> str:
+    return next((name for start, name in _FAMILIES.items() if model.lower().startswith(start)), "")
+
+
+def _relative_speed(family: str, gpus: int, nodes: int, level: LocalityLevel) -> float:
+    """Against the same GPUs in one server at their best."""
+    model = _locality(family)
+    law = model.relative_speed(gpus, nodes, level)
+    if (gpus, nodes) not in _CHRONUS_GPUS_AND_NODES or not family:
+        return law
+    measured = _CHRONUS[family][_CHRONUS_GPUS_AND_NODES.index((gpus, nodes))]
+    return measured * law / model.relative_speed(gpus, nodes, LocalityLevel.RACK)
+
+
+@cache
+def _locality(family: str) -> LocalityModel:
+    if not family:
+        return UNKNOWN_JOB
+    pairs = zip(_CHRONUS_GPUS_AND_NODES, _CHRONUS[family], strict=True)
+    return fit_locality([LocalityPoint(gpus, nodes, speed) for (gpus, nodes), speed in pairs])
+
+
+def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, LocalityLevel]:
+    """The fewest servers that hold so many GPUs, and the closest they can be there."""
+    found = []
+    for group in groups:
+        made = group.configuration_set
+        if not made.devices:
+            continue
+        nodes = -(-gpus // made.devices)
+        if nodes == 1:
+            levels = [part.level for part in made.groups if part.device_mask.bit_count() >= gpus]
+            found.append((1, min(levels, default=LocalityLevel.NODE)))
+        else:
+            near = group.nodes_per_rack >= nodes
+            found.append(
+                (nodes, LocalityLevel.RACK if near else LocalityLevel.FABRIC if group.fabric else LocalityLevel.CLUSTER)
+            )
+    return min(found)
+
+
+@cache
+def _type_speed(model: str, device_type: str) -> float:
+    """Against the fastest type; 1 for types nobody measured."""
+    speeds: dict[str, dict[str, float]] = {}
+    for (kind, together, name, gpus), speed in gavel_speeds().items():
+        if together and gpus == 1 and speed:
+            speeds.setdefault(name, {})[kind] = speed
+    kind = device_type.lower()
+    of_models = [own for name, own in speeds.items() if name == model and kind in own] or list(speeds.values())
+    relative = [own[kind] / max(own.values()) for own in of_models if kind in own]
+    return median(relative) if relative else 1.0
+
+
+# Names of the same models in traces and papers.
+_SCALING_ALIASES = {"res50": "resnet50", "deepspeech": "deepspeech2", "inceptionv3": "inception3", "bert-base": "bert"}
+# A published model and its global batch.
+_Curve: TypeAlias = tuple[str, int]
+
+
+class Scaling:
+    """Of the jobs of a workload, by position."""
+
+    def __init__(self, jobs: Workload, seed: int) -> None:
+        self._gpus = jobs.gpus
+        published = [(model, batch) for model, batches in elasticflow_speeds().items() for batch in batches]
+        random = np.random.default_rng(seed)
+        of_job = random.integers(len(published), size=len(jobs)).tolist()
+        names = sorted(name for name in jobs.model.names if name)
+        of_model = dict(zip(names, random.integers(len(published), size=len(names)).tolist(), strict=True))
+        self._curve: list[_Curve] = []
+        for job, (model, batch) in enumerate(zip(jobs.model.texts(), jobs.batch_size.tolist(), strict=True)):
+            self._curve.append(_published(model, batch) or published[of_model[model] if model else of_job[job]])
+        self._known: dict[tuple[_Curve, int], float] = {}
+
+    def rate(self, job: int, gpus: int) -> float:
+        """1 with as many GPUs as its trace says."""
+        return self._speed(self._curve[job], gpus) / self._speed(self._curve[job], int(self._gpus[job]))
+
+    def _speed(self, curve: _Curve, gpus: int) -> float:
+        found = self._known.get((curve, gpus))
+        if found is None:
+            found = self._known[curve, gpus] = _measured(curve, gpus)
+        return found
+
+
+def _published(model: str, batch: float) -> _Curve | None:
+    """That of the nearest batch; None for a model nobody published."""
+    name = _SCALING_ALIASES.get(model.lower(), model.lower())
+    batches = elasticflow_speeds().get(name)
+    if batches is None:
+        return None
+    return name, min(batches, key=lambda known: (0.0 if math.isnan(batch) else abs(known - batch), known))
+
+
+def _measured(curve: _Curve, gpus: int) -> float:
+    points = elasticflow_speeds()[curve[0]][curve[1]]
+    sizes = sorted(points)
+    if gpus < sizes[0]:
+        return points[sizes[0]] * gpus / sizes[0]
+    logs = np.interp(math.log(gpus), np.log(sizes), np.log([points[size] for size in sizes]))
+    return math.exp(float(logs))
+
+
+class Work:
+    """By position in the workload."""
+
+    def __init__(self, duration_s: Floats) -> None:
+        # Asked for job by job nearly always, which arrays of NumPy take several times as long for.
+        self._left: array[float] = array("d", duration_s.tolist())
+        # Counted by itself: what is left would tell of the end, by its rounding at least.
+        self._done, self._since, self._rate = (array("d", bytes(8 * len(self._left))) for _ in range(3))
+        # The same memory, for oracles.
+        self._columns = [np.frombuffer(one) for one in (self._left, self._since, self._rate)]
+
+    def begin(self, job: int, now: float, rate: float = 1.0) -> float:
+        """It trains from now on; when it will end if nothing changes."""
+        self._since[job], self._rate[job] = now, rate
+        return now + self._left[job] / rate
+
+    def change(self, job: int, now: float, rate: float) -> float:
+        """It goes on at another rate; when it will end now."""
+        self.stop(job, now)
+        return self.begin(job, now, rate)
+
+    def stop(self, job: int, now: float) -> float:
+        """It trains no more; seconds of work left."""
+        done = (now - self._since[job]) * self._rate[job]
+        self._left[job] -= done
+        self._done[job] += done
+        self._rate[job] = 0.0
+        return self._left[job]
+
+    def done(self, job: int, now: float) -> float:
+        """Seconds of work behind it: what it has reported."""
+        return self._done[job] + (now - self._since[job]) * self._rate[job]
+
+    def remaining(self, jobs: Integers, now: float) -> Floats:
+        """Seconds of work left; for oracles."""
+        left, since, rate = (column[jobs] for column in self._columns)
+        return np.maximum(left - (now - since) * rate, 0.0)

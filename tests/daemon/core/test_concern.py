@@ -9,7 +9,7 @@ import sys
 import pytest
 from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.core.stall_detection import RankCounters, Watched, concern, seen, used
-from ganger_daemon.gang.watching import processor_seconds
+from ganger_daemon.gang.observation import processor_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,13 +9,12 @@ from ganger.protocol.execution_lease import NEVER, expired
 from ganger.protocol.leases import lease_until, renewed
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.manifest import Gathering, Shard
-from ganger_daemon.checkpoints.retention import is_leftover, surplus
-from ganger_daemon.checkpoints.schedule import Schedule, asked, due
+from ganger_daemon.checkpoints.retention import Schedule, asked, due, is_leftover, surplus
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
 from ganger_daemon.core.relay import RelayedPoint, decided, merge, merge_all
-from ganger_daemon.gang.offload import compare
-from ganger_daemon.gang.retune import Retune, RetuneStep
+from ganger_daemon.gang.core_pinning import Retune, RetuneStep
+from ganger_daemon.gang.device_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, rate_between
 from hypothesis import given
 from hypothesis import strategies as st

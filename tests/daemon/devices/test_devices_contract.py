@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.choice import choose_devices
+from ganger_daemon.devices.choice import NoDevices, choose_devices
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
-from ganger_daemon.devices.none import NoDevices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec

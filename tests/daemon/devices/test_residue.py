@@ -11,11 +11,11 @@ from daemon.devices.fake_pynvml import FakeNvml
 from ganger_daemon.devices.contract import Devices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.gang.device_memory import MemoryWatch
-from ganger_daemon.gang.pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.processes import ProcessId
+from ganger_daemon.node.process_identity import ProcessId
 
 MIB = 1 << 20
 # Two ranks, one on device 1, one on devices 2 and 3.

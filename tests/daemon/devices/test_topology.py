@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel
-from ganger_daemon.devices.topology import device_type_of, groups_of, named
+from ganger_daemon.devices.inventory import device_type_of, groups_of, named
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

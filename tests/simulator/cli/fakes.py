@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.outcomes import Run, outcomes
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.simulator.admission import acceptable
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
 from ganger_master.simulator.traces.workload import Labels, Workload, workload

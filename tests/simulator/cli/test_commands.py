@@ -17,7 +17,7 @@ import psutil
 import pytest
 from ganger.cli.main import run
 from ganger_master.policies import policy_named
-from ganger_master.simulator.options import SwitchCosts
+from ganger_master.simulator.inputs import SwitchCosts
 from kit.waiting import eventually
 from simulator.cli import fakes
 

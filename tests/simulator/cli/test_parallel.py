@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ganger_master.simulator.inputs import Load, Material, TraceSelection
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import Load, Material, ReplayOptions, TraceSelection
 from ganger_master.simulator.parallel_runs import RunCell, RunError, run_all
 from ganger_master.simulator.report.outcomes import Run
 from ganger_master.simulator.traces.servers import servers_from_flags

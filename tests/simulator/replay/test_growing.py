@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from faultsim.state_invariants import violations
-from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.profiles import elasticflow_speeds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.policies.job_facts import Floats
-from ganger_master.simulator.options import FREE, ReplayOptions
+from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import servers_from_flags

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command, ProposePlan, RequestGang
 from ganger_master.policies import NAMES, policy_named
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.replay import EPOCH_S
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags

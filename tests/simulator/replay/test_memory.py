@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 import pytest
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import workload

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.moves import Moves
-from ganger_master.simulator.options import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags

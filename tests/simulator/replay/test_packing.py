@@ -12,7 +12,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import packs as of_packs
 from ganger_master.planner.packs import JobRates, Packs, is_settled, whole_again
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.figures import figures
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.servers import servers_from_flags

@@ -11,13 +11,13 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, Command, ProposePlan
 from ganger_master.planner.packs import Packs
 from ganger_master.policies.slicing import quantum_s
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
+from ganger_master.simulator.measurement_model import WINDOW_S, ModelledRates
 from ganger_master.simulator.report.figures import figures
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload
 from ganger_master.simulator.true_rates import Footprints
-from ganger_master.simulator.windows import WINDOW_S, ModelledRates
 
 SERVERS = servers_from_flags(nodes=1, gpus_per_node=4)
 

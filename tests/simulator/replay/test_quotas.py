@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from ganger_master.config import as_settings
 from ganger_master.policies import NAMES, policy_named
-from ganger_master.quotas import as_settings
-from ganger_master.simulator.options import FREE, ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags

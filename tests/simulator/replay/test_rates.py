@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger_master.core.model import Gang, GangPhase, GangRole, Piece
-from ganger_master.simulator.rates import TrueRates, without_arenas
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
 from ganger_master.simulator.traces.workload import workload
+from ganger_master.simulator.true_rates import TrueRates, without_arenas
 
 GB = 1_000_000_000
 SYNERGY = without_arenas(servers_from_flags(nodes=4, gpus_per_node=8))

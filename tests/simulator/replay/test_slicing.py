@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.core.commands import ProposePlan
-from ganger_master.simulator.options import ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload

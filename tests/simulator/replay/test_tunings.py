@@ -12,7 +12,7 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Command, ProposePlan
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.simulator import run as replay
-from ganger_master.simulator.options import FREE, ReplayOptions, SwitchCosts
+from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Run
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.profiles import synergy_profiles

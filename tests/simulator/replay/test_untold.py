@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger_master.core.commands import Command
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags
 from simulator.replay.test_vain_plans import crowd

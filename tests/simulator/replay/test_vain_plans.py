@@ -11,7 +11,7 @@ from ganger.cluster.anywhere import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
 from ganger_master.policies.orders.registry import ORDERS
 from ganger_master.simulator import run
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.planner_shell import NOTHING_PLANNED, Planning
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags

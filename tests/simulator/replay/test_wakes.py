@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.core import placement_leases as queue
+from ganger_master.core import placement_leases
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.state import State
-from ganger_master.simulator.options import ReplayOptions
+from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.replay import Clock
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags
@@ -72,21 +72,25 @@ def test_a_lease_that_was_used_wakes_nobody(policy: str) -> None:
 
 def looked_for_in_the_whole_window(state: State, now: float) -> float | None:
     """The naive twin of `queue.next_time`."""
-    passed = [queue._asked_again(state, number) for number in queue._window(state) if number in state.passed]
-    leases = [turn.expires + queue._JUST_AFTER for turn in state.turns.values()]
+    passed = [
+        placement_leases._asked_again(state, number)
+        for number in placement_leases._window(state)
+        if number in state.passed
+    ]
+    leases = [turn.expires + placement_leases._JUST_AFTER for turn in state.turns.values()]
     return min([*leases, *[time for time in passed if time > now]], default=None)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
 def test_the_next_time_is_that_of_the_whole_window(policy: str) -> None:
     found = []
-    of_the_queue = queue.next_time
+    of_the_queue = placement_leases.next_time
 
     def twice(state: State, now: float) -> float | None:
         found.append((of_the_queue(state, now), looked_for_in_the_whole_window(state, now)))
         return found[-1][0]
 
-    with patch.object(queue, "next_time", twice):
+    with patch.object(placement_leases, "next_time", twice):
         _Told(policy).run()
     assert all(one == other for one, other in found)
     assert len({one for one, _ in found}) > JOBS

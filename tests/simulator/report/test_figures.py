@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger_master.simulator.report.documents import as_json, write_jobs, write_series
-from ganger_master.simulator.report.fairness import finish_time_fairness, mean_contention
-from ganger_master.simulator.report.figures import figures
-from ganger_master.simulator.report.fragmentation import demand_of
+from ganger_master.simulator.report.figures import demand_of, figures, finish_time_fairness, mean_contention
 from ganger_master.simulator.report.outcomes import Outcomes, Run, outcomes
 from ganger_master.simulator.report.seeds import interval, paired_ratio
 from ganger_master.simulator.report.series import StepSeries

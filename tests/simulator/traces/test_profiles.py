@@ -9,9 +9,9 @@ import math
 from pathlib import Path
 
 import pytest
-from ganger_master.simulator.traces.classes import ModelClass
 from ganger_master.simulator.traces.profiles import (
     SYNERGY_SPLIT,
+    ModelClass,
     gavel_speeds,
     synergy_profiles,
     with_iterations,

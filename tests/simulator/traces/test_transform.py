@@ -12,11 +12,13 @@ from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.row_findings import RowFindingKind
 from ganger_master.simulator.traces.servers import servers_from_description
 from ganger_master.simulator.traces.statistics import offered_load, percentile, size_class, statistics, text
-from ganger_master.simulator.traces.synthetic import MULTI_GPU, SINGLE_GPU, synthetic
 from ganger_master.simulator.traces.transform import (
+    MULTI_GPU,
+    SINGLE_GPU,
     from_zero,
     sample,
     scaled_to_load,
+    synthetic,
     that_fit,
     window,
     with_durations,

@@ -17,12 +17,12 @@ def main() -> None:
     arguments = parser.parse_args()
     path = os.path.abspath(arguments.socket)
 
-    from ganger.injob.launcher import child, starter
+    from ganger.injob.launcher import child_process, starter
     from ganger.injob.launcher.launch_request import parse_launch
 
     # While this process is small, and before it has anything that no other may keep.
     helper = starter.make_starter(
-        lambda content, write_end, arena: child.start(parse_launch(content), False, arena, write_end)
+        lambda content, write_end, arena: child_process.start(parse_launch(content), False, arena, write_end)
     )
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

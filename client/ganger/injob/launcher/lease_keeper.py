@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ganger.injob.page import Capability, Page, PageError, PageOrderKind, Word, now_ns
-from ganger.injob.processes import family, stands_still
+from ganger.injob.process_identity import family, stands_still
 from ganger.protocol.execution_lease import NEVER, expired, must_be_frozen
 
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.

@@ -2,6 +2,8 @@
 
 Every end of a rank is recorded durably before anybody is told. But for that record nothing in the loop waits for a disk
 or a child: what may take long (publishing, touching memory) is done by forked helpers.
+
+The processes that a launcher looks after.
 """
 
 from __future__ import annotations
@@ -18,16 +20,44 @@ from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
 from ganger.injob.arena import make_arena, recover_arena
-from ganger.injob.launcher import child
-from ganger.injob.launcher.children import LauncherChild
-from ganger.injob.launcher.exit_record import ExitRecord, from_page, from_wait, record
+from ganger.injob.launcher import child_process
+from ganger.injob.launcher.child_process import open_listener, serve_store
+from ganger.injob.launcher.exit_record import ExitRecord, from_page, from_wait, publish, record
 from ganger.injob.launcher.launch_request import Launch, LaunchError, parse_launch, python_command, shortened
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
-from ganger.injob.launcher.publish import publish
 from ganger.injob.launcher.starter import Starter, StarterError, begin
-from ganger.injob.launcher.store import open_listener, serve_store
-from ganger.injob.process_identity import peer_of
-from ganger.injob.processes import start_ticks
+from ganger.injob.process_identity import peer_of, start_ticks
+
+
+class LauncherChild:
+    """One process: a rank, a rendezvous store or a helper. ``adopted``: another launcher was its parent."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        pid: int,
+        page: str = "",
+        exit_path: str = "",
+        *,
+        adopted: bool = False,
+        ticks: int | None = None,
+        pidfd: int | None = None,
+        keeper: LeaseKeeper | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.pid = pid
+        self.page = page
+        self.exit_path = exit_path
+        self.adopted = adopted
+        self.keeper = keeper
+        self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
+        self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
+        self.settle: Callable[[], None] | None = None  # hears whether it could begin, until it has said so
+        self.launch_error: dict[str, str] = {}
+        self.port = 0  # of a store
+
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 _RETRY_SECONDS = 1.0
@@ -196,7 +226,7 @@ class LauncherServer:
         pid, word = started or (os.fork(), None)
         if pid == 0:
             self._become_child(keep=[write_end, *([] if arena is None else [arena])])
-            raise ChildTask(lambda: child.start(launch, self._may_fork, arena, write_end))
+            raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
         keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
         new = self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
@@ -487,5 +517,5 @@ def _run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
 
 def _touch(launch: Launch, arena: int) -> None:
     """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
-    child.enter_cgroups(launch.cgroup_procs)
+    child_process.enter_cgroups(launch.cgroup_procs)
     os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))

@@ -3,6 +3,11 @@ smallest amounts with which it reaches its best rate on as few nodes as can hold
 
 The demand of a gang is chosen so that cutting it back to its share, one resource or both, never leaves it slower than
 its whole share would: that is what the guarantee of Synergy rests on when a peer is cut.
+
+What is known of what cores and memory do to the jobs at hand; of whom nothing is known gets its share.
+
+Which amounts are worth giving to a GPU of a gang: none is beaten by another that is as fast and no dearer, and none
+is slower than the proportional share.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.policies.tunings import ROUNDING, Gangs, Profiles, TuningNodes
+from ganger_master.policies.tunings import ROUNDING, Gangs, Profiles, TuningNodes, gangs
 
 # A rate this close to the best is the best: measured rates are not smooth to the last percent.
 ENOUGH = 0.99
@@ -135,3 +140,105 @@ def _axis(grid: Floats, shares: Floats, most: float) -> Floats:
     most = max(most, float(shares.max(initial=0.0)))
     points = np.unique(np.concatenate([grid, shares, [most]]))
     return points[(points > 0.0) & (points <= most * (1.0 + ROUNDING))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """`position`: of jobs by number, where in `profiles` each is; -1: nobody has measured it. Numbers of jobs never
+    change what they mean, but a job that was not known may be later. Without `knows_memory` the profiles are of cores
+    alone, whatever their memory: each job makes the most of its share of that, and no more."""
+
+    profiles: Profiles
+    position: Callable[[Integers], Integers]
+    knows_memory: bool = True
+
+
+def _nobody(numbers: Integers) -> Integers:
+    return np.full(len(numbers), -1)
+
+
+NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody, knows_memory=False)
+
+
+def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: TuningNodes) -> Gangs:
+    """Gangs by number of their jobs. One that nobody has measured makes the most of its proportional share, and no more
+    of anything else: so that is what it is given."""
+    position = known.position(numbers)
+    profiles = known.profiles if known.knows_memory else _up_to_share(known.profiles, nodes)
+    if (position < 0).any():
+        profiles = _with_shares(profiles, nodes)
+        position = np.where(position < 0, len(profiles.rates) - 1, position)
+    return gangs(gpus, position, profiles, is_local=is_local)
+
+
+def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
+    """With one profile more, the last: it rises up to the largest share that there is."""
+    has_gpus = nodes.gpus > 0
+    share_cores = max(float(nodes.share_cores[has_gpus].max(initial=0.0)), ROUNDING)
+    share_memory = _share_of_memory(nodes)
+    cores = np.unique(np.append(profiles.cores, share_cores))
+    memory = np.unique(np.append(profiles.memory_bytes, share_memory))
+    rates = profiles.at(np.arange(len(profiles.rates))[:, None, None], cores[None, :, None], memory[None, None, :])
+    of_cores = np.minimum(cores / share_cores, 1.0)
+    unknown = of_cores[:, None] * np.minimum(memory / share_memory, 1.0)[None, :]
+    return Profiles(cores, memory, np.concatenate([rates, unknown[None]]))
+
+
+def _up_to_share(profiles: Profiles, nodes: TuningNodes) -> Profiles:
+    """The same with all memory up to the largest share that there is."""
+    return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
+
+
+def _share_of_memory(nodes: TuningNodes) -> float:
+    return max(float(nodes.share_memory[nodes.gpus > 0].max(initial=0.0)), 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AmountOptions:
+    """By cores, then memory, ascending; for each GPU. `value` is the rate against that of the share."""
+
+    cores: Floats
+    memory_bytes: Floats
+    value: Floats
+
+    def __len__(self) -> int:
+        return len(self.cores)
+
+
+def options(
+    profiles: Profiles,
+    profile: int,
+    share_cores: float,
+    share_memory: float,
+    most_cores: float = np.inf,
+    most_memory: float = np.inf,
+    is_cuttable: bool = False,
+) -> AmountOptions:
+    """Of the measured amounts, whole cores and the share itself, those up to the most that is there (never less than
+    the share). At least one: the cheapest that is as fast as the share. A share that runs nothing makes every value
+    one. `is_cuttable`: only those that cut back to the share, one resource or both, stay as fast as it."""
+    most_cores, most_memory = max(most_cores, share_cores), max(most_memory, share_memory)
+    whole = np.arange(1.0, np.floor(min(most_cores, float(profiles.cores[-1]))) + 1.0)
+    cores = _up_to(np.concatenate([profiles.cores, whole, [share_cores]]), most_cores)
+    memory = _up_to(np.concatenate([profiles.memory_bytes, [share_memory]]), most_memory)
+    which = np.array(profile)
+    rates = profiles.at(which, cores[:, None], memory[None, :])
+    floor = float(profiles.at(which, np.array(share_cores), np.array(share_memory)))
+    values = rates / floor if floor > 0.0 else np.ones_like(rates)
+    if is_cuttable:
+        cut = profiles.at(which, np.minimum(cores, share_cores)[:, None], np.minimum(memory, share_memory)[None, :])
+        values = np.where(cut >= floor * (1.0 - ROUNDING), values, 0.0)
+    # faster than everything with no more of either
+    best_before = np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
+    padded = np.pad(best_before, ((1, 0), (1, 0)), constant_values=-np.inf)
+    beaten_by = np.maximum(padded[:-1, 1:], padded[1:, :-1])
+    kept = (values >= 1.0 - ROUNDING) & (values > beaten_by * (1.0 + ROUNDING))
+    if not kept.any():
+        kept[int(np.searchsorted(cores, share_cores)), int(np.searchsorted(memory, share_memory))] = True
+    row, column = np.nonzero(kept)
+    return AmountOptions(cores[row], memory[column], values[row, column])
+
+
+def _up_to(points: Floats, most: float) -> Floats:
+    found = np.unique(points)
+    return found[found <= most * (1.0 + ROUNDING)]

@@ -24,9 +24,8 @@ from ganger_master.policies.tunings import (
     proportionally,
     runnable,
 )
-from ganger_master.policies.tunings.demand import TuningDemand, demands
+from ganger_master.policies.tunings.demand import TuningDemand, demands, options
 from ganger_master.policies.tunings.knapsack import Choices, best_choice
-from ganger_master.policies.tunings.options import options
 from ganger_master.policies.tunings.synergy_opt import best_amounts
 
 # Kinds of gangs (profile, GPUs, weight) up to which the relaxed program is solved: some tenths of a second. Four

@@ -15,8 +15,7 @@ import numpy as np
 
 from ganger_master.policies.job_facts import Floats, Integers
 from ganger_master.policies.tunings import ROUNDING, Gangs, Pieces, Tuning, TuningNodes, runnable
-from ganger_master.policies.tunings.demand import TuningDemand, limits
-from ganger_master.policies.tunings.options import AmountOptions, options
+from ganger_master.policies.tunings.demand import AmountOptions, TuningDemand, limits, options
 from ganger_master.policies.tunings.round_packing import RoundPacking
 from ganger_master.policies.tunings.synergy_tune import largest_first, raised, settle
 

@@ -1,4 +1,12 @@
-"""The figures of one run: how long jobs took and waited, how full the cluster was, how fair, and what it cost."""
+"""The figures of one run: how long jobs took and waited, how full the cluster was, how fair, and what it cost.
+
+Whether a shared cluster served each job at least as well as an equal part of it, all its own, would have.
+
+Themis (Mahajan et al., NSDI 2020, section 3): finish-time fairness rho = T_shared / T_independent, where the
+independent cluster has 1/N of the GPUs, N being the jobs that contend. rho <= 1 is the promise of sharing.
+
+Which kinds of gangs a workload asks for, and how often: what the measure of fragmentation goes by.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,75 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from ganger.cluster.fragmentation import MOST_KINDS, GangMix
 
 from ganger_master.policies.orders import SLACK_S
-from ganger_master.simulator.report.fairness import finish_time_fairness
 from ganger_master.simulator.report.outcomes import Outcomes, Run
+from ganger_master.simulator.report.series import StepSeries
 from ganger_master.simulator.traces.statistics import percentile, size_class, size_names
-from ganger_master.simulator.traces.workload import Floats
+from ganger_master.simulator.traces.workload import Floats, Integers, Workload
+
+
+def finish_time_fairness(
+    submit_s: Floats, end_s: Floats, gpus: Integers, duration_s: Floats, cluster_gpus: int, now_s: float | None = None
+) -> Floats:
+    """rho of each job: JCT / (duration x max(1, gang x N / GPUs of the cluster)); NaN for jobs that have not ended or
+    whose duration is unknown.
+
+    N is the time-weighted mean of the jobs that were live (submitted, not ended) between the job's submission and its
+    end. A gang larger than its part of the cluster takes turns there, as in Gavel's isolated share (OSDI 2020, section
+    4.2): it takes gang / part times as long. A job without `end_s` counts as live until `now_s`, the end of the run.
+    """
+    if not len(submit_s):
+        return np.empty(0)
+    last = np.nanmax(np.append(end_s, submit_s.max())) if now_s is None else now_s
+    ends = np.where(np.isnan(end_s), last, end_s)
+    contention = mean_contention(submit_s, ends)
+    alone = duration_s * np.maximum(1.0, gpus * contention / cluster_gpus)
+    return np.asarray((end_s - submit_s) / alone)
+
+
+def mean_contention(submit_s: Floats, end_s: Floats) -> Floats:
+    """Mean number of live jobs, itself among them, over each job's life; 1 for a life without length."""
+    live = live_jobs(submit_s, end_s)
+    life = end_s - submit_s
+    area = live.integral_to(end_s) - live.integral_to(submit_s)
+    return np.divide(area, life, out=np.ones(len(life)), where=life > 0)
+
+
+def live_jobs(submit_s: Floats, end_s: Floats) -> StepSeries:
+    """Jobs submitted and not ended, over time; of at least one job."""
+    moments = np.concatenate((submit_s, end_s))
+    changes = np.concatenate((np.ones(len(submit_s)), -np.ones(len(end_s))))
+    times, position = np.unique(moments, return_inverse=True)
+    return StepSeries.of(times, np.cumsum(np.bincount(position, changes, len(times))), float(times[-1]))
+
+
+def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> GangMix:
+    """The kinds of gangs in a workload, the most frequent 128 of them; ValueError of none."""
+    if not len(jobs):
+        raise ValueError("no job asks for anything")
+    per_gpu = np.column_stack(
+        (
+            jobs.gpus,
+            np.nan_to_num(jobs.cpus) * 1000 / jobs.gpus,
+            np.nan_to_num(jobs.memory_bytes) / jobs.gpus,
+            jobs.gpu_type.codes,
+        )
+    )
+    kinds, counts = np.unique(per_gpu, axis=0, return_counts=True)
+    frequent = np.argsort(-counts, kind="stable")[:MOST_KINDS]
+    kinds, counts = kinds[frequent], counts[frequent]
+    accepted = [jobs.gpu_type.names[int(code)] for code in kinds[:, 3]]
+    accepts = [[not wish or kind in wish.split("|") for kind in device_types] for wish in accepted]
+    return GangMix(
+        kinds[:, 0].astype(np.int64),
+        kinds[:, 1],
+        kinds[:, 2],
+        np.array(accepts, bool).reshape(len(kinds), len(device_types)),
+        counts / counts.sum(),
+        device_types,
+    )
 
 
 @dataclass(frozen=True)

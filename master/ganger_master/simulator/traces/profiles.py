@@ -3,6 +3,8 @@ which, for traces that do not say.
 
 The figures are Synergy's (OSDI 2022), Gavel's (OSDI 2020) and ElasticFlow's (ASPLOS 2023), from their public code; see
 ATTRIBUTION.md beside them.
+
+Classes of models, by the field that they come from: published profiles of one class look alike.
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from importlib import resources
 
 import numpy as np
 
 from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
-from ganger_master.simulator.traces.classes import ModelClass
 from ganger_master.simulator.traces.workload import Labels, Workload
+
+
+class ModelClass(Enum):
+    """The class of a model."""
+
+    IMAGE = "image"
+    LANGUAGE = "language"
+    SPEECH = "speech"
+    RECOMMENDATION = "recommendation"
+
 
 # Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
 SYNERGY_SPLIT: Mapping[ModelClass, float] = {

@@ -6,6 +6,8 @@
          dimensions: {disk_mb_per_s: 500}}
 
 Keys are the flags' names. Everything wrong is found at once, each with the flag or the place in the file it stands in.
+
+YAML that somebody wrote by hand, read strictly.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from ganger.cluster.resources import ConfigurationSet, NodeRow, Socket
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
@@ -153,7 +156,7 @@ def servers_from_file(path: Path) -> Servers:
     if len(text) > _MOST_FILE_BYTES:
         raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     # Most clusters are described by a few flags.
-    from ganger_master.simulator.traces.yaml_text import YamlError, parsed
+    from ganger_master.simulator.traces.servers import YamlError, parsed
 
     try:
         description = parsed(text)
@@ -299,3 +302,33 @@ def _dimensions(value: Any) -> Mapping[str, float]:
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
             raise ValueError(f"{key} is {reprlib.repr(amount)}, not a number that is finite and not negative")
     return {str(key): float(amount) for key, amount in value.items()}
+
+
+class YamlError(ValueError):
+    """Why a text cannot be read, to go after a file's name and a colon: with a space before it, or the line."""
+
+
+def parsed(text: bytes) -> object:
+    """What a text holds. YamlError if it is no YAML, or gives a key twice."""
+    try:
+        return yaml.load(text.decode(), _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" line {mark.line + 1}:" if mark is not None else ""
+        raise YamlError(f"{where} not readable as YAML: {error.problem}") from error
+    # A date that is none is a ValueError, too many brackets a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise YamlError(f" not readable as YAML: {' '.join(str(error).split())}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would take the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
