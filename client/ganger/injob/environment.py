@@ -66,8 +66,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment of one rank on top of what the user's shell had (``base``).
 
-    ``inject``: a directory of `ganger.injob.bootstrap`. ``restore``: the path of a restore file, or empty. ``threads``: 0
-    leaves the number to the program. ``job``: variables about the job and its gang.
+    ``inject``: a directory of `ganger.injob.bootstrap`. ``restore``: the path of a restore file, or empty.
+    ``threads``: 0 leaves the number to the program. ``job``: variables about the job and its gang.
     """
     # What the master tells a member of an array, and a daemon who has virtual devices, is the job's; all else of that
     # name is set here.
