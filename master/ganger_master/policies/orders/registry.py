@@ -17,7 +17,8 @@ from ganger_master.policies.orders.oracles import FTF_ORACLE
 from ganger_master.policies.orders.round_robin import ROUND_ROBIN
 from ganger_master.policies.orders.srsf import SRSF
 from ganger_master.policies.orders.srtf import SRTF
-from ganger_master.policies.orders.tiresias import TIRESIAS, tiresias_gittins
+from ganger_master.policies.orders.tiresias import TIRESIAS
+from ganger_master.policies.orders.tiresias_gittins import tiresias_gittins
 from ganger_master.policies.service_history import NO_HISTORY, ServiceHistory
 
 # Those that learn from ended jobs stand here as they are before the first.
