@@ -56,8 +56,8 @@ def reproduce(
 ) -> None:
     """Run the papers' experiments again and print their figures beside ours.
 
-    Each reports whether the paper's claim holds and whether it is beaten; docs/reproduce.md has the last full run.
-    A run that was stopped goes on where it was: what the same code has measured is not measured again.
+    Each reports whether the paper's claim holds and whether it is beaten; docs/measurements/reproduce.md has the
+    last full run. A run that was stopped goes on where it was: what the same code has measured is not measured again.
     """
     if not is_list and is_all == bool(only):
         raise click.UsageError("say what to run: either --all, or --only NAME")

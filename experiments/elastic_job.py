@@ -5,8 +5,8 @@ Set-up: one node of four GPUs; ResNet-50 at one global batch of 256, its rates w
 size takes as ElasticFlow measured them. Who grows, how far, and who shrinks is decided by the production's decisions,
 from rates measured in windows of ten mini-batches that scatter by 3 %. When the job has settled a gang of three GPUs
 comes at a random instant; it has them when the job's mini-batch is over and its state parked, which takes what a
-suspension does: measured live on this code (docs/measurements, 41 ms), and Gandiva's 0.1 and 1 s beside it. A gang that
-comes while the job changes its size waits until that is done, too.
+suspension does: measured live on this code (docs/measurements/figures.md, 41 ms), and Gandiva's 0.1 and 1 s beside it.
+A gang that comes while the job changes its size waits until that is done, too.
 """
 
 from __future__ import annotations

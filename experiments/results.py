@@ -19,14 +19,14 @@ _PAGE = """# The papers' claims, run again
 
 `ganger reproduce --all --json` runs the experiments of the papers anew, each with the paper's set-up, and prints the
 paper's figures beside ours, whether the claim *holds* and whether ours *beats* it. What holds and what beats is decided
-by one file, [thresholds.toml](../experiments/thresholds.toml); each experiment is a file beside
+by one file, `experiments/thresholds.toml`; each experiment is a file beside
 it that begins with its set-up. Published data are read from the folders `--traces` and `--papers`; an experiment whose
 data are not there is skipped, and says so.
 
 ```console
 $ ganger reproduce --list
 $ ganger reproduce --only B14 --quick
-$ ganger reproduce --all --document docs/reproduce.md
+$ ganger reproduce --all --document docs/measurements/reproduce.md
 ```
 
 A run that was stopped goes on where it was: what the same code has measured on the same data is not measured again,
@@ -130,7 +130,7 @@ def in_short(result: Result) -> tuple[str, str, str, str]:
 
 
 def document(results: Sequence[Result], date: str) -> str:
-    """docs/reproduce.md: what the last full run found."""
+    """docs/measurements/reproduce.md: what the last full run found."""
     rows = ["| " + " | ".join(map(_cell, as_cells(result))) + " |" for result in results]
     ran = [result for result in results if result.found is not None]
     text = _PAGE.format(

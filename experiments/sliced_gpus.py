@@ -4,8 +4,8 @@ and switching costs no more than 2 %).
 Set-up: one node of four GPUs, slices of 60 s, two hours. Who runs next is decided by the production's slicing; what is
 modelled is time: a job that enters a slice trains after the switch, which is suspending one job and resuming another
 with its state offloaded to host memory. Those costs are not simulated but measured live on this code
-(docs/measurements, medians of the demo on processors: 41 ms and 24 ms); Gandiva's are beside them (0.1 to 1 s).
-Nothing is drawn.
+(docs/measurements/figures.md, medians of the demo on processors: 41 ms and 24 ms); Gandiva's are beside them
+(0.1 to 1 s). Nothing is drawn.
 """
 
 from __future__ import annotations

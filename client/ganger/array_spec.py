@@ -32,8 +32,10 @@ def make_array(
     origins: Mapping[str, str] | None = None,
     wrong: Sequence[Violation] = (),
 ) -> CreateArrayRequest:
-    """The request of a description with the key `array` (see docs/cli.md). Raises SpecInvalid with every violation;
-    `wrong` are those known already."""
+    """Return the request of a description with the key `array` (docs/reference/cli.md).
+
+    `wrong` are violations that the caller has found already. Raises SpecInvalid with all violations.
+    """
     violations = [*wrong]
     request = CreateArrayRequest()
     try:

@@ -8,7 +8,7 @@ from enum import StrEnum
 class JobState(StrEnum):
     """PENDING waits for a gang, HOLDING has one, SUSPENDED was asked for by a user; the others are final.
 
-    STOPPED: by the stop rule of its array, and what the job had reached stands. See the glossary in docs/cli.md.
+    STOPPED: by the stop rule of its array, and what the job had reached stands. See docs/reference/cli.md.
     """
 
     PENDING = "PENDING"

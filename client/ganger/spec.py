@@ -154,8 +154,11 @@ def make_spec(
     origins: Mapping[str, str] | None = None,
     wrong: Sequence[Violation] = (),
 ) -> JobSpec:
-    """The JobSpec of a description (see docs/cli.md for its keys). `origins` names what to call a key in errors instead
-    of the key itself. Raises SpecInvalid with every violation; `wrong` are those known already."""
+    """Return the JobSpec of a description, whose keys are those of docs/reference/cli.md.
+
+    `origins` gives the name of a key in errors where it differs from the key. `wrong` are violations that the caller
+    has found already. Raises SpecInvalid with all violations.
+    """
     reader = _Reader(description, origins or {})
     reader.violations += wrong
     no_variables: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""docs/states.md shows the transition table of the code, not an older one."""
+"""docs/reference/states.md shows the transition table of the code, not an older one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ganger_master.core.lifecycle import TABLE, Seen
 from ganger_master.core.model import GangIntent, GangPhase, JobState
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "states.md"
 
 
 def rendered() -> str:

@@ -15,7 +15,7 @@ from ganger.scheduling.cli import scheduler
 from ganger.scheduling.job_scheduler import DefaultScheduler
 from kit.clusters import cluster, gang
 
-PAGE = Path(__file__).parents[2] / "docs" / "job-schedulers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "job-schedulers.md"
 
 
 def turn(waited: float = 0.0, number: int = 1) -> PlacementLease:

@@ -62,7 +62,9 @@ def test_the_tour_can_be_taken(environment: dict[str, str]) -> None:
             assert "because GPUS" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "examples/README.md", "docs/cli.md", "docs/job-schedulers.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "examples/README.md", "docs/reference/cli.md", "docs/how-to/job-schedulers.md"]
+)
 def test_what_a_page_points_at_is_there(page: str) -> None:
     path = ROOT / page
     text = path.read_text()
@@ -76,7 +78,7 @@ def test_every_command_of_the_documentation_is_one() -> None:
     from ganger.cli.main import COMMANDS, _added
 
     known = {*COMMANDS, *_added()}
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"):
         for name in re.findall(r"(?:^\$ |^|`)ganger ([a-z]+)(?=[ `\n])", page.read_text(), re.MULTILINE):
             assert name in known, f"{page.name}: ganger {name}"
 
@@ -84,5 +86,5 @@ def test_every_command_of_the_documentation_is_one() -> None:
 def test_every_key_of_a_job_is_documented() -> None:
     from ganger.spec import KEYS
 
-    text = (ROOT / "docs" / "cli.md").read_text()
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert [key for key in sorted(KEYS) if f"`{key}" not in text] == []

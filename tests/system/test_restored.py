@@ -1,4 +1,4 @@
-"""The master's database is restored from a backup as docs/operating.md says, while jobs have gone on since."""
+"""The master's database is restored from a backup as docs/how-to/operating.md says, while jobs have gone on since."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from system.harness import Run
 
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
-PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "operating.md"
 
 
 def commands(block: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a command says and which code it exits with when something goes wrong (documented in docs/cli.md).
+"""What a command says and which code it exits with when something goes wrong (documented in docs/reference/cli.md).
 
 Where a failed job ran, and the last lines of its log.
 """

@@ -1,4 +1,4 @@
-"""Exit codes of all programs (docs/cli.md), and the error by which a command ends with one of them and a sentence."""
+"""Exit codes of all programs (docs/reference/cli.md), and the error that ends a command with a code and a sentence."""
 
 from __future__ import annotations
 

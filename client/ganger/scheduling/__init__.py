@@ -1,6 +1,6 @@
 """Job schedulers: what one job's scheduler decides, the default one, and the host that runs them.
 
-Write your own by deriving from `JobScheduler`; see docs/job-schedulers.md.
+Write your own by deriving from `JobScheduler`; see docs/how-to/job-schedulers.md.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class UnmodifiedScript:
         if self._reasons and self._control.rank == 0:
             print(
                 f"ganger: this script can be paused, but neither moved nor saved: {'; '.join(self._reasons)}. "
-                "docs/unmodified.md says what helps",
+                "docs/explanation/unmodified.md says what helps",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Where everything of one daemon lies (docs/protocols.md), as paths made from a job's uid and epoch."""
+"""Where everything of one daemon lies (docs/reference/protocols.md), as paths made from a job's uid and epoch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Desired × observed: what the parts of a gang, seen together, mean for what is wanted of it.
 
-One table, no state of its own. `docs/states.md` shows it; a test keeps the two alike.
+One table, no state of its own. `docs/reference/states.md` shows it; a test keeps the two alike.
 """
 
 from __future__ import annotations

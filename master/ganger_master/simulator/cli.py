@@ -67,8 +67,8 @@ def simulate(
 ) -> None:
     """Replay the jobs of TRACE in virtual time and print how they fared.
 
-    TRACE is a CSV file with the columns job_id, submit_time_s, gpus, duration_s (docs/traces.md), "-" for standard
-    input, or "example": a week of a real cluster that comes with Ganger.
+    TRACE is a CSV file with the columns job_id, submit_time_s, gpus, duration_s (docs/reference/traces.md), "-" for
+    standard input, or "example": a week of a real cluster that comes with Ganger.
     """
     if load is not None and load_phases:
         raise click.UsageError("--load and --load-phases exclude each other")
