@@ -2,8 +2,8 @@
 that is warmed up ahead hides 98 % of the 35 s that a migration of TensorFlow takes; what is left is a second or two,
 nearly whatever the number of GPUs).
 
-Set-up, costs: not simulated but measured live on this code by `ganger bench move` (docs/measurements/figures.md, "What
-a move's stream is"): the pause, from the source's last step to the destination's first, of states of 100 MB and 1 GB, on a
+Set-up, costs: not simulated but measured live on this code by `ganger bench move` (docs/measurements/figures.md): the
+pause, from the source's last step to the destination's first, of states of 100 MB and 1 GB, on a
 machine that is nearly idle and on one with six times as many programs as processors; between and beyond them, by the
 line through both. The destination starts while the source trains, and the state goes from memory to memory. What is
 moved are the states of DL2's models with SGD (weights and momentum) and Adam (weights and two moments), and 1 GB.
