@@ -11,7 +11,7 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.model import JobSpec, JobState
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms, Moving
@@ -39,7 +39,7 @@ class Shared:
         self.remembered = NOTHING
         self.moving = Moving()
         self.attained = Attained()
-        self.together = Together()
+        self.together = ColocationRates()
         self.steps: dict[int, int] = {}
         self.cluster.engine.after(PASS_S, self._plan)
         self.cluster.engine.after(1.0, self._listen)
@@ -62,7 +62,7 @@ class Shared:
         for number, step in self.received().items():
             if step != self.steps.get(number):
                 self.steps[number] = step
-                self.attained.hear(number, step, self.cluster.engine.now)
+                self.attained.record(number, step, self.cluster.engine.now)
         self.cluster.engine.after(1.0, self._listen)
 
     def _plan(self) -> None:

@@ -24,14 +24,14 @@ from ganger_master.planner.rate_registry import Attained
 def test_only_the_time_in_which_it_stepped_counts(reports: list[tuple[int, float]], seconds: float) -> None:
     attained = Attained()
     for step, time_s in reports:
-        attained.hear(7, step, time_s)
+        attained.record(7, step, time_s)
     assert attained.received_s == {7: pytest.approx(seconds)}
 
 
 def test_who_has_ended_is_forgotten() -> None:
     attained = Attained()
     for number in (7, 8):
-        attained.hear(number, 1, 1.0)
+        attained.record(number, 1, 1.0)
     attained.forget(7)
     assert attained.received_s.keys() == {8}
     attained.keep(lambda number: False)

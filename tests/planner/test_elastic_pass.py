@@ -58,7 +58,7 @@ class Planned(World):
                     # No two windows are quite alike.
                     wobble = 1.0 + 0.002 * math.sin(self.now * 7.0 + number)
                     self.done[number] = self.done.get(number, 0.0) + self.rates[devices] * wobble
-                    self.speeds.hear(number, int(1000 * self.done[number]), self.now, self.now)
+                    self.speeds.record(number, int(1000 * self.done[number]), self.now, self.now)
 
     def plan(self) -> Sizes:
         """Proposed, and approved."""

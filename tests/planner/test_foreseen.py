@@ -35,7 +35,7 @@ def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, flo
     foreseen = Foreseen(Measured({1: 10.0, 2: 18.0} if rates is None else rates))
     for step in range(every, steps + 1, every):
         loss = 1.0 / (0.1 * step / PASS + 1.0) + 0.1
-        foreseen.hear(1, LossReport(step, loss, step // PASS, in_all))
+        foreseen.record(1, LossReport(step, loss, step // PASS, in_all))
     return foreseen
 
 
@@ -95,7 +95,7 @@ def test_speeds_with_other_numbers_of_gpus_are_fitted_to_those_it_has_had() -> N
 
 def test_what_was_undone_by_a_restart_is_forgotten_and_a_long_run_is_kept_in_few_points() -> None:
     foreseen = trained(600)
-    foreseen.hear(1, LossReport(300, 0.5, 3))
+    foreseen.record(1, LossReport(300, 0.5, 3))
     assert max(point.step for point in foreseen.losses(1)) == 300
     foreseen = trained(50_000)
     assert MOST_POINTS // 2 <= len(foreseen.losses(1)) <= MOST_POINTS + 100
@@ -106,15 +106,15 @@ def test_a_loss_that_is_none_is_no_point() -> None:
     foreseen = trained(600)
     before = foreseen.losses(1)
     for loss in (math.nan, math.inf):
-        foreseen.hear(1, LossReport(601, loss, 6))
+        foreseen.record(1, LossReport(601, loss, 6))
     assert foreseen.losses(1) == before
 
 
 def test_who_was_first_heard_of_in_a_pass_is_taken_to_be_in_its_middle_until_the_next_begins() -> None:
     foreseen = Foreseen(Measured({1: 10.0}))
-    foreseen.hear(1, LossReport(460, 0.5, 4, 10))
+    foreseen.record(1, LossReport(460, 0.5, 4, 10))
     assert belief(foreseen, job()).steps_left == pytest.approx(10 * 460 / 4.5 - 460)
-    foreseen.hear(1, LossReport(500, 0.5, 5, 10))
+    foreseen.record(1, LossReport(500, 0.5, 5, 10))
     assert belief(foreseen, job()).steps_left == 500.0
 
 

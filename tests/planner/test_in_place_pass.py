@@ -127,8 +127,8 @@ class Reporting(Weighed):
                     gpus = self.state.gangs[job.epoch].devices
                     done = self.done[number] = self.done.get(number, 0.0) + self.rates[gpus]
                     loss = 1.0 / (done / 100 / self.halves[number] + 1.0) + 0.2
-                    self.speeds.hear(number, int(done), self.now, self.now)
-                    self.foreseen.hear(number, LossReport(int(done), loss, int(done) // 100))
+                    self.speeds.record(number, int(done), self.now, self.now)
+                    self.foreseen.record(number, LossReport(int(done), loss, int(done) // 100))
 
 
 def small(least: int = 1, most: int = 4) -> JobSpec:

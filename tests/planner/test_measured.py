@@ -82,7 +82,7 @@ class Watched(Planned):
         if found.changes:
             tuned = [change for change in found.changes if change.kind == "CORES"]
             self.changes += [(change.number, sum(change.claims[0].millicores)) for change in tuned]
-            self.reasons += [self.measured.figures(change.number) for change in tuned]
+            self.reasons += [self.measured.describe(change.number) for change in tuned]
             answer = self.step(ProposePlan(found.changes))
             assert isinstance(answer, PlanAnswer)
             assert all(verdict.approved for verdict in answer.verdicts), answer
@@ -97,9 +97,9 @@ class Watched(Planned):
             for number, curve in self.curves.items():
                 rate = curve(self.cores(number)) * (1.0 + self.noise * self.random.standard_normal())
                 self.steps[number] += max(rate, 0.0)
-                self.measured.hear(number, int(self.steps[number]), self.now, self.now)
+                self.measured.record(number, int(self.steps[number]), self.now, self.now)
             ran = {number: self.now - self.job(number).running_since for number in self.curves}
-            if self.measured.look(self.state.view, ran, self.now):
+            if self.measured.update_trials(self.state.view, ran, self.now):
                 self.plan()
 
 

@@ -13,7 +13,7 @@ import pytest
 from core.worlds import elastic
 from ganger_master.core.purpose import Goal
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
-from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
@@ -108,7 +108,7 @@ def test_what_the_pass_beside_it_said_last_is_not_noted_but_asked_for_anew() -> 
 
 def note(**more: Any) -> bytes:
     """Of a planner that knew job 7, which was submitted at 5."""
-    seen = Together()
+    seen = ColocationRates()
     seen.put(test_together.job(7, create_time=5.0), None, 0, NOW)
     memory = packed(PlannerMemory(measured=RememberedRates(together=seen.remembered)))
     return noted(memory, **{"policy": POLICY, "now": NOW, **more})
@@ -298,7 +298,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
 
     def heard(seen: Measurements, steps: range) -> None:
         for step in steps:
-            seen.hear(
+            seen.record(
                 1,
                 ProgressReport(10 * step, 100.0 + step, use=0.5, loss=1.0 / (1 + step), passes=step // 20),
                 100.0 + step,

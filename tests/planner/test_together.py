@@ -17,7 +17,7 @@ from ganger_master.core.model import (
     LocalityLevel,
     Piece,
 )
-from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import TrialPace
 from msgspec.structs import replace
 
@@ -45,7 +45,7 @@ def running(
     return replace(job(number, epoch), state=JobState.HOLDING, running_since=1.0), gang
 
 
-class Seen(Together):
+class Seen(ColocationRates):
     """Jobs that step at given rates, looked at every second."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Seen(Together):
             self.now += 1.0
             for number, rate in self.rates.items():
                 self.steps[number] = self.steps.get(number, 0.0) + rate
-                self.hear(number, int(self.steps[number]), self.now, use, self.now)
+                self.record(number, int(self.steps[number]), self.now, use, self.now)
 
 
 def test_a_job_alone_is_measured_once_it_has_warmed_up() -> None:
@@ -185,7 +185,7 @@ def in_turns(seen: Seen, seconds: float, says_since: bool = True) -> None:
         if second % 12 < 6:
             since_s = seen.now - 0.9 if second % 12 == 0 else since_s
             steps, last_s = steps + 10, seen.now
-        seen.hear(1, steps, last_s, 0.3, seen.now, since_s if says_since else nan)
+        seen.record(1, steps, last_s, 0.3, seen.now, since_s if says_since else nan)
 
 
 def test_who_takes_turns_is_measured_in_them_and_its_rests_are_no_part_of_it() -> None:

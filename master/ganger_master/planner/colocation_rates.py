@@ -89,7 +89,7 @@ class RememberedColocations:
         return None if seen is None else seen.create_time
 
 
-class Together:
+class ColocationRates:
     """By job number. Now is by the master's clock, which all times of jobs are of."""
 
     def __init__(self, pace: TrialPace = _DEFAULT) -> None:
@@ -151,7 +151,7 @@ class Together:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number, now)
 
-    def hear(
+    def record(
         self, number: int, step: int, time_s: float, use: float | None, now: float, since_s: float = float("nan")
     ) -> None:
         """A report of progress, which says of when it is: clocks of nodes may differ. `use`: share of what its devices
@@ -164,7 +164,7 @@ class Together:
             return
         look = ProgressSample(time_s, step, since_s)
         if not seen.beside:
-            self._crowds.hear(number, look, now)
+            self._crowds.record(number, look, now)
         if use is not None and self._is_alone(seen):
             alone = replace(seen.alone, uses=(*seen.alone.uses, use)[-_MOST_USES:])
             seen = self._jobs[number] = replace(seen, alone=alone)

@@ -260,7 +260,7 @@ class CoreProfiles:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
 
-    def hear(self, number: int, step: int, time_s: float, now: float) -> None:
+    def record(self, number: int, step: int, time_s: float, now: float) -> None:
         """A report of progress that says of when it is; clocks of nodes may differ."""
         seen = self._jobs.get(number)
         if seen is None or now < seen.since_s:
@@ -273,7 +273,7 @@ class CoreProfiles:
         seen = replace(seen, windows=windows)
         self._jobs[number] = self._judged(seen, now) if is_full else seen
 
-    def look(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
         """Begins and ends trials; whether there is anything new to plan by. `running_s`: for how long jobs have
         run, by number."""
         before = self.trials
@@ -310,7 +310,7 @@ class CoreProfiles:
             self._known, self._is_stale = self._curves(), False
         return self._known
 
-    def figures(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """What a change of a job's cores rests on; nothing where nothing was measured."""
         seen = self._jobs.get(number)
         if seen is None:

@@ -70,7 +70,7 @@ class Crowds:
             self.put(number, frozenset(), None, now, now)
             del self._jobs[number]
 
-    def hear(self, number: int, look: ProgressSample, now: float) -> None:
+    def record(self, number: int, look: ProgressSample, now: float) -> None:
         """A report of progress of a job that has its devices to itself."""
         job = self._jobs.get(number)
         if job is None or not job.place or now < job.since_s:

@@ -128,7 +128,7 @@ class Foreseen:
         self._fits = Fits()
         self._jobs: dict[int, _Known] = {}
 
-    def hear(self, number: int, report: LossReport) -> None:
+    def record(self, number: int, report: LossReport) -> None:
         known = self._jobs.setdefault(number, _Known())
         before, known.last = known.last, report
         if report.step < before.step:

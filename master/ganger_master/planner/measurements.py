@@ -16,7 +16,7 @@ from ganger_master.planner import core_profiles as measured
 from ganger_master.planner import job_estimates as foreseen
 from ganger_master.planner import rate_registry as attained
 from ganger_master.planner import speeds
-from ganger_master.planner.colocation_rates import Together
+from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
 from ganger_master.planner.job_estimates import Foreseen, LossReport
 from ganger_master.planner.rate_registry import Attained
@@ -52,7 +52,7 @@ class Measurements:
 
     def __init__(self, pace: TrialPace) -> None:
         self.measured = CoreProfiles(pace)
-        self.together = Together(pace)
+        self.together = ColocationRates(pace)
         self.attained = Attained()
         self.speeds = SpeedsByGpus(pace)
         self.foreseen = Foreseen(self.speeds)
@@ -80,17 +80,17 @@ class Measurements:
         self.speeds.keep(is_live)
         self.foreseen.keep(is_live)
 
-    def hear(self, number: int, heard: ProgressReport, now: float) -> bool:
+    def record(self, number: int, heard: ProgressReport, now: float) -> bool:
         """Whether that is worth another plan."""
         step, time_s, since_s = heard.step, heard.time_s, heard.since_s
-        self.measured.hear(number, step, time_s, now)
-        self.together.hear(number, step, time_s, heard.use, now, since_s)
-        self.attained.hear(number, step, time_s)
+        self.measured.record(number, step, time_s, now)
+        self.together.record(number, step, time_s, heard.use, now, since_s)
+        self.attained.record(number, step, time_s)
         sizes = len(self.speeds.rates(number))
-        is_full = self.speeds.hear(number, step, time_s, now, since_s)
+        is_full = self.speeds.record(number, step, time_s, now, since_s)
         if not self.weighs_sizes:
             return is_full
-        self.foreseen.hear(number, LossReport(step, heard.loss, heard.passes, heard.passes_in_all))
+        self.foreseen.record(number, LossReport(step, heard.loss, heard.passes, heard.passes_in_all))
         # What is weighed every interval need not be whenever a window is full, but once with each size.
         return len(self.speeds.rates(number)) > sizes
 

@@ -33,7 +33,7 @@ class Attained:
     def __init__(self) -> None:
         self._jobs: dict[int, _Known] = {}
 
-    def hear(self, number: int, step: int, time_s: float) -> None:
+    def record(self, number: int, step: int, time_s: float) -> None:
         """A report: when the newest step was done."""
         known = self._jobs.get(number)
         if known is None:

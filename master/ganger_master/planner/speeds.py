@@ -55,7 +55,7 @@ class SpeedsByGpus:
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
 
-    def hear(self, number: int, done: int, time_s: float, now: float, since_s: float = float("nan")) -> bool:
+    def record(self, number: int, done: int, time_s: float, now: float, since_s: float = float("nan")) -> bool:
         """A report: so much was done by then. Whether it has filled a window. `since_s`: as `Look` has it."""
         seen = self._jobs.get(number)
         if seen is None or seen.running is None or now < seen.since_s:

@@ -191,12 +191,12 @@ class Planner:
             for name, progress in batch.progress.items():
                 # Who has not done a step yet may be heard of for other reasons.
                 is_of_a_step = progress.HasField("step_time")
-                if is_of_a_step and seen.hear(names.parse_job_name(name), _heard(progress), now) and not waits:
+                if is_of_a_step and seen.record(names.parse_job_name(name), _heard(progress), now) and not waits:
                     self._news.set()
             if not tunes:
                 continue
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in live.table.running}
-            if seen.measured.look(live.room.view, ran, now):
+            if seen.measured.update_trials(live.room.view, ran, now):
                 self._news.set()
 
     async def _note_for_ever(self) -> None:
@@ -450,7 +450,7 @@ class Planner:
 
     def _figures(self, change: Change) -> str:
         """What is known of what cores do to its job, where it is about these."""
-        return change.reason or (self._seen.measured.figures(change.number) if change.kind == "CORES" else "")
+        return change.reason or (self._seen.measured.describe(change.number) if change.kind == "CORES" else "")
 
     def _turn_s(self, now: float) -> float | None:
         """For how long a turn is to last: as the cluster wants, or as long as switches make it."""
