@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from core.drive import Drive, job_of
 from ganger_master.core.answers import ArrayAnswer, Done, Refused
-from ganger_master.core.array_members import Membership, RuleKind, StopRule
+from ganger_master.core.array_members import Template, resolved
+from ganger_master.core.array_model import Membership, RuleKind, StopRule
 from ganger_master.core.commands import (
     CancelArray,
     CancelJob,
@@ -21,7 +22,6 @@ from ganger_master.core.explain import explain
 from ganger_master.core.model import JobMetric, JobProgress, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
-from ganger_master.core.substitution import Template, resolved
 from msgspec.structs import replace
 
 RULE = StopRule(RuleKind.HALVING, "accuracy", maximise=True, first=10)

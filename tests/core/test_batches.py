@@ -5,7 +5,7 @@ from __future__ import annotations
 from faultsim.state_invariants import violations
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
-from ganger_master.core import capacity, commands, desired_state, machine
+from ganger_master.core import approval, commands, desired_state, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.model import JobSpec, Node
 from ganger_master.core.node_index import row_of
@@ -94,14 +94,14 @@ def test_places_kept_for_the_blocked_are_looked_for_again_after_a_while_only() -
     assert isinstance(ask(state, 1, claim("n1", 0), 1.0), Approved)
     assert not isinstance(ask(state, 2, four, 1.0), Approved)
     late = 200.0
-    first = capacity.reservations_of(state, [state.jobs[2]], late)
+    first = approval.reservations_of(state, [state.jobs[2]], late)
     assert first == naive(state, 2)
     assert first[0].nodes == ("n2",)
     assert not isinstance(ask(state, 3, claim("n2", 1), late), Approved)
     assert isinstance(ask(state, 3, claim("n1", 1), late), Approved)
-    assert capacity.reservations_of(state, [state.jobs[2]], late + 0.1) == first
-    assert capacity.reservations_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
-    assert capacity.reservations_of(state, [state.jobs[4]], late) == ()
+    assert approval.reservations_of(state, [state.jobs[2]], late + 0.1) == first
+    assert approval.reservations_of(state, [state.jobs[2]], late + 1.0) == naive(state, 2)
+    assert approval.reservations_of(state, [state.jobs[4]], late) == ()
 
 
 def ask(state: State, number: int, wanted: Claim, now: float) -> object:

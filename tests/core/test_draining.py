@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger.cluster.refusals import Reason
-from ganger_master.core import capacity
+from ganger_master.core import approval
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
@@ -56,7 +56,7 @@ def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[float] = []
-    look = capacity.find_place
+    look = approval.find_place
 
     def counted(*arguments: Any, **more: Any) -> Any:
         looks.append(drive.now)
@@ -67,7 +67,7 @@ def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_a
     other = drive.submit(job_of(1))
     drive.start(other)
     drive.step(DrainNode("n1", "new fan"))
-    monkeypatch.setattr(capacity, "find_place", counted)
+    monkeypatch.setattr(approval, "find_place", counted)
     for _ in range(50):
         drive.runs(other)
     assert looks == []

@@ -7,9 +7,8 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
-from ganger_master.core.changes import ELEMENT_TYPES
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
-from ganger_master.core.effects import Effects
+from ganger_master.core.effects import ELEMENT_TYPES, Effects
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

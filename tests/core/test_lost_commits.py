@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from core.test_taking_turns import Turns
-from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import ObservedRows, Tick
+from ganger_master.core.effects import StoredChanges
 from ganger_master.core.model import Element, JobState
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored

@@ -8,10 +8,10 @@ from core.test_taking_turns import Turns, blamed
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, Refused
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, GangPhase, JobSpec, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace
 

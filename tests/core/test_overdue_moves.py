@@ -8,9 +8,9 @@ import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import MoveJob, ObservedGang, Tick
+from ganger_master.core.machine import next_wake
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobState, ObservedPhase
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
 DEADLINE = 120.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
-from ganger_master.core.change_reason import OnTheWay, kept_for, making_room_for
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Change, MoveJob, Promise, ProposePlan, Tick
+from ganger_master.core.explain import OnTheWay, kept_for, making_room_for
 from ganger_master.core.model import Claim, GangPhase, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from msgspec.structs import replace
 
 HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)

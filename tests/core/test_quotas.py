@@ -11,7 +11,7 @@ from faultsim.engine import Engine
 from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Refused
-from ganger_master.core.capacity import rules
+from ganger_master.core.approval import rules
 from ganger_master.core.commands import Change, ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState, SuspendLevel

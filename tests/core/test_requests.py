@@ -7,7 +7,7 @@ from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
-from ganger_master.core.capacity import reservations_of
+from ganger_master.core.approval import reservations_of
 from ganger_master.core.commands import (
     CancelJob,
     CordonNode,

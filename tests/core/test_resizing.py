@@ -10,7 +10,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resized import resized
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
-from ganger_master.core.capacity import rules
+from ganger_master.core.approval import rules
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.elastic import judge_resize

@@ -9,10 +9,10 @@ from ganger.cluster.refusals import Reason
 from ganger_master.core.commands import Answer, CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
+from ganger_master.core.machine import next_wake
 from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.restarts import delay_after
+from ganger_master.core.retry import delay_after
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.settle import next_wake
 from ganger_master.core.state_image import image_of, state_of
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,7 +8,6 @@ from faultsim.state_invariants import violations
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
-from ganger_master.core.changes import StoredChanges
 from ganger_master.core.commands import (
     CancelJob,
     Change,
@@ -24,6 +23,7 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.desired_state import desired_of
+from ganger_master.core.effects import StoredChanges
 from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.timeslice_groups import charges, has_turn

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master.core.commands import ObservedGang, ResumeJob, SuspendJob, Tick
+from ganger_master.core.machine import next_wake
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
 LIMIT = 1_000.0

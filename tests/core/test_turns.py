@@ -9,10 +9,10 @@ from ganger.cluster.resources import Claim, Locality, LocalityLevel
 from ganger_master.core import placement_leases
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
+from ganger_master.core.machine import next_wake
 from ganger_master.core.model import JobState, ObservedPhase
 from ganger_master.core.placement_leases import ASIDE, WINDOW
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.settle import next_wake
 from msgspec.structs import replace
 
 NONSENSE = (Claim("n1", 0b1, (0, 0), 1, 0, (1,)),)

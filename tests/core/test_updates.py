@@ -23,10 +23,9 @@ from ganger_master.core.commands import (
     UpdateJob,
 )
 from ganger_master.core.desired_state import desired_of
-from ganger_master.core.job_updates import Update
-from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.machine import next_wake
+from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel, Update
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.settle import next_wake
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.store.codec import Codec
 from hypothesis import given

@@ -11,9 +11,9 @@ from ganger.cluster.placement import candidates, places
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import View
-from ganger_master.core import approval_explain as explain_module
-from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve
-from ganger_master.core.approval_explain import Holder, estimate, explain, order
+from ganger_master.core import explain
+from ganger_master.core.approval import CandidateApproval, CandidateRejection, approve, order
+from ganger_master.core.explain import Holder, estimate, placement_blockers
 from ganger_master.core.reservations import Protected, ReservationRequest, begins_at, protect, reserve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -256,13 +256,13 @@ def test_blockers_are_ordered_true_ones_first() -> None:
 def test_explanation_names_whom_a_job_waits_for_and_nothing_when_it_could_start() -> None:
     view = cluster(1)
     protected = protect(view, reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]))
-    (refusal,) = explain(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")
+    (refusal,) = placement_blockers(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")
     assert (refusal.reason, refusal.job) == (Reason.RESERVED, "jobs/1")
-    assert explain(view, gang(1), waited=0, rank=2, job="jobs/2") == ()
+    assert placement_blockers(view, gang(1), waited=0, rank=2, job="jobs/2") == ()
     # One place is kept, another is not.
     view.put(idle_row("s1", server()))
-    assert explain(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2") == ()
-    assert explain(view, gang(9), waited=0)[0].reason is Reason.GPUS
+    assert placement_blockers(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2") == ()
+    assert placement_blockers(view, gang(9), waited=0)[0].reason is Reason.GPUS
 
 
 def test_start_is_estimated_from_time_limits_and_unknown_without() -> None:
@@ -303,7 +303,7 @@ def test_start_is_estimated_with_few_looks_at_the_cluster(monkeypatch: pytest.Mo
         looks.append(1)
         return places(*arguments, **named)
 
-    monkeypatch.setattr(explain_module, "places", looking)
+    monkeypatch.setattr(explain, "places", looking)
     assert estimate(view, gang(400), holders, now=100.0).before == 499.0
     assert len(looks) <= 10
 

@@ -18,7 +18,7 @@ from ganger_master.core.model import (
     OutcomeKind,
     SuspendLevel,
 )
-from ganger_master.core.moving import can_hand_over
+from ganger_master.core.moves import can_hand_over
 from msgspec import json
 from msgspec.structs import replace
 

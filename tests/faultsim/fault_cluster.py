@@ -35,8 +35,7 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.desired_state import DesiredSet
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.job_updates import Update
-from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel
+from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel, Update
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

@@ -15,11 +15,10 @@ from faultsim.restored_state import differences
 from faultsim.state_invariants import violations
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
-from ganger_master.core.changes import ELEMENT_TYPES, StoredChanges
 from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
 from ganger_master.core.desired_state import DesiredSet, desired_of
-from ganger_master.core.effects import Effects, HistoryRow
+from ganger_master.core.effects import ELEMENT_TYPES, Effects, HistoryRow, StoredChanges
 from ganger_master.core.events import Event
 from ganger_master.core.heartbeats import ClockReading, covers, noticed
 from ganger_master.core.model import Counters, JobRecord

@@ -15,9 +15,9 @@ from ganger.cluster.placement import places
 from ganger.cluster.resized import resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Change, Line, Promise, ProposePlan
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
 from ganger_master.core.state import State
 from msgspec.structs import replace
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.topology import bits
-from ganger_master.core.capacity import find_blocked
+from ganger_master.core.approval import find_blocked
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, GangRole, JobRecord, JobState, SuspendLevel
 from ganger_master.core.node_index import row_of

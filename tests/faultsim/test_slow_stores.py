@@ -13,9 +13,9 @@ from faultsim.faults import Faults
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
-from ganger_master.core.capacity import has_place
+from ganger_master.core.approval import has_place
 from ganger_master.core.model import JobSpec
-from ganger_master.core.restarts import is_backing_off
+from ganger_master.core.retry import is_backing_off
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30

@@ -10,9 +10,9 @@ from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import CancelJob, Change, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.job_table import LiveTable

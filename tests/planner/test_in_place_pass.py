@@ -10,10 +10,10 @@ from core.worlds import RESIZABLE, World, elastic
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import Change, ProposePlan, ResizeJob
+from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, JobRecord, JobSpec, ObservedPhase
-from ganger_master.core.purpose import Goal
-from ganger_master.core.sizes import devices_of
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing

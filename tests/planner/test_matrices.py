@@ -12,6 +12,7 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import (
     CancelJob,
     Change,
@@ -28,7 +29,6 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import Capabilities, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
 from ganger_master.planner.job_table import LiveTable

@@ -10,10 +10,10 @@ from core.drive import GIB, job_of
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.change_reason import kept_for, making_room_for
+from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_nobody, plan_moves

@@ -6,9 +6,9 @@ from math import inf
 
 import numpy as np
 import pytest
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.plan import PlanDraft
 

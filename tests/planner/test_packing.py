@@ -9,9 +9,9 @@ from core.test_packing import small
 from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates

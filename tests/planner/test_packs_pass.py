@@ -9,8 +9,8 @@ import pytest
 from core.drive import GIB
 from core.test_packing import Packing, small
 from ganger.v1 import scheduling_pb2
+from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
-from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Packs, plan_packs, with_refusals

@@ -9,7 +9,7 @@ import pytest
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.v1 import job_pb2
-from ganger_master.core.array_members import Membership, RuleKind, StopRule
+from ganger_master.core.array_model import Membership, RuleKind, StopRule
 from ganger_master.core.model import (
     Agent,
     Capabilities,

@@ -11,29 +11,28 @@ from ganger_master.core import (
     arrays,
     attempts,
     colocation,
+    draining,
+    elastic,
     ending,
     events,
     heartbeats,
-    moving,
+    job_updates,
+    moves,
     observation,
     placement_leases,
     quarantine,
-    restarts,
+    retry,
     rollback,
-    time_limits,
     timeslice_groups,
-    updates,
-    worlds,
 )
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.events import Event
 from ganger_master.core.model import JobRecord, JobState, Node
-from ganger_master.core.settle import settle
 from ganger_master.core.state import State
 
 
 def apply(state: State, event: Event) -> None:
-    """Mutates the state; what the shell owes for it comes with `settle.finish`."""
+    """Mutates the state; what the shell owes for it comes with `machine.finish`."""
     _HANDLERS[type(event)](state, event)
     settle(state, event.time, event.cause)
 
@@ -80,11 +79,11 @@ def _job_cancelled(state: State, event: events.JobCancelled) -> None:
 
 
 def _job_updated(state: State, event: events.JobUpdated) -> None:
-    updates.carry_out(state, event.number, event.spec, event.update, event.request_id, event.time, event.cause)
+    job_updates.carry_out(state, event.number, event.spec, event.update, event.request_id, event.time, event.cause)
 
 
 def _array_updated(state: State, event: events.ArrayUpdated) -> None:
-    updates.carry_out_array(state, event)
+    job_updates.carry_out_array(state, event)
 
 
 def _job_suspended(state: State, event: events.JobSuspended) -> None:
@@ -112,12 +111,12 @@ def _gang_released(state: State, event: events.GangReleased) -> None:
 
 
 def _move_begun(state: State, event: events.MoveBegun) -> None:
-    epoch = moving.begin(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
+    epoch = moves.begin(state, event.number, event.claims, event.level, event.time, event.cause, event.purpose)
     colocation.join(state, epoch, event.time, event.cause)
 
 
 def _resize_begun(state: State, event: events.ResizeBegun) -> None:
-    worlds.begin_resize(
+    elastic.begin_resize(
         state, event.number, event.claims, event.level, event.time, event.cause, event.reason, event.purpose
     )
 
@@ -279,19 +278,19 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         heartbeats.forgive(state, now, event.set_by)
     if event.looks_again:
         state.dirty.sets.update(dict.fromkeys(state.sets))
-    restarts.let_go_on(state, now)
+    retry.let_go_on(state, now)
     for number in list(state.running_limited):
         job = state.jobs[number]
-        ends = time_limits.ends_at(state, job)
+        ends = retry.ends_at(state, job)
         if ends is not None and now >= ends:
-            failure = time_limits.failure_of(job)
+            failure = retry.failure_of(job)
             # Who has not stepped has nothing to save, and would not come to the boundary to do so.
             saves = state.gangs[job.epoch].stepped
             ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
     for number in list(state.moving):
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:
-            moving.give_up(state, number, now, event.cause)
+            moves.give_up(state, number, now, event.cause)
     if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
         # Whoever keeps them says so more often.
         state.promised = {}
@@ -334,3 +333,47 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.ChangeJudged: _change_judged,
     events.TimePassed: _time_passed,
 }
+
+
+# A drain takes one round per gang of its nodes; what needs many more feeds itself.
+_ROUNDS_LIMIT = 20_000
+
+
+def settle(state: State, now: float, cause: str) -> None:
+    """Draws every consequence of an event and brings the view up to date."""
+    dirty = state.dirty
+    for _ in range(_ROUNDS_LIMIT):
+        # Most events leave nothing of the one or the other.
+        if dirty.jobs:
+            _review_jobs(state, now, cause)
+        if dirty.sets:
+            timeslice_groups.follow(state, now, cause)
+        if dirty.rows:
+            _refresh_rows(state)
+        if dirty.arenas:
+            colocation.follow(state)
+        if dirty.arrays:
+            arrays.follow(state, now)
+        if state.draining and state.counters.restoring is None:
+            draining.follow(state, now)
+        if not (dirty.jobs or dirty.rows or dirty.sets):
+            return
+    raise AssertionError("the state does not come to rest")
+
+
+def _review_jobs(state: State, now: float, cause: str) -> None:
+    dirty = state.dirty.jobs
+    while dirty:
+        number = next(iter(dirty))
+        del dirty[number]
+        if number in state.jobs:
+            attempts.review(state, number, now, cause)
+            # It has come to rest, whatever it changed of itself on the way.
+            dirty.pop(number, None)
+
+
+def _refresh_rows(state: State) -> None:
+    for name in state.dirty.rows:
+        if name in state.nodes and state.refresh_row(name):
+            state.dirty.shown[name] = None
+    state.dirty.rows.clear()

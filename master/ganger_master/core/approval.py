@@ -2,20 +2,40 @@
 
 Conflicts are judged on the claimed devices, cores and bytes, never on version numbers: a request from an old view is
 fine if what it claims is still free. A rejection brings fresh rows of just the nodes it is about.
+
+Where a job could go: the one fit function, the approver and the placement, asked with what the state knows.
+
+Adds to them what only the state knows: quotas, shared storage, users a daemon can become, who goes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
-from ganger.cluster.fit import Company, fit, gang_level
-from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.fit import Company, demand, fit, gang_level
+from ganger.cluster.placement import candidates, places
+from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.view import View
 from msgspec import Struct
 
-from ganger_master.core.approval_explain import order
-from ganger_master.core.reservations import NOTHING, Protected, trespass
+from ganger_master.core import colocation, retry
+from ganger_master.core import gang_orders as orders
+from ganger_master.core.model import JobRecord, Node
+from ganger_master.core.queue import Blocked, ReservedPlaces
+from ganger_master.core.reservations import (
+    NOTHING,
+    Protected,
+    Reservation,
+    ReservationRequest,
+    begins_at,
+    protect,
+    reserve,
+    trespass,
+)
+from ganger_master.core.state import State
+from ganger_master.core.user_usage import limit_of
 
 # More candidates than this are not looked at: the wire allows no more.
 MOST_CANDIDATES = 16
@@ -69,3 +89,400 @@ def approve(
 
 
 _NO_CANDIDATES = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candidates"),)
+
+
+_KINDS = (RefusalKind.MISTAKE, RefusalKind.BLOCKER, RefusalKind.RACE)
+
+
+# What no other change of the cluster helps against comes before what the next release may solve.
+_FIRST = (
+    Reason.QUOTA,
+    Reason.DEVICE_TYPE,
+    Reason.STORAGE_NOT_SHARED,
+    Reason.CANNOT_SWITCH_USER,
+    Reason.LAUNCH_FAILED,
+)
+
+
+def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
+    """The true blocker first: mistakes, then what lasts, then what a retry may solve; else in the order given."""
+    return tuple(
+        sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST, _is_indirect(one)))
+    )
+
+
+def _is_indirect(refusal: Refusal) -> bool:
+    """More devices would help, but enough are free: what they lack comes first."""
+    figures = refusal.figures
+    return refusal.reason is Reason.GPUS and figures.get("largest_free", 0) >= figures.get("needed", 1)
+
+
+def judge(
+    state: State,
+    job: JobRecord,
+    wanted: Sequence[tuple[Claim, ...]],
+    rank: int,
+    now: float,
+    retune: bool = False,
+    shape: GangShape | None = None,
+) -> CandidateApproval | CandidateRejection:
+    """The first candidate that fits, or why the last one does not. `rank` 0: out of turn. `retune`: with other cores
+    and memory than it asks for, as `fit` has it. `shape`: that of another size which the job accepts."""
+    shape = job.shape if shape is None else shape
+    refusals = rules(state, job, shape.gpus)
+    if refusals:
+        return CandidateRejection(refusals, ())
+    allowed = wanted
+    if state.choosy:
+        allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
+    if not allowed:
+        return CandidateRejection(refusals, ())
+    if job.epoch and "MOVE" in job.capabilities.missing:
+        allowed = [claims for claims in allowed if _is_where_it_rests(state, job, claims)]
+        if not allowed:
+            detail = f"it can go on only where it rests: {job.capabilities.missing['MOVE']}"
+            return CandidateRejection((Refusal(Reason.LEVEL_UNAVAILABLE, job=job.name, detail=detail),), ())
+    company: Company = {}
+    if any(claim.shared_mask for claims in allowed for claim in claims):
+        refusals = colocation.rules(state, job, allowed[0])
+        if refusals:
+            return CandidateRejection(refusals, ())
+        company = colocation.company_of(state, job, allowed[0])
+    verdict = approve(
+        state.view,
+        shape,
+        allowed,
+        rank=rank,
+        job=job.name,
+        protected=protected_from(state, job, now, out_of_turn=not rank),
+        holding=holding_of(state, job, allowed[0]) if job.epoch else (),
+        retune=retune,
+        company=company,
+    )
+    if isinstance(verdict, CandidateApproval) and len(allowed) < len(wanted):
+        return CandidateApproval(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
+    return verdict
+
+
+def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) -> bool:
+    parked = state.gangs.get(job.epoch)
+    return parked is not None and orders.same_place(parked.claims, claims)
+
+
+def has_place(state: State, job: JobRecord, now: float) -> bool:
+    """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
+    shape = job.shape
+    found = places(state.view, shape, waited=_PATIENT)
+    return isinstance(judge(state, job, found, state.queue_rank(job.number), now), CandidateApproval)
+
+
+def judge_change(
+    state: State,
+    job: JobRecord,
+    claims: tuple[Claim, ...],
+    holding: Sequence[Claim] = (),
+    retune: bool = False,
+    arena: int | None = None,
+    agreed_only: bool = False,
+    shape: GangShape | None = None,
+) -> tuple[Refusal, ...]:
+    """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
+    only where these share them already. `shape`: that of another size which the job accepts."""
+    refusals = node_rules(state, job, claims) or colocation.rules(state, job, claims)
+    if refusals:
+        return refusals
+    if shape is None:
+        shape = job.shape if arena is None else job.shape_with(arena)
+    company = colocation.company_of(state, job, claims, agreed_only)
+    refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
+    if not refusals and state.promised:
+        refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
+    return refusals
+
+
+def asked_memory(state: State, job: JobRecord, claim: Claim) -> int:
+    """Bytes that the job asks for, or has a right to, for the tasks of a claim on its node; 0 for a node that left."""
+    slot = state.view.slots.get(claim.node)
+    if slot is None:
+        return 0
+    return demand(state.view.topologies[slot].configuration_set, job.shape, claim.tasks).memory_bytes
+
+
+def level_of(state: State, claims: Sequence[Claim]) -> LocalityLevel:
+    return gang_level(state.view, tuple(claims))
+
+
+def find_place(
+    state: State, job: JobRecord, avoid: frozenset[str], within: frozenset[str] | None = None
+) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
+    """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
+    shape = job.shape
+    for claims in places(state.view, shape, waited=_PATIENT, avoid=avoid, only=within):
+        if not judge_change(state, job, claims):
+            return claims, level_of(state, claims)
+    return None
+
+
+def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal, ...]:
+    """Why `find_place` has none for it."""
+    placement = candidates(state.view, job.shape, waited=_PATIENT, avoid=avoid)
+    for claims in placement.candidates:
+        refusals = judge_change(state, job, claims)
+        if refusals:
+            return refusals
+    return order(placement.refusals)
+
+
+# Has waited long enough for every wish: a move has no time for it.
+_PATIENT = 1e12
+
+
+def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusal, ...]:
+    """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: devices to
+    judge by; by default those that the job requests."""
+    if job.uid in state.strays_of:
+        return (_quarantined(state, job),)
+    quotas = state.settings.quota_devices
+    if not quotas:
+        return ()
+    limit = limit_of(quotas, job.user)
+    if limit is None:
+        return ()
+    held, needed = state.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
+    if held + needed <= limit:
+        return ()
+    figures = {"needed": needed, "held": held, "limit": limit}
+    if needed > limit:
+        detail = f"it needs {needed} GPUs and the whole quota of user {job.user!r} is {limit}"
+    else:
+        detail = f"user {job.user!r} holds {held} of the {limit} GPUs of its quota: {_holders(state, job)}"
+    return (Refusal(Reason.QUOTA, figures, detail=detail),)
+
+
+def is_beyond_quota(state: State, job: JobRecord) -> bool:
+    """Return whether the job needs more devices than its user may ever hold, so that it can never start."""
+    limit = limit_of(state.settings.quota_devices, job.user)
+    return limit is not None and job.gpus > limit
+
+
+def _holders(state: State, job: JobRecord) -> str:
+    """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
+    shares = state.shares
+    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _TOLD, job.number)]
+    more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
+    return ", ".join([*told, f"{more} more jobs"] if more else told)
+
+
+def _quarantined(state: State, job: JobRecord) -> Refusal:
+    """Return the refusal of a job whose gang is quarantined: started again, the job would run twice."""
+    names = sorted(state.strays_of[job.uid])
+    epochs = sorted({one.epoch for name in names for one in state.nodes[name].strays if one.uid == job.uid})
+    detail = (
+        f"{Reason.QUARANTINED.meaning} on {', '.join(names)} (epoch {', '.join(map(str, epochs))}): an operator adopts "
+        "or ends it with `ganger nodes quarantine`"
+    )
+    return Refusal(Reason.QUARANTINED, detail=detail, job=job.name)
+
+
+def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
+    """What keeps the job from one of these nodes, whatever is free there."""
+    refusals = []
+    failed = _launch_failed_on(state, job)
+    for claim in claims:
+        node = claim.node
+        if node not in state.nodes:
+            refusals.append(Refusal(Reason.NODE_GONE, node=node))
+        elif node in state.choosy:
+            reason = _node_rule(job, state.nodes[node], failed)
+            if reason is not None:
+                refusals.append(_closed(state, job, node, reason))
+    return tuple(refusals)
+
+
+def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
+    """Nodes closed to a job that could not be launched there; none where it could go nowhere else."""
+    if not job.launch_failed_on:
+        return ()
+    failed = retry.failed_on(state, job)
+    if not failed:
+        return ()
+    others = [name for name in state.choosy if _node_rule(job, state.nodes[name], ()) is not None]
+    return failed if retry.could_go_elsewhere(state, job, [*failed, *others]) else ()
+
+
+def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
+    if reason is not Reason.LAUNCH_FAILED:
+        return Refusal(reason, node=node, job=job.name)
+    said = retry.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
+    return Refusal(
+        reason,
+        node=node,
+        detail=f"{reason.meaning}: {said}; it waits for another node, or for `ganger uncordon {node}`",
+    )
+
+
+def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | None:
+    if node.name in failed:
+        return Reason.LAUNCH_FAILED
+    if job.checkpoint is not None and not node.storage_proved:
+        return Reason.STORAGE_NOT_SHARED
+    if not can_become(node, job.user):
+        return Reason.CANNOT_SWITCH_USER
+    return None
+
+
+def can_become(node: Node, user: str) -> bool:
+    """A daemon that cannot switch users runs everything as its own; one that names no user says nothing about it."""
+    own = node.capabilities.get("user", "")
+    return node.capabilities.get("switch_user", "yes") != "no" or not user or not own or own == user
+
+
+def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
+    """Available nodes the job may not use, with the reason."""
+    found = []
+    failed = _launch_failed_on(state, job)
+    for name in sorted(state.choosy):
+        node = state.nodes[name]
+        reason = _node_rule(job, node, failed) if node.takes_gangs else None
+        if reason is not None:
+            found.append(_closed(state, job, name, reason))
+    return tuple(found)
+
+
+def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of
+    a copy it moved away from: that one never runs again, so a new gang needs room beside it."""
+    parked = state.gangs.get(job.epoch)
+    if parked is None or job.moved_from >= parked.epoch or not _is_where_it_rests(state, job, claims):
+        return ()
+    return tuple(piece.held for piece in parked.pieces if piece.held is not None)
+
+
+def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:
+    """What the planner keeps for others, and what is kept for blocked jobs ahead of this one in the policy's order; out
+    of turn, for all but this one."""
+    by_order = _protected_by_order(state, job, now, out_of_turn)
+    if not state.promised:
+        return by_order
+    promised = _promised(state, job)
+    nodes = {
+        name: (*promised.nodes.get(name, ()), *by_order.nodes.get(name, ()))
+        for name in {**promised.nodes, **by_order.nodes}
+    }
+    return Protected(nodes, by_order.everything)
+
+
+def _promised(state: State, job: JobRecord) -> Protected:
+    """What the planner keeps for other jobs: first of all, whoever asks."""
+    others = [
+        Reservation(f"jobs/{number}", 0, claims) for number, claims in state.promised.items() if number != job.number
+    ]
+    return protect(state.view, others)
+
+
+def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
+    found = _blocked(state)
+    # Where not all is kept, only who has waited long is kept anything.
+    if not found.numbers or (now < found.waited_from and not state.policy.protects_all):
+        return NOTHING
+    blocked = first_blocked(state)
+    key = (state.policy.key(job), job.number)
+    ahead = [
+        other
+        for other in blocked
+        if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
+    ]
+    if job.number in state.resuming:
+        # What it keeps may be what they lack: it goes on, or neither would ever.
+        others = [other for other in ahead if not lacks_memory(state, other)]
+        ahead = [] if state.policy.protects_all and others[:1] != ahead[:1] else others
+    if not ahead:
+        return NOTHING
+    if state.policy.protects_all:
+        return Protected(everything=(ahead[0].name, state.queue_rank(ahead[0].number)))
+    reservations = _reservations(state, blocked, ahead, now)
+    return protect(state.view, reservations) if reservations else NOTHING
+
+
+def lacks_memory(state: State, job: JobRecord) -> bool:
+    """Whether a job waits for memory, of nodes or of devices: whoever rests keeps some of it."""
+    refusals = state.refusals.get(job.number, ())
+    return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
+
+
+def reservations_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[Reservation, ...]:
+    """Places of those of the jobs that are among the first who wait for pieces and waited long enough, by rank."""
+    return _reservations(state, first_blocked(state), jobs, now)
+
+
+def _reservations(
+    state: State, blocked: Sequence[JobRecord], jobs: Sequence[JobRecord], now: float
+) -> tuple[Reservation, ...]:
+    waited = _waited(state, blocked, now)
+    if not waited:
+        return ()
+    names = {job.name for job in jobs}
+    if all(job.name not in names for job in waited):
+        return ()
+    kept = _places_for(state, waited, now)
+    return tuple(
+        Reservation(job.name, state.queue_rank(job.number), kept[job.name])
+        for job in waited
+        if job.name in names and job.name in kept
+    )
+
+
+def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
+    return [job for job in blocked if now >= begins_at(state.conflicts.get(job.number, 0), job.pending_since)]
+
+
+def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
+    """A place kept stays good while the view changes a little, and to look for one takes as long as many verdicts."""
+    numbers = tuple(job.number for job in waited)
+    kept = state.kept
+    if (
+        kept is None
+        or kept.numbers != numbers
+        or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
+    ):
+        wanting = [
+            ReservationRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
+            for rank, job in enumerate(waited, 1)
+        ]
+        found = {one.job: one.claims for one in reserve(state.view, wanting)}
+        kept = state.kept = ReservedPlaces(numbers, state.view.version, now, found)
+    return kept.places
+
+
+_KEPT_SECONDS = 0.5
+# Most jobs that a refusal by quota names.
+_TOLD: Final = 3
+
+
+def first_blocked(state: State) -> list[JobRecord]:
+    """The first waiting jobs that lack pieces; those ahead of any job are the first ones of them."""
+    return [state.jobs[number] for number in _blocked(state).numbers]
+
+
+def _blocked(state: State) -> Blocked:
+    if state.blocked is None:
+        state.blocked = find_blocked(state)
+    return state.blocked
+
+
+_NOBODY: Final = Blocked((), 0.0)
+
+
+def find_blocked(state: State) -> Blocked:
+    """What `state.blocked` remembers, found anew."""
+    if not state.lacking:
+        return _NOBODY
+    blocked: list[JobRecord] = []
+    for number in state.lacking:
+        job = state.jobs[number]
+        if number not in state.declined and state.is_waiting(job):
+            blocked.append(job)
+            if len(blocked) >= state.settings.protected_jobs:
+                break
+    earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0)
+    return Blocked(tuple([job.number for job in blocked]), earliest)

@@ -15,15 +15,14 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
 from ganger_master.core.answers import Refused
-from ganger_master.core.array_members import MEMBERS_LIMIT, RUNGS_LIMIT, Membership, RuleKind, StopRule
+from ganger_master.core.array_members import Template, bytes_of, members_of
+from ganger_master.core.array_model import LOSS, MEMBERS_LIMIT, RUNGS_LIMIT, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.early_stopping import Contender, EarlyStop, judge
 from ganger_master.core.events import Event
-from ganger_master.core.memberships import members_of, report_of
-from ganger_master.core.model import JobProgress, JobRecord, JobSpec, JobState
+from ganger_master.core.model import JobMetric, JobProgress, JobRecord, JobSpec, JobState
 from ganger_master.core.preconditions import find_job
 from ganger_master.core.state import State
 from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
-from ganger_master.core.substitution import Template, bytes_of
 from ganger_master.core.user_usage import bytes_of_all, spec_bytes
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
@@ -319,3 +318,24 @@ def _wrong_rule(rule: StopRule | None) -> list[tuple[str, str]]:
     if abs(rule.bound) > 1e300 or rule.bound != rule.bound:
         found.append(("rule.bound", "must be a number"))
     return found
+
+
+def report_of(
+    rule: StopRule, step: int, loss: float | None, metrics: Sequence[JobMetric]
+) -> tuple[float | None, float] | None:
+    """The value of the rule's metric and the amount of its resource at which it was reported; None before that.
+
+    Without a report of that name `loss` is what the steps themselves tell of."""
+    named = {metric.name: metric for metric in metrics}
+    value, at = named.get(rule.metric), named.get(rule.resource)
+    if value is None:
+        # Zero is what stands there before the first loss.
+        if rule.metric != LOSS or not loss:
+            return None
+        value = JobMetric(LOSS, loss, step)
+    if rule.resource == STEP and at is None:
+        return value.value, float(value.step)
+    # Of two that were reported together, or the newer one says nothing of the older.
+    if at is None or at.value is None or at.step < value.step:
+        return None
+    return value.value, at.value

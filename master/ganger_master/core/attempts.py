@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, going_on, moving, withdrawal
+from ganger_master.core import colocation, ending, move_sources, moves, retry
 from ganger_master.core import gang_orders as orders
-from ganger_master.core import moves as copies
-from ganger_master.core import retry as launches
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.model import (
     Claim,
@@ -26,10 +26,7 @@ from ganger_master.core.model import (
     Restore,
     SuspendLevel,
 )
-from ganger_master.core.purpose import NO_PURPOSE, Purpose
-from ganger_master.core.sizes import devices_of
 from ganger_master.core.state import State
-from ganger_master.core.worlds import begin_with, share_pieces
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
 _ROUNDS_LIMIT = 64
@@ -71,14 +68,14 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
         state.put_job(job)
         # Nothing follows from a gang that nobody has heard of.
         state.dirty.jobs.pop(number, None)
-    elif orders.same_place(parked.claims, claims) and not copies.is_superseded(state, parked):
+    elif orders.same_place(parked.claims, claims) and not move_sources.is_superseded(state, parked):
         state.put_gang(orders.run(orders.holding(parked, claims), now))
         state.put_job(job)
     elif gpus != parked.devices:
         epoch = begin_with(state, job, parked, claims, level, now)
     else:
         state.put_job(job)
-        epoch = copies.go_on_elsewhere(state, job, parked, claims, level, now)
+        epoch = move_sources.go_on_elsewhere(state, job, parked, claims, level, now)
     if state.tells:
         nodes = " ".join([c.node for c in claims])
         state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
@@ -134,12 +131,12 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         # Before it has come to rest nothing was judged: what a part that ended held is another's by now.
         back = orders.holding(gang, gang.claims) if orders.has_given_up(gang) else gang
-        going_on.run_after_all(state, back, now)
+        moves.run_after_all(state, back, now)
         state.put_job(job)
-    elif gang is not None and copies.is_superseded(state, gang) and orders.holds_devices(gang):
-        copies.go_back(state, job, gang, now, cause)
-    elif gang is not None and not copies.is_superseded(state, gang) and _may_run_on(gang):
-        going_on.run_after_all(state, gang, now)
+    elif gang is not None and move_sources.is_superseded(state, gang) and orders.holds_devices(gang):
+        move_sources.go_back(state, job, gang, now, cause)
+    elif gang is not None and not move_sources.is_superseded(state, gang) and _may_run_on(gang):
+        moves.run_after_all(state, gang, now)
         state.put_job(replace(job, state=JobState.HOLDING))
     else:
         if gang is not None and gang.phase is not GangPhase.PARKED:
@@ -199,19 +196,19 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
         return _rest(state, job, gang, now, cause)
     match act:
         case Act.HAND_OVER:
-            return moving.let_hand_over(state, job, now)
+            return moves.let_hand_over(state, job, now)
         case Act.COMMIT:
             # The source may not have been told yet, as long as its destination was not seen on its way.
-            return moving.commit(state, job, now, cause) or moving.let_hand_over(state, job, now)
+            return moves.commit(state, job, now, cause) or moves.let_hand_over(state, job, now)
         case Act.ABORT:
-            moving.abort(state, launches.note_failure(state, job, gang), gang, now, cause)
+            moves.abort(state, retry.note_failed_launch(state, job, gang), gang, now, cause)
             return True
         case Act.STAY:
             _stay(state, job, gang, now, cause)
             return True
         case Act.SUCCEED:
             state.history(now, job, "gang_done", cause, epoch=gang.epoch)
-            launches.note_success(state, gang)
+            retry.note_launched(state, gang)
             job = ending.started(job, gang)
             return _end(state, job, gang, JobState.SUCCEEDED, "every rank has finished", now, cause)
         case Act.FAIL:
@@ -225,7 +222,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
     if gang.phase is GangPhase.STARTING:
         state.put_gang(replace(gang, phase=GangPhase.RUNNING, stepped=True, since=now))
         state.history(now, job, "gang_running", cause, epoch=gang.epoch)
-        pause = 0.0 if gang.stepped else moving.pause(state, gang, now)
+        pause = 0.0 if gang.stepped else moves.pause(state, gang, now)
         if pause:
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
             kind = "resize_done" if gang.resizes else "move_done"
@@ -241,17 +238,17 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
                 moves_aborted=0,
             )
         )
-        launches.note_success(state, gang)
+        retry.note_launched(state, gang)
         # What it came from may go now.
         return len(state.gangs_of[job.number]) > 1
-    return copies.reap(state, job, now)
+    return move_sources.reap(state, job, now)
 
 
 def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:
     if gang.phase is GangPhase.PARKED:
         # At rest already; a destination prepared from it may be ready by now.
-        return moving.commit(state, job, now, cause)
-    copies.reap(state, job, now)
+        return moves.commit(state, job, now, cause)
+    move_sources.reap(state, job, now)
     level = gang.park_level
     if state.tells:
         step = max([piece.stop_step for piece in gang.pieces])
@@ -294,15 +291,15 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     trouble = next(piece.trouble for piece in gang.pieces if is_refused(gang, piece))
     if job.next_epoch:
         # An old world that was to make room for another, and cannot: both stay as they were.
-        moving.abort(state, job, gang, now, cause, trouble)
+        moves.abort(state, job, gang, now, cause, trouble)
         return
     figures = {"level": gang.park_level.name}
     state.history(now, job, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
     # What was moved away may never step again, so it stands where it is.
-    back = gang.rested_level or (SuspendLevel.PAUSE if copies.is_superseded(state, gang) else SuspendLevel.NONE)
+    back = gang.rested_level or (SuspendLevel.PAUSE if move_sources.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
-    job = withdrawal.after_refused_suspend(job, gang.park_level, trouble)
+    job = retry.after_refused_suspend(job, gang.park_level, trouble)
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
         # It waited where it rests.
         state.put_gang(orders.rested(orders.park(gang, back, now, by_plan=False), now))
@@ -311,7 +308,7 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
         state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
         state.put_job(job)
     else:
-        going_on.run_after_all(state, gang, now)
+        moves.run_after_all(state, gang, now)
         state.put_job(replace(job, state=JobState.HOLDING))
 
 

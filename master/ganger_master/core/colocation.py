@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.model import Claim, Gang, GangIntent, JobRecord, ObservedPhase, Piece, SuspendLevel
+from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.state import State
-from ganger_master.core.worlds import has_two_worlds
 
 
 def follow(state: State) -> None:

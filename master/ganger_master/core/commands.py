@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 from ganger.cluster.refusals import Refusal
 from msgspec import Struct, field
 
-from ganger_master.core.array_members import StopRule
-from ganger_master.core.job_updates import Update
+from ganger_master.core.array_model import StopRule
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose, TrialFinding
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -23,8 +23,8 @@ from ganger_master.core.model import (
     Outcome,
     StoredOrder,
     SuspendLevel,
+    Update,
 )
-from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
 
 
 class SubmitJob(Struct, frozen=True, gc=False):

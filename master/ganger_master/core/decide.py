@@ -10,9 +10,9 @@ from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events, quarantine, rollback, updates
+from ganger_master.core import arrays, commands, events, job_updates, quarantine, rollback
 from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refused, SessionAnswer
-from ganger_master.core.capacity import judge_change, level_of
+from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import Command
 from ganger_master.core.elastic import check_resize, place_resized
@@ -358,8 +358,8 @@ _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.SubmitArray: _as_told(arrays.submit),
     commands.CancelArray: _as_told(arrays.cancel),
     commands.RecordMetric: _as_told(arrays.record),
-    commands.UpdateJob: _as_told(updates.update),
-    commands.UpdateArray: _as_told(updates.update_array),
+    commands.UpdateJob: _as_told(job_updates.update),
+    commands.UpdateArray: _as_told(job_updates.update_array),
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
     commands.SuspendJob: _suspend,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ganger.cluster.refusals import Reason, Refusal
 
-from ganger_master.core import attempts, capacity, moving
+from ganger_master.core import approval, attempts, moves
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import (
     Claim,
@@ -16,7 +17,6 @@ from ganger_master.core.model import (
     LocalityLevel,
     SuspendLevel,
 )
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.core.state import State
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.
@@ -66,7 +66,7 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     if not any(other.takes_gangs for other in state.nodes.values()):
         return (waits(f"it goes once another node takes jobs, and {meanwhile}"),)
     lacks = [
-        one for one in capacity.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
+        one for one in approval.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
     ]
     return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
 
@@ -85,7 +85,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
         found = _place_for(state, job, gang, now)
         if found is not None:
             claims, level = found
-            moving.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
+            moves.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
             return
         if state.policy.moves:
             # Others may make room for it elsewhere: the planner's to say.
@@ -98,7 +98,7 @@ def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tu
     freed, looked = state.drained_in_vain.get(gang.epoch, (-1, 0.0))
     if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_SECONDS:
         return None
-    found = capacity.find_place(state, job, avoid=_draining_nodes(state))
+    found = approval.find_place(state, job, avoid=_draining_nodes(state))
     if found is None:
         state.drained_in_vain[gang.epoch] = (state.view.freed, now)
     return found
@@ -110,7 +110,7 @@ _LOOKED_SECONDS = 5.0
 
 def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
     can_leave = not gang.node_set or has_arenas(gang)
-    return can_leave and moving.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed
+    return can_leave and moves.can_hand_over(job) and job.moves_aborted <= state.settings.moves_aborted_allowed
 
 
 def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:

@@ -30,7 +30,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from ganger_master.core.array_members import RuleKind, StopRule
+from ganger_master.core.array_model import RuleKind, StopRule
 
 Value: TypeAlias = float | None
 

@@ -2,13 +2,21 @@
 
 The order of obligations: commit `state.take_changes()` and every `History` row in one transaction, then let the rest
 out.
+
+What a batch has changed: elements that a store must make durable, and what has to be looked at again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
-from msgspec import Struct, field
+import msgspec
+from ganger.cluster.resources import ConfigurationSet
+from msgspec import Struct
+
+from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request
 
 
 class HistoryRow(Struct, frozen=True, gc=False):
@@ -20,7 +28,7 @@ class HistoryRow(Struct, frozen=True, gc=False):
     kind: str
     cause: str
     message: str = ""
-    figures: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 class Effects(Struct, frozen=True, gc=False):
@@ -37,3 +45,50 @@ class Effects(Struct, frozen=True, gc=False):
     turns: tuple[int, ...] = ()
     # Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one. None: as said before.
     wake_at: float | None = None
+
+
+# Characters of a text that is shown to people.
+TEXT_MOST: Final = 1_000
+
+
+def cut(text: str, most: int = TEXT_MOST) -> str:
+    """Return the text, or its beginning with a mark that there was more."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
+    "configuration_set": ConfigurationSet,
+    "node": Node,
+    "job": JobRecord,
+    "request": Request,
+    "gang": Gang,
+    "node_set": NodeSet,
+    "counters": Counters,
+}
+
+
+class StoredChanges(Struct, frozen=True, gc=False):
+    """Elements to insert or replace, and keys to remove: (kind, key)."""
+
+    puts: Mapping[tuple[str, str], Element]
+    removes: tuple[tuple[str, str], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.puts or self.removes)
+
+
+@dataclass(slots=True)
+class Dirty:
+    """What was touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, the others by the batch's."""
+
+    jobs: dict[int, None] = field(default_factory=dict)
+    rows: dict[str, None] = field(default_factory=dict)
+    arenas: dict[int, None] = field(default_factory=dict)
+    sets: dict[int, None] = field(default_factory=dict)
+    # Numbers of arrays of which a member may have ended.
+    arrays: dict[int, None] = field(default_factory=dict)
+    # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
+    wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
+    news: dict[int, None] = field(default_factory=dict)
+    # Nodes whose rows differ from before.
+    shown: dict[str, None] = field(default_factory=dict)

@@ -1,20 +1,228 @@
-"""Whether an elastic job may go on with another number of devices, and where: in its own place, as far as it goes."""
+"""Whether an elastic job may go on with another number of devices, and where: in its own place, as far as it goes.
+
+With how many devices an elastic job may start: any number that its spec accepts, unless what it did before binds it.
+
+How one that runs goes on with another number is the matter of `resizing` and `worlds`.
+
+Two worlds of one elastic job: the old one, and the one with another number of devices that is to follow it.
+
+The new world is the destination of a move whose source is the old one. What both are to hold they have in common, so
+the cluster is never asked for more than the larger of the two. A world that gives devices back rests first, with its
+state in host memory, and so does one whose devices have no room for two worlds at once; any other goes on until the new
+one is ready. Until the commit the old world is the job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
+from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resized import resized
+from ganger.cluster.resized import beside, resized
+from ganger.cluster.resources import GangShape
+from msgspec.structs import replace
 
+from ganger_master.core import gang_orders as orders
+from ganger_master.core import move_sources
 from ganger_master.core.answers import Refused
-from ganger_master.core.capacity import judge_change, rules
+from ganger_master.core.approval import judge_change, rules
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import Claim, Gang, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    JobState,
+    LocalityLevel,
+    Piece,
+    Restore,
+    SuspendLevel,
+)
 from ganger_master.core.preconditions import busy, not_running
-from ganger_master.core.sizes import devices_of, tasks_divide
 from ganger_master.core.state import State
-from ganger_master.core.worlds import taken_by
+
+
+def devices_of(claims: Sequence[Claim]) -> int:
+    return sum([claim.device_mask.bit_count() for claim in claims])
+
+
+def tasks_divide(job: JobRecord, gpus: int) -> bool:
+    """Whether the ranks that so many devices make divide what the job takes at once over all of them."""
+    each = job.spec.roles[0].shape.gpus
+    return not job.capabilities.resize_divides or not job.capabilities.resize_divides % (gpus // each)
+
+
+def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool = False) -> GangShape | Refusal:
+    """By what these claims are judged: the shape of the number of devices they have, or why the job may not have so
+    many. `rests_for_any_size`: it rests where another number of ranks can take up its state."""
+    gpus = devices_of(claims)
+    if not job.spec.is_elastic or gpus == job.gpus:
+        return job.shape
+    spec = job.spec
+    if not spec.accepts(gpus):
+        figures = {"claimed": gpus, "gpus_min": spec.gpus_min, "gpus_max": spec.gpus_max}
+        figures["gpus_per_task"] = spec.roles[0].shape.gpus
+        detail = "the job does not accept so many devices"
+        return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=detail)
+    if job.is_bound and not rests_for_any_size:
+        figures = {"needed": job.gpus, "claimed": gpus}
+        where = "it rests on its devices" if job.epoch else "its checkpoint cannot be brought back with another number"
+        return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=where)
+    if job.capabilities.resize and not tasks_divide(job, gpus):
+        figures = {"claimed": gpus, "global_batch": job.capabilities.resize_divides}
+        detail = "so many ranks do not divide its global batch"
+        return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=detail)
+    return spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+
+
+def begin_resize(
+    state: State,
+    number: int,
+    claims: Sequence[Claim],
+    level: LocalityLevel,
+    now: float,
+    cause: str,
+    reason: str = "",
+    purpose: Purpose = NO_PURPOSE,
+) -> int:
+    """The new world is prepared; the old one goes on, or is told to rest."""
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+    source = state.gangs[job.epoch]
+    epoch = begin_with(state, job, source, claims, level, now)
+    state.put_gang(replace(state.gangs[epoch], purpose=purpose))
+    if source.phase is not GangPhase.PARKED:
+        if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
+            source = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+        state.put_gang(replace(source, phase=GangPhase.RESIZING))
+    figures = {"devices": source.devices, "becomes": devices_of(claims)}
+    state.history(now, job, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
+    return epoch
+
+
+def begin_with(
+    state: State, job: JobRecord, source: Gang, claims: Sequence[Claim], level: LocalityLevel, now: float
+) -> int:
+    """The destination of a change of worlds; the job's next epoch."""
+    epoch = state.take_epoch()
+    alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
+    restore = Restore(
+        parked_epoch=source.epoch, step=source.stop_step, alone=alone, peak_device_bytes=job.peak_device_bytes
+    )
+    version = state.next_desired_version
+    gang = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
+    taken = taken_by(source, claims)
+    pieces = tuple([replace(piece, held=held) for piece, held in zip(gang.pieces, taken, strict=True)])
+    state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces))
+    state.put_job(replace(job, next_epoch=epoch))
+    return epoch
+
+
+def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
+    """Of the worlds of a job the present one holds what it wants, the others what they want beside that: first the one
+    that is to follow, then those that were given up and are leaving. Whether somebody holds something else than
+    before."""
+    if len(gangs) < 2:
+        return False
+    sources = {gang.restore.parked_epoch for gang in gangs if gang.resizes}
+    worlds = [gang for gang in gangs if gang.resizes or gang.epoch in sources]
+    if len(worlds) < 2:
+        return False
+    changed = False
+    taken = _Taken()
+    if job.epoch in [gang.epoch for gang in worlds]:
+        # One that is left alone holds its own, and its cores may be those of several who take turns.
+        changed = move_sources.has_two_worlds(state, job.number) and _hold(state, state.gangs[job.epoch], taken)
+        taken.present = {piece.claim.node: piece.held for piece in state.gangs[job.epoch].pieces}
+    for gang in sorted(worlds, key=lambda gang: (gang.epoch != job.next_epoch, gang.epoch)):
+        if gang.epoch != job.epoch:
+            changed = _hold(state, gang, taken) or changed
+            taken.add(state.gangs[gang.epoch])
+    return changed
+
+
+def rests_for_any_size(state: State, job: JobRecord) -> bool:
+    """Whether it waits with its state parked where a world of another size can take it up."""
+    gang = state.gangs.get(job.epoch)
+    return gang is not None and job.capabilities.resize and gang.rested_level is SuspendLevel.OFFLOAD
+
+
+def taken_by(gang: Gang, claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """What the change of a gang to these claims takes at once, beside what the gang holds."""
+    held = {piece.claim.node: piece.held for piece in gang.pieces}
+    return tuple([beside(claim, held.get(claim.node)) for claim in claims])
+
+
+class _Taken:
+    """What worlds hold on nodes before it is another's turn to say what it holds beside."""
+
+    def __init__(self) -> None:
+        self.present: Mapping[str, Claim | None] = {}
+        self._others: dict[str, Claim] = {}
+
+    def add(self, gang: Gang) -> None:
+        for piece in gang.pieces:
+            if piece.held is not None:
+                before = self._others.get(piece.held.node)
+                self._others[piece.held.node] = piece.held if before is None else _sum(before, piece.held)
+
+    def on(self, node: str) -> Claim | None:
+        present, others = self.present.get(node), self._others.get(node)
+        if present is None or others is None:
+            return present or others
+        # Of those that leave each still has its own memory, beside what the present one has.
+        both = _sum(present, others)
+        return replace(both, memory_bytes=present.memory_bytes, arena_bytes=present.arena_bytes)
+
+
+def _sum(one: Claim, other: Claim) -> Claim:
+    cores = zip_longest(one.millicores, other.millicores, fillvalue=0)
+    return replace(
+        one,
+        device_mask=one.device_mask | other.device_mask,
+        millicores=tuple([own + beside for own, beside in cores]),
+        memory_bytes=one.memory_bytes + other.memory_bytes,
+        arena_bytes=one.arena_bytes + other.arena_bytes,
+    )
+
+
+def _hold(state: State, gang: Gang, taken: _Taken) -> bool:
+    pieces = tuple([_holding(gang, piece, taken.on(piece.claim.node)) for piece in gang.pieces])
+    if pieces == gang.pieces:
+        return False
+    state.put_gang(replace(gang, pieces=pieces))
+    return True
+
+
+def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
+    if piece.gone or piece.held is None:
+        return piece
+    rests = gang.rested_level is SuspendLevel.OFFLOAD
+    wanted = orders.kept_offloaded(piece) if rests else piece.claim
+    return replace(piece, held=beside(wanted, taken))
+
+
+def _gives_back(gang: Gang, claims: Sequence[Claim]) -> bool:
+    masks = {claim.node: claim.device_mask for claim in claims}
+    return any(claim.device_mask & ~masks.get(claim.node, 0) for claim in gang.claims)
+
+
+def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> bool:
+    """Whether the devices that both worlds use have memory for both, each with as much as was seen of the job and what
+    its processes keep beside."""
+    common = [
+        claim.node
+        for claim in claims
+        if any(own.node == claim.node and own.device_mask & claim.device_mask for own in gang.claims)
+    ]
+    used = max(job.used_device_bytes, job.spec.gpu_memory_bytes)
+    for node in common:
+        whole = state.configuration_sets[state.nodes[node].configuration_set].device_memory_bytes
+        if not used or 2 * (used + min(state.settings.residue_bytes, used)) > MEMORY_SHARE * whole:
+            return False
+    return True
 
 
 def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:

@@ -7,17 +7,17 @@ A submission that is repeated must be recognised for a while: of a job that goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import checkpoints, memberships, restarts
+from ganger_master.core import checkpoints, move_sources, retry
 from ganger_master.core import gang_orders as orders
-from ganger_master.core import moves as copies
-from ganger_master.core import retry as launches
+from ganger_master.core.array_members import members_of
+from ganger_master.core.array_model import LOSS, Membership
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.memberships import members_of
 from ganger_master.core.model import (
     Checkpoint,
     Failure,
@@ -133,7 +133,7 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
     becomes = job.ending
     assert becomes is not None
     source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
-    if source is not None and (becomes.is_finished or not copies.is_usable(source)):
+    if source is not None and (becomes.is_finished or not move_sources.is_usable(source)):
         state.put_gang(orders.stop(source, now))
         return
     job = replace(
@@ -155,7 +155,7 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
         _rest_after_failure(state, job, source, now)
     elif source is not None and orders.holds_devices(source):
         state.put_job(job)
-        copies.go_back(state, job, state.gangs[source.epoch], now, cause)
+        move_sources.go_back(state, job, state.gangs[source.epoch], now, cause)
     else:
         state.put_job(replace(job, pending_since=now))
         state.history(now, job, "job_pending", cause, job.reason)
@@ -179,9 +179,9 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
         job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
     if _is_users(outcome):
         if outcome.kind is not OutcomeKind.LAUNCH_FAILED:
-            launches.note_success(state, gang)
+            retry.note_launched(state, gang)
             job = started(job, gang)
-        job = restarts.note_failure(state.settings, replace(job, failures=job.failures + 1), now)
+        job = retry.note_failed_attempt(state.settings, replace(job, failures=job.failures + 1), now)
         state.put_job(job)
         if job.failures > job.spec.max_failures:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
@@ -189,7 +189,7 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
     else:
         failed = job.launch_failures + _is_failed_start(gang, outcome)
         job = replace(job, preemptions=job.preemptions + 1, launch_failures=failed)
-        job = launches.note_failure(state, job, gang)
+        job = retry.note_failed_launch(state, job, gang)
         state.put_job(job)
         if job.launch_failures > state.settings.launch_failures_allowed:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
@@ -238,7 +238,7 @@ def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: f
 
 def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
     """All gangs but a parked source go; then the job waits again, or rests if its user wanted that."""
-    sources = [gang for gang in state.gangs_of_job(job.number) if copies.is_usable(gang)]
+    sources = [gang for gang in state.gangs_of_job(job.number) if move_sources.is_usable(gang)]
     becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
     end(state, job.number, becomes, now, reason)
     for source in sources:
@@ -259,7 +259,7 @@ def _finish(state: State, job: JobRecord, now: float, cause: str) -> None:
     figures = {"failure": job.failure.reason} if job.failure else {}
     state.history(now, job, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
     if job.spec.array is not None:
-        memberships.note_ended(state, job, job.spec.array, now, cause)
+        note_ended(state, job, job.spec.array, now, cause)
     forget(state, now)
 
 
@@ -294,3 +294,26 @@ def _failure_of(gang: Gang, outcome: Outcome) -> Failure:
     reason = "EXIT" if outcome.kind is OutcomeKind.FAILED else outcome.kind.value
     message = outcome.message or f"rank {outcome.rank} ended with exit code {outcome.exit_code}"
     return Failure(reason, message, outcome.exit_code, outcome.rank, gang.epoch)
+
+
+def note_ended(state: State, job: JobRecord, array: Membership, now: float, cause: str) -> None:
+    """The history of the array: this member has ended, and perhaps with it all."""
+    progress = job.progress
+    figures: dict[str, object] = {f"parameter_{name}": text for name, text in array.parameters.items()}
+    if progress is not None:
+        values = {LOSS: progress.loss, **{metric.name: metric.value for metric in progress.metrics}}
+        figures.update({name: f"{value:.6g}" for name, value in values.items() if value is not None})
+    subject, became = f"arrays/{array.array}", job.state.value.lower()
+    figures.update(member=array.name, job=job.name, state=became)
+    if job.start_time:
+        figures["run_s"] = f"{job.run_seconds:.1f}"
+    state.history(now, subject, "member_ended", cause, job.reason, **figures)
+    if not _has_live(state.jobs, array):
+        counts = Counter(member.state.value.lower() for member in members_of(state.jobs, array.array))
+        state.history(now, subject, "array_ended", cause, "", **dict(sorted(counts.items())))
+
+
+def _has_live(jobs: Mapping[int, JobRecord], array: Membership) -> bool:
+    """Return whether a member has not ended. The last one comes first, because members usually end in their order."""
+    members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
+    return any(member is not None and not member.state.is_finished for member in members)

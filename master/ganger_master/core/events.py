@@ -12,10 +12,9 @@ from typing import TypeAlias
 from ganger.cluster.refusals import Refusal
 from msgspec import Struct
 
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose, TrialFinding
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
-from ganger_master.core.job_updates import Update
-from ganger_master.core.model import Claim, JobSpec, LocalityLevel, SuspendLevel
-from ganger_master.core.purpose import NO_PURPOSE, Purpose, TrialFinding
+from ganger_master.core.model import Claim, JobSpec, LocalityLevel, SuspendLevel, Update
 
 
 class JobSubmitted(Struct, frozen=True, gc=False):

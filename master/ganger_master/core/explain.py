@@ -1,26 +1,125 @@
-"""Why a job waits or rests, and when it may start: the true blocker first, and an interval only where one is honest."""
+"""Why a job waits or rests, and when it may start: the true blocker first, and an interval only where one is honest.
+
+Why a job waits, the true blocker first, and when it may start: an interval only where one is honest.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ganger.cluster.placement import candidates, places, widest_now
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import GangShape
+from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval_explain as approval
-from ganger_master.core import capacity, draining, heartbeats, restarts, time_limits
-from ganger_master.core.array_members import Membership
+from ganger_master.core import approval, draining, heartbeats, retry
+from ganger_master.core.approval import order
+from ganger_master.core.array_model import Membership
+from ganger_master.core.change_reason import Purpose
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.model import GangIntent, GangPhase, JobRecord, JobState, Node, NodeState, ObservedPhase
+from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.queue import WAITS_FOR_PIECES
-from ganger_master.core.restarts import is_backing_off
+from ganger_master.core.reservations import NOTHING, Protected, trespass
+from ganger_master.core.retry import is_backing_off
 from ganger_master.core.state import State
-from ganger_master.core.texts import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.policies import Places
+
+# Candidates asked about before a job counts as kept out: the way may be free elsewhere.
+_CANDIDATES = 16
+_NEVER = 1e12
+
+
+class Holder(Struct, frozen=True, gc=False):
+    """A gang's claims and when it ends at the latest (None: nobody knows)."""
+
+    job: str
+    claims: tuple[Claim, ...]
+    ends_by: float | None
+
+
+class StartEstimate(Struct, frozen=True, gc=False):
+    """Seconds from now; both zero when unknown, and then `assumption` says why."""
+
+    after: float
+    before: float
+    assumption: str
+
+
+def placement_blockers(
+    view: View,
+    shape: GangShape,
+    *,
+    waited: float,
+    protected: Protected = NOTHING,
+    rank: int = 0,
+    job: str = "",
+    quota: Sequence[Refusal] = (),
+) -> tuple[Refusal, ...]:
+    """What keeps the job from starting now; empty when nothing does and its turn will place it."""
+    if quota:
+        return order(quota)
+    placement = candidates(view, shape, waited=waited, limit=_CANDIDATES)
+    if not placement.candidates:
+        return order(placement.refusals)
+    kept: tuple[Refusal, ...] = ()
+    for claims in placement.candidates:
+        refusals = trespass(view, protected, claims, rank=rank, job=job)
+        if not refusals:
+            return ()
+        kept = kept or refusals
+    return order(kept)
+
+
+def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float) -> StartEstimate:
+    """When the gang fits if every holder runs to its limit; unknown as soon as that rests on one without a limit.
+
+    Holders may end sooner, so the interval begins now. Jobs ahead in the queue are not counted: the assumption says so.
+    """
+    if _fits(view, shape):
+        if widest_now(shape, 0.0) < shape.locality.widest:
+            left = shape.locality.patience_seconds
+            return StartEstimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
+        return StartEstimate(0.0, 1.0, "its turn comes at once and no job is ahead")
+    limited = sorted(
+        [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
+    )
+    # Whoever else ends makes no less room: how many must end is found by halves.
+    low, high, later = 0, len(limited) + 1, view
+    while low + 1 < high:
+        middle = (low + high) // 2
+        tried = _without(later, limited[low:middle])
+        if _fits(tried, shape):
+            high = middle
+        else:
+            low, later = middle, tried
+    if high <= len(limited):
+        ends_by, last, _ = limited[high - 1]
+        before = max(1.0, ends_by - now)
+        return StartEstimate(
+            0.0, before, f"jobs run to their time limits, {last} being the last needed, and no job is ahead"
+        )
+    unlimited = [holder.job for holder in holders if holder.ends_by is None]
+    if unlimited:
+        return StartEstimate(0.0, 0.0, f"unknown, because {unlimited[0]} has no time limit")
+    return StartEstimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
+
+
+def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:
+    """The view once these have ended."""
+    later = view.copy()
+    for _, _, holder in ended:
+        for claim in holder.claims:
+            later.give(claim)
+    return later
+
+
+def _fits(view: View, shape: GangShape) -> bool:
+    return bool(places(view, shape, waited=_NEVER, limit=1))
 
 
 class Explanation(Struct, frozen=True, gc=False):
@@ -59,9 +158,9 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
             return Explanation((), assumption=said)
         trouble = f"; {said}" if said else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
-    if capacity.is_beyond_quota(state, job):
+    if approval.is_beyond_quota(state, job):
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
-        return Explanation(capacity.rules(state, job), assumption=never)
+        return Explanation(approval.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
     if state.policy.places is Places.PLANNER:
         blockers = _lacks_memory(state, job) or blockers
@@ -72,10 +171,10 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
     holders = tuple(_holders(state, now))
     if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
-    estimate = approval.estimate(state.view, _shape(job), holders, now)
-    if not estimate.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
+    expected = estimate(state.view, _shape(job), holders, now)
+    if not expected.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
-    return Explanation(blockers, estimate.after, estimate.before, estimate.assumption)
+    return Explanation(blockers, expected.after, expected.before, expected.assumption)
 
 
 def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
@@ -87,12 +186,12 @@ def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     told = state.blockers_of(job.number)
     if told and told[0].reason is Reason.QUOTA:
         # Other jobs of its user may have come and gone since.
-        return capacity.rules(state, job) or told
+        return approval.rules(state, job) or told
     if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
         return told
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
-    return capacity.rules(state, job) or (*lacks, _ranked(state, job))
+    return approval.rules(state, job) or (*lacks, _ranked(state, job))
 
 
 def _held_back(array: Membership) -> Refusal:
@@ -101,7 +200,7 @@ def _held_back(array: Membership) -> Refusal:
 
 
 def _failing(state: State, job: JobRecord) -> Refusal:
-    delay = restarts.delay_after(state.settings, job.failed_in_row)
+    delay = retry.delay_after(state.settings, job.failed_in_row)
     failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
@@ -163,9 +262,9 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
 
 def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Judged afresh, as a request of the job would be now; what its scheduler said when it passed comes last."""
-    quota = capacity.rules(state, job)
-    forbidden = capacity.forbidden_nodes(state, job)
-    own = capacity.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.resuming else ()
+    quota = approval.rules(state, job)
+    forbidden = approval.forbidden_nodes(state, job)
+    own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.resuming else ()
     view = state.view
     if forbidden or own:
         view = view.copy()
@@ -174,11 +273,11 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
         for claim in own:
             # What it keeps where it rests is in nobody's way but others'.
             view.give(claim)
-    found = approval.explain(
+    found = placement_blockers(
         view,
         _shape(job),
         waited=now - job.pending_since,
-        protected=capacity.protected_from(state, job, now),
+        protected=approval.protected_from(state, job, now),
         rank=state.queue_rank(job.number),
         job=job.name,
         quota=quota,
@@ -273,11 +372,11 @@ _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
 
 def _would_help(state: State, job: JobRecord, now: float) -> bool:
     """Whether the job could start if it might use the nodes it may not."""
-    return not approval.explain(
+    return not placement_blockers(
         state.view,
         _shape(job),
         waited=now - job.pending_since,
-        protected=capacity.protected_from(state, job, now),
+        protected=approval.protected_from(state, job, now),
         rank=state.queue_rank(job.number),
         job=job.name,
     )
@@ -287,7 +386,7 @@ def _shape(job: JobRecord) -> GangShape:
     return job.shape
 
 
-def _holders(state: State, now: float) -> list[approval.Holder]:
+def _holders(state: State, now: float) -> list[Holder]:
     """Who holds what, and until when at the latest."""
     holders = []
     for epoch in sorted(state.gangs):
@@ -295,7 +394,7 @@ def _holders(state: State, now: float) -> list[approval.Holder]:
         job = state.jobs[gang.job]
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
         if held:
-            holders.append(approval.Holder(job.name, held, time_limits.ends_at(state, job)))
+            holders.append(Holder(job.name, held, retry.ends_at(state, job)))
     return holders
 
 
@@ -330,3 +429,34 @@ def _at_rest(state: State, job: JobRecord) -> str:
             return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"
         case _:
             return f"it has ended: {job.state.value}"
+
+
+class OnTheWay(Struct, frozen=True, gc=False):
+    """A job that leaves `source`; `destination` is empty for one that rests. `phase`: of the gang it leaves."""
+
+    number: int
+    purpose: Purpose
+    source: tuple[str, ...]
+    destination: tuple[str, ...]
+    phase: GangPhase
+
+
+def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
+    """By number."""
+    found = []
+    for mover in sorted(state.live):
+        job = state.jobs[mover]
+        gang = state.gangs.get(job.epoch)
+        if gang is None:
+            continue
+        destination = state.gangs.get(job.next_epoch)
+        if destination is not None and destination.purpose.job == number:
+            found.append(OnTheWay(mover, destination.purpose, gang.nodes, destination.nodes, gang.phase))
+        elif destination is None and gang.parked_by_plan and gang.purpose.job == number:
+            found.append(OnTheWay(mover, gang.purpose, gang.nodes, (), gang.phase))
+    return tuple(found)
+
+
+def kept_for(state: State, number: int) -> tuple[str, ...]:
+    """The nodes of the place that the planner keeps for it."""
+    return tuple([claim.node for claim in state.promised.get(number, ())])

@@ -1,37 +1,270 @@
-"""What a user changes of a job that is there already, and what is kept of it with the job: plain values."""
+"""`update`: what was asked for is changed afterwards. What may be at any time, and what only before the first start.
+
+The new spec is judged as a submitted one. A job that waits stands where its new priority puts it from then on, and
+is asked anew for what it lacks; of one that runs, nothing but its time is otherwise.
+"""
 
 from __future__ import annotations
 
-from ganger.cluster.resources import Locality, Role
-from msgspec import Struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.units import format_cores, format_duration, format_memory
+from msgspec.structs import replace
+
+from ganger_master.core import answers, commands, events, retry
+from ganger_master.core.answers import Refused
+from ganger_master.core.array_members import members_of
+from ganger_master.core.arrays import no_array
+from ganger_master.core.events import Event
+from ganger_master.core.model import JobRecord, JobSpec, Submitted, Update, Updated
+from ganger_master.core.preconditions import find_job, unfinished
+from ganger_master.core.state import State
+from ganger_master.core.submission import check_possible, wrong_wishes
+
+# Of a job so many request ids are known: who repeats one does so within seconds.
+_KEPT: Final = 8
+# Where a violation of the new spec stands in the request, if not under the same name.
+_PATHS: Final = {
+    "spec.roles": "update.memory_bytes",
+    "spec.roles[0].shape.memory_bytes": "update.memory_bytes",
+    "spec.roles[0].shape.millicores": "update.millicores_per_gpu",
+}
 
 
-class Update(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What is to be otherwise; None stays as it is. A time limit of zero takes it away; zero cores (of each GPU) and
-    bytes (of each task) leave them to the scheduler."""
-
-    display_name: str | None = None
-    priority: int | None = None
-    time_limit_seconds: float | None = None
-    device_type: str | None = None
-    locality: Locality | None = None
-    memory_bytes: int | None = None
-    millicores_per_gpu: int | None = None
-
-
-class Updated(Struct, frozen=True, gc=False):
-    """An update that was carried out, and the id under which it was asked for: it is not a second time."""
-
-    request_id: str
-    update: Update
+def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+    """All of it or nothing. The same request again is no news, whatever became of the job since."""
+    job = find_job(state, command.number)
+    if isinstance(job, Refused):
+        return (), job
+    spec = _decided(state, job, command.update, command.request_id)
+    if isinstance(spec, Refused):
+        return (), spec
+    if spec == job.spec:
+        return (), answers.JobAnswer(job.number)
+    refused = None if command.may_end else _refused_end(state, [(job.number, spec)], now, job.name)
+    if refused is not None:
+        return (), refused
+    event = events.JobUpdated(now, f"user:{command.user}", job.number, spec, command.update, command.request_id)
+    return (event,), answers.JobAnswer(job.number)
 
 
-class Submitted(Struct, frozen=True, gc=False):
-    """What of a job's spec can be updated, as it was submitted: by this a repeated submission is known again."""
+def update_array(state: State, command: commands.UpdateArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+    """Of every member that has not ended. Who has started, or takes turns, may be refused what others get; any other
+    refusal is of the update itself."""
+    members = members_of(state.jobs, command.number)
+    if not members:
+        return (), no_array(command.number)
+    asked = [job for job in members if _may_change(state, job, command.request_id)]
+    if not asked:
+        name = f"arrays/{command.number}"
+        return (), Refused("JOB_FINISHED", f"every member of {name} has ended", {"array": name})
+    specs: list[tuple[int, JobSpec]] = []
+    refused: list[tuple[int, Refused]] = []
+    for job in asked:
+        spec = _decided(state, job, command.update, command.request_id)
+        if isinstance(spec, JobSpec):
+            specs.append((job.number, spec))
+        elif spec.reason == _NOT_NOW:
+            refused.append((job.number, spec))
+        else:
+            return (), spec
+    answer = answers.UpdateAnswer(command.number, len(specs), tuple(refused))
+    changed = tuple([(number, spec) for number, spec in specs if spec != state.jobs[number].spec])
+    if not changed:
+        return (), answer
+    refused_end = None if command.may_end else _refused_end(state, changed, now, f"arrays/{command.number}")
+    if refused_end is not None:
+        return (), refused_end
+    cause = f"user:{command.user}"
+    return (events.ArrayUpdated(now, cause, command.number, changed, command.update, command.request_id),), answer
 
-    display_name: str
-    priority: int
-    time_limit_seconds: float | None
-    device_type: str
-    locality: Locality
-    roles: tuple[Role, ...]
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+def carry_out(state: State, number: int, spec: JobSpec, asked: Update, request_id: str, now: float, cause: str) -> None:
+    job = state.jobs[number]
+    old = job.spec
+    updates = (*job.updates, Updated(request_id, asked))[-_KEPT:] if request_id else job.updates
+    submitted = job.submitted or Submitted(**{name: getattr(old, name) for name in Submitted.__struct_fields__})
+    state.put_job(replace(job, spec=spec, revision=job.revision + 1, submitted=submitted, updates=updates))
+    state.history(now, job, "job_updated", cause, _told(old, spec))
+
+
+def carry_out_array(state: State, event: events.ArrayUpdated) -> None:
+    number, spec = event.specs[0]
+    told = _told(state.jobs[number].spec, spec)
+    for number, spec in event.specs:
+        carry_out(state, number, spec, event.update, event.request_id, event.time, event.cause)
+    state.history(event.time, f"arrays/{event.number}", "array_updated", event.cause, told, members=len(event.specs))
+
+
+# -- what is otherwise -------------------------------------------------------------------------------------------------
+
+
+class _Aspect(NamedTuple):
+    """One thing that can be updated: what it is called, its value in a spec, and how that reads. `lasts`: once a gang
+    was formed by it, it stays."""
+
+    name: str
+    of: Callable[[JobSpec], Any]
+    text: Callable[[Any], str]
+    lasts: bool = True
+
+
+def _otherwise(old: JobSpec, new: JobSpec) -> list[_Aspect]:
+    return [aspect for aspect in _ASPECTS if aspect.of(old) != aspect.of(new)]
+
+
+def _told(old: JobSpec, new: JobSpec) -> str:
+    """ "priority 0 -> 5, time limit none -> 2h"."""
+    found = _otherwise(old, new)
+    return ", ".join([f"{one.name} {one.text(one.of(old))} -> {one.text(one.of(new))}" for one in found])
+
+
+def _locality_text(locality: Locality) -> str:
+    widest = "any" if locality.widest is LocalityLevel.CLUSTER else locality.widest.name.lower()
+    if locality.wish is None:
+        return widest
+    return f"{locality.wish.name.lower()} for {format_duration(locality.patience_seconds)}, then {widest}"
+
+
+_ASPECTS: Final = (
+    _Aspect("name", lambda spec: spec.display_name, lambda name: name or "none", lasts=False),
+    _Aspect("priority", lambda spec: spec.priority, str, lasts=False),
+    _Aspect(
+        "time limit",
+        lambda spec: spec.time_limit_seconds,
+        lambda seconds: "none" if seconds is None else format_duration(seconds),
+        lasts=False,
+    ),
+    _Aspect("GPU type", lambda spec: spec.device_type, lambda kind: kind or "any"),
+    _Aspect("locality", lambda spec: spec.locality, _locality_text),
+    _Aspect(
+        "memory of a task",
+        lambda spec: spec.roles[0].shape.memory_bytes,
+        lambda count: format_memory(count) if count else "a share",
+    ),
+    _Aspect(
+        "cores of a task",
+        lambda spec: spec.roles[0].shape.millicores,
+        lambda millicores: format_cores(millicores) if millicores else "a share",
+    ),
+)
+
+# -- may it be? --------------------------------------------------------------------------------------------------------
+
+_NOT_NOW: Final = "UPDATE_REFUSED"
+
+
+def _may_change(state: State, job: JobRecord, request_id: str) -> bool:
+    """Whether it has not ended, or was updated so before it did."""
+    return not isinstance(unfinished(state, job.number), Refused) or _known(job, request_id) is not None
+
+
+def _known(job: JobRecord, request_id: str) -> Updated | None:
+    return next((one for one in job.updates if request_id and one.request_id == request_id), None)
+
+
+def _decided(state: State, job: JobRecord, asked: Update, request_id: str) -> JobSpec | Refused:
+    """The spec it is to have."""
+    known = _known(job, request_id)
+    if known is not None:
+        if known.update == asked:
+            return job.spec
+        text = f"request id {request_id} was used for {job.name} with another update; use a new one"
+        return Refused("REQUEST_REUSED", text, {"job": job.name})
+    alive = unfinished(state, job.number)
+    if isinstance(alive, Refused):
+        return alive
+    spec = _changed(job.spec, asked)
+    violations = (
+        *_wrong_update(job.spec, asked),
+        *[(_path(path), what) for path, what in wrong_wishes(spec)],
+    )
+    if violations:
+        return Refused("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)
+    return _refused_now(state, job, spec) or spec
+
+
+def _changed(spec: JobSpec, asked: Update) -> JobSpec:
+    plain = {name: getattr(asked, name) for name in ("display_name", "priority", "device_type", "locality")}
+    spec = replace(spec, **{name: value for name, value in plain.items() if value is not None})
+    if asked.time_limit_seconds is not None:
+        spec = replace(spec, time_limit_seconds=asked.time_limit_seconds or None)
+    shape = spec.roles[0].shape
+    if asked.memory_bytes is not None:
+        shape = replace(shape, memory_bytes=asked.memory_bytes)
+    if asked.millicores_per_gpu is not None:
+        shape = replace(shape, millicores=asked.millicores_per_gpu * shape.gpus)
+    return replace(spec, roles=(replace(spec.roles[0], shape=shape), *spec.roles[1:]))
+
+
+def _wrong_update(spec: JobSpec, asked: Update) -> Iterator[tuple[str, str]]:
+    if asked == Update():
+        yield "update", "must say what to change"
+    for name in ("memory_bytes", "millicores_per_gpu"):
+        if getattr(asked, name) is not None and len(spec.roles) > 1:
+            yield f"update.{name}", "each role of the job has its own: cancel it and submit it again"
+    if asked.millicores_per_gpu is not None and not spec.roles[0].shape.gpus:
+        yield "update.millicores_per_gpu", "the job has no GPUs"
+
+
+def _path(path: str) -> str:
+    return _PATHS.get(path) or path.replace("spec.", "update.", 1)
+
+
+def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
+    """What the state of the job, or the cluster, does not allow."""
+    otherwise = _otherwise(job.spec, spec)
+    lasting = [aspect.name for aspect in otherwise if aspect.lasts]
+    if not lasting:
+        return _refused_in_turns(state, job, {aspect.name for aspect in otherwise})
+    if job.start_time or job.checkpoint is not None or state.gangs_of.get(job.number):
+        text = (
+            f"{job.name} has started: its priority, time limit and name can be changed, "
+            f"not its {' and its '.join(lasting)}: cancel it and submit it again"
+        )
+        return Refused(_NOT_NOW, text, {"job": job.name})
+    return check_possible(state, spec)
+
+
+def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float, subject: str) -> Refused | None:
+    """Refuse an update by which jobs end at once: those that have run for longer than their new time limit.
+
+    specs: (number, new spec) of the jobs that change. subject: what is updated, "jobs/7" or "arrays/5".
+    """
+    over = []
+    for number, spec in specs:
+        job, limit = state.jobs[number], spec.time_limit_seconds
+        ran = retry.counted_s(state, job, now)
+        if limit is not None and limit != job.spec.time_limit_seconds and ran >= limit:
+            over.append((number, ran, limit))
+    if not over:
+        return None
+    number, ran, limit = max(over, key=lambda one: one[1])
+    which = (
+        subject if subject == f"jobs/{number}" else f"{len(over)} of the jobs of {subject}, jobs/{number} first of all,"
+    )
+    have = "has" if len(over) == 1 else "have"
+    text = (
+        f"{which} {have} run for {format_duration(ran)}, longer than the new time limit of {format_duration(limit)}: "
+        f"the update would end {'it' if len(over) == 1 else 'them'} at once; confirm that (--yes, may_end) or give more"
+    )
+    return Refused(
+        "UPDATE_ENDS_JOB",
+        text,
+        {"job": f"jobs/{number}", "jobs": str(len(over)), "ran": f"{ran:g}", "limit": f"{limit:g}"},
+    )
+
+
+def _refused_in_turns(state: State, job: JobRecord, names: set[str]) -> Refused | None:
+    if not (job.epoch in state.set_of or job.next_epoch in state.set_of) or not names & {"priority", "time limit"}:
+        return None
+    text = (
+        f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
+        "suspend it, update it, and resume it"
+    )
+    return Refused(_NOT_NOW, text, {"job": job.name})

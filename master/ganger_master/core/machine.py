@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from typing import Final
 
+from ganger.cluster.view import LoadMode
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import answers
+from ganger_master.core import answers, desired_state, placement_leases, retry, rollback
 from ganger_master.core.answers import Answer
 from ganger_master.core.apply import apply
 from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
 from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
-from ganger_master.core.settle import finish as finish_batch
 from ganger_master.core.state import State
 
 _NONE: Final = Effects()
+_TICK_SECONDS: Final = 0.001
 
 
 class MachineStep(Struct, frozen=True, gc=False):
@@ -47,8 +48,52 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
 
 
 def finish(state: State, now: float) -> Effects:
-    """What the shell owes for all that advanced since the last call; before `state.take_changes`."""
-    return finish_batch(state, now)
+    """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
+    _tell_mode(state, now)
+    nodes = tuple(desired_state.refresh(state))
+    turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
+    wake = next_wake(state, now)
+    if wake is not None:
+        # Never at once again: what did not follow from this instant follows from a later one.
+        wake = max(wake, now + _TICK_SECONDS)
+    is_said = wake == state.wake_at
+    state.wake_at = wake
+    dirty = state.dirty
+    effects = Effects(
+        tuple(state.outbox), tuple(dirty.news), nodes, tuple(dirty.shown), turns, None if is_said else wake
+    )
+    state.outbox.clear()
+    dirty.news.clear()
+    dirty.shown.clear()
+    return effects
+
+
+def next_wake(state: State, now: float) -> float | None:
+    """The earliest time at which something happens by itself."""
+    if state.counters.restoring is not None:
+        return rollback.next_time(state, now)
+    times = [placement_leases.next_time(state, now), state.next_silence_check]
+    if state.running_limited:
+        times += [retry.ends_at(state, state.jobs[number]) for number in state.running_limited]
+    if state.backing_off:
+        times += [state.jobs[number].again_at for number in state.backing_off]
+    if state.moving:
+        moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]
+        times.append(min(moved_since) + state.settings.move_deadline_seconds)
+    if state.promised:
+        times.append(state.promised_at + state.settings.move_deadline_seconds)
+    return min([time for time in times if time is not None], default=None)
+
+
+def _tell_mode(state: State, now: float) -> None:
+    """Gangs are packed from now on, or spread apart: for operators, and for after a restart."""
+    packs = state.view.mode is LoadMode.PACK
+    if packs == state.counters.packs:
+        return
+    state.counters.packs = packs
+    held = state.devices - state.free_devices
+    text = "gangs are packed, to keep holes for large ones" if packs else "gangs are spread apart"
+    state.history(now, "cluster", "mode_changed", "load", text, mode=state.view.mode.name, held=held, of=state.devices)
 
 
 def _complete(state: State, answer: Answer) -> Answer:

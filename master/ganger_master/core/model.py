@@ -15,9 +15,8 @@ from ganger.job_state import JobState
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from ganger_master.core.array_members import Membership
-from ganger_master.core.job_updates import Submitted, Updated
-from ganger_master.core.purpose import NO_PURPOSE, Purpose
+from ganger_master.core.array_model import Membership
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 
 __all__ = [
     "Agent",
@@ -403,6 +402,37 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
         given = self.gpus_given if self.gpus_given and self.is_bound else 0
         return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, given)
+
+
+class Update(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What is to be otherwise; None stays as it is. A time limit of zero takes it away; zero cores (of each GPU) and
+    bytes (of each task) leave them to the scheduler."""
+
+    display_name: str | None = None
+    priority: int | None = None
+    time_limit_seconds: float | None = None
+    device_type: str | None = None
+    locality: Locality | None = None
+    memory_bytes: int | None = None
+    millicores_per_gpu: int | None = None
+
+
+class Updated(Struct, frozen=True, gc=False):
+    """An update that was carried out, and the id under which it was asked for: it is not a second time."""
+
+    request_id: str
+    update: Update
+
+
+class Submitted(Struct, frozen=True, gc=False):
+    """What of a job's spec can be updated, as it was submitted: by this a repeated submission is known again."""
+
+    display_name: str
+    priority: int
+    time_limit_seconds: float | None
+    device_type: str
+    locality: Locality
+    roles: tuple[Role, ...]
 
 
 class Request(Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""What is left of a gang that its job moved away from: the source of the next one, a copy until that has stepped."""
+"""How a job comes elsewhere: a destination is prepared, the state handed over, and from then on only one may step."""
 
 from __future__ import annotations
 
@@ -6,55 +6,179 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from ganger_master.core import ending, move_sources, retry
 from ganger_master.core import gang_orders as orders
-from ganger_master.core.lifecycle import Seen, seen_of
-from ganger_master.core.model import Claim, Gang, GangPhase, GangRole, JobRecord, JobState, LocalityLevel, Restore
-from ganger_master.core.purpose import NO_PURPOSE, Purpose
+from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
+from ganger_master.core.model import (
+    Claim,
+    Gang,
+    GangIntent,
+    GangPhase,
+    GangRole,
+    JobRecord,
+    JobState,
+    LocalityLevel,
+    ObservedPhase,
+    Piece,
+    SuspendLevel,
+)
+from ganger_master.core.move_sources import can_go_back
 from ganger_master.core.state import State
 
 
-def go_on_elsewhere(
+def begin(
     state: State,
-    job: JobRecord,
-    source: Gang,
+    number: int,
     claims: Sequence[Claim],
     level: LocalityLevel,
     now: float,
+    cause: str,
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
-    """Prepares a destination that takes its state from there; its epoch, which is not active yet."""
-    epoch = state.take_epoch()
-    peak = job.peak_device_bytes
-    restore = Restore(parked_epoch=source.epoch, step=source.stop_step, peak_device_bytes=peak)
-    version = state.next_desired_version
-    destination = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
-    state.put_gang(replace(destination, purpose=purpose))
-    state.put_job(replace(job, next_epoch=epoch))
+    """A running job, or one that a plan has parked, is to go on elsewhere; who runs, runs until the destination is
+    prepared."""
+    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+    source = state.gangs[job.epoch]
+    if source.phase is not GangPhase.PARKED:
+        state.put_gang(replace(source, phase=GangPhase.MOVING))
+    epoch = move_sources.go_on_elsewhere(state, job, source, claims, level, now, purpose)
+    nodes = " ".join(c.node for c in claims)
+    state.history(now, job, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch
 
 
-def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:
-    """A move failed after its commit and its destination is dead: the parked source runs again, as a newer epoch."""
-    job = replace(job, state=JobState.HOLDING)
-    state.put_gang(orders.holding_nothing(source))
-    source = state.gangs[source.epoch]
-    epoch = go_on_elsewhere(state, job, source, source.claims, source.level, now)
-    state.history(now, job, "move_back", cause, epoch=epoch, source=source.epoch)
+def give_up(state: State, number: int, now: float, cause: str) -> None:
+    """Undo a move whose deadline has passed, whichever side it waited for."""
+    job = state.jobs[number]
+    destination = state.gangs[job.next_epoch]
+    abort(state, job, destination, now, cause, _late_node(state, state.gangs[job.epoch], destination))
 
 
-def reap(state: State, job: JobRecord, now: float) -> bool:
-    """The new gang has the state and used it: the copies it came from may go."""
-    sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
-    for source in sources:
-        state.put_gang(orders.stop(source, now))
-    return bool(sources)
+def _late_node(state: State, source: Gang, destination: Gang) -> str:
+    """Return the node that a move waits for and why: the destination prepares, the source stops, its state arrives."""
+    ready = ObservedPhase.READY
+    late = _not_in(destination, ObservedPhase.PREPARED, ready)
+    what = "was not ready"
+    if late is None:
+        late, what = _not_in(source, ObservedPhase.PARKED), "did not stop"
+    if late is None:
+        late, what = _not_in(destination, ready) or destination.pieces[0], "was not ready"
+    seen = "" if late.phase is ObservedPhase.NONE else f" ({late.phase.value})"
+    return f"nodes/{late.claim.node} {what} within {state.settings.move_deadline_seconds:g} s{seen}"
 
 
-def is_usable(gang: Gang) -> bool:
-    """Whether a job whose new gang has failed can go on from it."""
-    return gang.role is GangRole.SOURCE and gang.phase is GangPhase.PARKED and seen_of(gang) is Seen.PARKED
+def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
+    """Return the first part that is in none of these phases; None if each is in one."""
+    return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 
-def is_superseded(state: State, gang: Gang) -> bool:
-    """A newer epoch of the job was committed after it: it may be read, never run."""
-    return state.jobs[gang.job].moved_from >= gang.epoch
+def can_hand_over(job: JobRecord) -> bool:
+    """Whether its state can be captured at all, to be carried elsewhere, and brought back in another process."""
+    offered = job.capabilities
+    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
+
+
+def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
+    """The destination is prepared: the source may stop for it. False when it was told already. One that takes turns
+    gives its devices up as it stops, for others wait for them, and so leaves its turns; where it rests for others it is
+    not woken."""
+    source = state.gangs[job.epoch]
+    if source.intent is not GangIntent.RUN:
+        return False
+    if source.node_set:
+        parked = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+        state.put_gang(replace(parked, phase=GangPhase.MOVING))
+    else:
+        state.put_gang(orders.hand_over(source))
+    return True
+
+
+def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
+    """Both sides are ready at the same boundary: from here on only the new epoch may step. A destination that is ready
+    with the state of another one is given up."""
+    source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
+    if source is None or destination is None or seen_of(destination) is not Seen.READY:
+        return False
+    if seen_of(source) is not Seen.PARKED or source.intent not in (GangIntent.HAND_OVER, GangIntent.PARK):
+        return False
+    step = source.pieces[0].stop_step
+    for piece in destination.pieces:
+        if piece.stop_step == step:
+            continue
+        if piece.stop_step:
+            where = f"nodes/{piece.claim.node} has the state of step {piece.stop_step}"
+            abort(state, job, destination, now, cause, f"{where}, not that of step {step}, where the source stopped")
+            return True
+        # It has not said yet which state it has.
+        return False
+    state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
+    state.put_gang(orders.run(destination, now))
+    gpus = destination.devices
+    state.put_job(
+        replace(
+            ending.clock_stopped(job, now),
+            gpus_given=0 if gpus == job.spec.gpus else gpus,
+            epoch=destination.epoch,
+            next_epoch=0,
+            moved_from=source.epoch,
+            revision=job.revision + 1,
+        )
+    )
+    kind = "resize_committed" if destination.resizes else "move_committed"
+    state.history(now, job, kind, cause, epoch=destination.epoch, source=source.epoch, step=step)
+    return True
+
+
+def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why: str = "") -> None:
+    """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
+    source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
+    trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
+    state.put_gang(orders.stop(destination, now))
+    job = replace(
+        job,
+        next_epoch=0,
+        moves_aborted=job.moves_aborted + 1,
+        revision=job.revision + 1,
+        trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
+    )
+    job = retry.after_failed_move(job, gang, trouble)
+    if can_go_back(source) and not move_sources.is_superseded(state, source):
+        phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
+        if source.intent is GangIntent.RUN:
+            state.put_gang(replace(source, phase=phase))
+        else:
+            run_after_all(state, source, now)
+        state.put_job(job)
+    elif job.moves_aborted > state.settings.moves_aborted_allowed and job.checkpoint is not None:
+        # The parked copy cannot be brought back anywhere: better to lose steps than to try for ever.
+        state.put_job(job)
+        ending.requeue(state, job, now, f"parked copy could not be used: {trouble}")
+    else:
+        state.put_job(replace(ending.clock_stopped(job, now), state=JobState.PENDING, pending_since=now))
+    kind = "resize_aborted" if destination.resizes else "move_aborted"
+    state.history(now, job, kind, cause, trouble, epoch=destination.epoch)
+
+
+def pause(state: State, gang: Gang, now: float) -> float:
+    """Seconds from the last step where it came from to the first one here, of the slowest ranks; zero if it did not
+    move, or nobody said. Clocks of nodes differ a little. Of one that takes turns: from its launch, in its first turn,
+    for until then it would have rested anyhow."""
+    source = state.gangs.get(gang.restore.parked_epoch)
+    if source is None or source.role is not GangRole.SOURCE:
+        return 0.0
+    launched = max(piece.launch_time for piece in gang.pieces)
+    if gang.node_set and launched:
+        return max(0.001, now - launched)
+    last = max(piece.last_step_time for piece in source.pieces)
+    first = max(piece.first_step_time for piece in gang.pieces)
+    return max(0.001, first - last) if last and first else 0.0
+
+
+def run_after_all(state: State, gang: Gang, now: float) -> None:
+    state.put_gang(orders.run(gang, now))
+    node_set = state.sets.get(state.set_of.get(gang.epoch, 0))
+    if node_set is None or len(gang.pieces) == 1 or gang.epoch not in node_set.newest.epochs:
+        return
+    newest = node_set.newest
+    state.put_set(replace(node_set, coming=replace(newest, version=newest.version + 1)))

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events
 from ganger_master.core.answers import Answer, JobAnswer, Refused
-from ganger_master.core.approval import CandidateApproval
-from ganger_master.core.capacity import (
+from ganger_master.core.approval import (
+    CandidateApproval,
     first_blocked,
     forbidden_nodes,
     has_place,

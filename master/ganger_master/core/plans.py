@@ -16,19 +16,24 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core import answers, commands, events
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Refused
-from ganger_master.core.approval import CandidateApproval
-from ganger_master.core.capacity import asked_memory, judge, judge_change, level_of
+from ganger_master.core.approval import CandidateApproval, asked_memory, judge, judge_change, level_of
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
-from ganger_master.core.elastic import check_resize, judge_resize, shares_nothing
+from ganger_master.core.elastic import (
+    check_resize,
+    devices_of,
+    judge_resize,
+    rests_for_any_size,
+    shape_for,
+    shares_nothing,
+    taken_by,
+)
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
-from ganger_master.core.sizes import devices_of, shape_for
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_admission import judge_rows
 from ganger_master.core.user_usage import limit_of
-from ganger_master.core.worlds import rests_for_any_size, taken_by
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ganger_master.core.answers import Refused
-from ganger_master.core.capacity import find_place, judge_change
+from ganger_master.core.approval import find_place, judge_change
+from ganger_master.core.array_members import members_of
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.moving import can_hand_over
+from ganger_master.core.moves import can_hand_over
 from ganger_master.core.state import State
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ganger_master.core import commands, events
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
-from ganger_master.core.capacity import level_of
+from ganger_master.core.approval import level_of
 from ganger_master.core.colocation import holders_on, kept_of
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.desired_state import threads_of
@@ -33,7 +33,6 @@ from ganger_master.core.model import (
     SuspendLevel,
 )
 from ganger_master.core.state import State
-from ganger_master.core.texts import FOUND_AT_REST
 
 # More ranges are joined, the oldest first. Epochs between them then count as skipped, too, and are not stopped.
 _RANGES_MOST: Final = 64
@@ -415,3 +414,13 @@ def _piece(state: State, job: JobRecord, part: Stray, claim: Claim, stop_sequenc
 def _order_of(part: Stray) -> StoredOrder:
     assert part.told is not None, "looked at before"
     return part.told
+
+
+# Why a job is suspended although no user has suspended it.
+END_UNKNOWN: Final = (
+    "the database was restored from a backup, and what became of the job since is not known: `ganger resume` runs it "
+    "(again), `ganger cancel` ends it"
+)
+
+
+FOUND_AT_REST: Final = "it was found at rest after a restore of the database: `ganger resume` lets it go on"

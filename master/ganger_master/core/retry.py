@@ -5,6 +5,13 @@ The node is closed to the job from then on, so that one bad node does not use up
 whomever has run there, its daemon begins a new session or an operator uncordons it; a node without which the job would
 find no place in the whole cluster stays open to it. Other jobs are not kept from the node: one that can be launched
 nowhere would close one node after the other.
+
+When a job is tried again whose attempts fail by themselves: at once after the first, then later and later, so that
+one that cannot work spends its restarts neither in a minute nor on devices that others wait for.
+
+When the time is up that a job was given: running time, or so much of one start before its first step.
+
+Levels that a job no longer offers because they failed once: the next attempt would fail too, and end the job.
 """
 
 from __future__ import annotations
@@ -16,14 +23,26 @@ from ganger.cluster.placement import places
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, JobRecord, OutcomeKind, Piece
+from ganger_master.core.lifecycle import bad_outcome
+from ganger_master.core.model import (
+    Failure,
+    Gang,
+    GangIntent,
+    GangRole,
+    JobRecord,
+    JobState,
+    OutcomeKind,
+    Piece,
+    SuspendLevel,
+)
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 # Nodes of a job that are remembered; a gang may be as wide as the cluster.
 _MOST_NODES: Final = 64
 
 
-def note_failure(state: State, job: JobRecord, gang: Gang) -> JobRecord:
+def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
     """Has the nodes that could not launch their part of the gang count it, and the job remember them."""
     failed = _failed(gang)
     if not failed:
@@ -37,7 +56,7 @@ def note_failure(state: State, job: JobRecord, gang: Gang) -> JobRecord:
     return replace(job, launch_failed_on=tuple(nodes)[-_MOST_NODES:])
 
 
-def note_success(state: State, gang: Gang) -> None:
+def note_launched(state: State, gang: Gang) -> None:
     """The gang stepped, or its command ended by itself: its nodes can launch."""
     for name in gang.nodes:
         node = state.nodes.get(name)
@@ -73,3 +92,104 @@ def _failed(gang: Gang) -> list[Piece]:
         for piece in gang.pieces
         if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not piece.outcome.exit_code
     ]
+
+
+def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:
+    """An attempt has failed; one that ran for long says nothing of those before it."""
+    ran = now - job.running_since if job.running_since else 0.0
+    in_row = 1 if ran >= settings.restart_reset_seconds else job.failed_in_row + 1
+    delay = delay_after(settings, in_row)
+    return replace(job, failed_in_row=in_row, again_at=now + delay if delay else 0.0)
+
+
+def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
+    """Seconds."""
+    if failed_in_row < 2:
+        return 0.0
+    # No more doublings than any limit has.
+    return min(settings.restart_delay_most_seconds, settings.restart_delay_seconds * 2.0 ** min(failed_in_row - 2, 30))
+
+
+def let_go_on(state: State, now: float) -> None:
+    """Whose time has come waits for a place again."""
+    for number in list(state.backing_off):
+        job = state.jobs[number]
+        # Else a clock that was set back would keep it.
+        is_beyond = job.again_at - now > state.settings.restart_delay_most_seconds
+        if now >= job.again_at or is_beyond:
+            state.put_job(replace(job, again_at=0.0, pending_since=now, revision=job.revision + 1))
+
+
+def is_backing_off(job: JobRecord) -> bool:
+    return bool(job.again_at) and job.state is JobState.PENDING and job.ending is None
+
+
+def ends_at(state: State, job: JobRecord) -> float | None:
+    """None while nothing is counted: it has no limit, or neither runs nor starts."""
+    limit = job.spec.time_limit_seconds
+    if limit is None:
+        return None
+    if job.running_since:
+        return job.running_since + limit - job.run_seconds
+    gang = state.gangs.get(job.epoch)
+    starts = _starts_at(gang) if gang is not None else 0.0
+    # Else a job that hangs before its first step would keep its devices for ever.
+    return starts + limit - job.run_seconds if starts else None
+
+
+def counted_s(state: State, job: JobRecord, now: float) -> float:
+    """Return the seconds that count against the job's time limit by now."""
+    if job.running_since:
+        return job.run_seconds + max(0.0, now - job.running_since)
+    gang = state.gangs.get(job.epoch)
+    starts = _starts_at(gang) if gang is not None else 0.0
+    return job.run_seconds + (max(0.0, now - starts) if starts else 0.0)
+
+
+def failure_of(job: JobRecord) -> Failure:
+    done = "ran for" if job.running_since else "did not come to a step within"
+    return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_seconds:g} s", epoch=job.epoch)
+
+
+def _starts_at(gang: Gang) -> float:
+    """Since when all its processes are there for the present start; zero while they are not, or it rests."""
+    if gang.intent is not GangIntent.RUN or not all(piece.launch_time for piece in gang.pieces):
+        return 0.0
+    return max(gang.since, *[piece.launch_time for piece in gang.pieces])
+
+
+# How a daemon's trouble begins where the job's state, and not a disk or a node, is what failed (`Error` of the page).
+_UNSAVEABLE = "STATE_UNSAVEABLE:"
+_UNREADABLE = "STATE_UNREADABLE:"
+# A rank's exit code for the same.
+_NO_STATE = 77
+
+
+def after_failed_move(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
+    """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
+
+    A destination whose program ended, or could not read the state, would do so after a checkpoint too."""
+    if gang.role is GangRole.DESTINATION:
+        outcome = bad_outcome(gang)
+        # Another number of ranks may run where this one did not: of a resize only the state counts.
+        has_ended = outcome.kind is OutcomeKind.FAILED and (not gang.resizes or outcome.exit_code == _NO_STATE)
+        has_failed = trouble.startswith(_UNREADABLE) or has_ended
+        names: tuple[str, ...] = ("RESIZE",) if gang.resizes else ("MOVE", "CHECKPOINT", "RESIZE")
+    else:
+        has_failed = trouble.startswith(_UNSAVEABLE)
+        names = ("MOVE",)
+    if not has_failed:
+        return job
+    what = "a resize" if gang.resizes else "a move"
+    return _without(job, names, f"{what} failed at it once: {trouble}")
+
+
+def after_refused_suspend(job: JobRecord, level: SuspendLevel, trouble: str) -> JobRecord:
+    """Return the job without `level`, if it was refused because the state cannot be saved."""
+    if not trouble.startswith(_UNSAVEABLE):
+        return job
+    return _without(job, (level.name,), f"it failed once: {trouble}")
+
+
+def _without(job: JobRecord, names: tuple[str, ...], why: str) -> JobRecord:
+    return replace(job, capabilities=job.capabilities.without(dict.fromkeys(names, why)))

@@ -35,8 +35,8 @@ from ganger_master.core.model import (
     Stray,
     SuspendLevel,
 )
+from ganger_master.core.quarantine import END_UNKNOWN
 from ganger_master.core.state import State
-from ganger_master.core.texts import END_UNKNOWN
 
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
 _DESCRIBED_SECONDS: Final = 5.0

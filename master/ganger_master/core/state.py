@@ -16,15 +16,13 @@ from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.changes import Dirty, StoredChanges
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired_state import DesiredSet, Party, Projected
-from ganger_master.core.effects import HistoryRow
+from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, cut
 from ganger_master.core.model import Claim, Counters, Element, Gang, JobRecord, JobState, Node, NodeSet, Request
 from ganger_master.core.node_index import row_of
 from ganger_master.core.queue import Blocked, GrantedLease, QueueSubset, ReservedPlaces, Waiting, is_lack, is_lasting
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.texts import cut
 from ganger_master.core.user_usage import Holdings, Shares
 from ganger_master.policies import Places, policy_named
 

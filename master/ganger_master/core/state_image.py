@@ -19,9 +19,9 @@ from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ganger_master.core.changes import ELEMENT_TYPES, Dirty
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
 from ganger_master.core.desired_state import GangMember, Party, Projected, project
+from ganger_master.core.effects import ELEMENT_TYPES, Dirty
 from ganger_master.core.model import Claim, Counters, Element, Gang, JobRecord, Node, NodeSet, Request
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
 from ganger_master.core.settings import CoreSettings

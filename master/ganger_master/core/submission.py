@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from ganger.cluster.impossible import impossible
 
 from ganger_master.core.answers import Refused
+from ganger_master.core.array_members import bytes_of
 from ganger_master.core.model import JobSpec
 from ganger_master.core.state import State
-from ganger_master.core.substitution import bytes_of
 from ganger_master.core.user_usage import limit_of
 
 _TASKS_LIMIT = 10_000

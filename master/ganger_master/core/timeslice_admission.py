@@ -16,12 +16,12 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import capacity, colocation, events, moving, timeslice_groups
+from ganger_master.core import approval, colocation, events, move_sources, timeslice_groups
 from ganger_master.core import gang_orders as orders
-from ganger_master.core import moves as copies
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change
+from ganger_master.core.elastic import shape_for
 from ganger_master.core.model import (
     Claim,
     Gang,
@@ -33,10 +33,10 @@ from ganger_master.core.model import (
     NodeSet,
     SuspendLevel,
 )
+from ganger_master.core.move_sources import has_two_worlds
+from ganger_master.core.moves import can_hand_over
 from ganger_master.core.preconditions import unfinished
-from ganger_master.core.sizes import shape_for
 from ganger_master.core.state import State
-from ganger_master.core.worlds import has_two_worlds
 
 Claims: TypeAlias = tuple[Claim, ...]
 
@@ -140,7 +140,7 @@ def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -
     _check_host_memory(state, [member for member in members.values() if member.comes])
     for member in here.values():
         _check_level(state, member, first.level, here)
-    levels = {member.job.number: capacity.level_of(state, member.claims) for member in beginning}
+    levels = {member.job.number: approval.level_of(state, member.claims) for member in beginning}
     starts = {one.job.number: (one.claims, levels[one.job.number]) for one in beginning if one.gang is None}
     moves = {one.job.number: (one.claims, levels[one.job.number], one.change.purpose) for one in beginning if one.moves}
     resumes = tuple(sorted([number for number, member in members.items() if member.rests]))
@@ -314,14 +314,14 @@ def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Membe
         _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
     if change.claims and not orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
-    if copies.is_superseded(state, gang):
+    if move_sources.is_superseded(state, gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
     claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
     return _Member(change, job, gang, claims, gang.level, rests=True)
 
 
 def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
-    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not moving.can_hand_over(job):
+    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not can_hand_over(job):
         _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
     if gang.node_set and not has_arenas(gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
@@ -397,8 +397,8 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
         raise _RefusedError(job.number, shape)
-    refusals = () if member.moves else capacity.rules(state, job, shape.gpus)
-    refusals = refusals or capacity.node_rules(state, job, member.claims)
+    refusals = () if member.moves else approval.rules(state, job, shape.gpus)
+    refusals = refusals or approval.node_rules(state, job, member.claims)
     if not refusals:
         claims = member.claims
         arena = {claim.arena_bytes // claim.device_mask.bit_count() for claim in claims if claim.device_mask}

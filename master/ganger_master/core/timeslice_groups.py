@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, colocation, ending, moving, placement_leases
+from ganger_master.core import attempts, colocation, ending, moves, placement_leases
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.events import RowsChanged
@@ -65,7 +65,7 @@ def change(state: State, event: RowsChanged) -> None:
         if state.is_waiting(state.jobs[number]):
             _start_again(state, number, claims, level, now, cause)
         else:
-            moving.begin(state, number, claims, level, now, cause, purpose)
+            moves.begin(state, number, claims, level, now, cause, purpose)
     epochs = _epochs_of(state, event)
     nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
     before = state.sets.get(event.number)

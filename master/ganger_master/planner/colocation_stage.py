@@ -19,10 +19,10 @@ from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
 from msgspec import structs
 
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Change
 from ganger_master.core.model import GangIntent, JobRecord
-from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
+from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates, Packs, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut

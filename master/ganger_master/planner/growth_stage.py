@@ -20,10 +20,10 @@ from ganger.cluster.topology import bits
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Change
+from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.model import Gang, GangPhase, JobRecord
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
-from ganger_master.core.sizes import tasks_divide
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft

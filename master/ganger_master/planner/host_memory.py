@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.migration_plans import park
 from ganger_master.planner.packs import is_settled
 

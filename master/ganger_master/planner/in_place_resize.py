@@ -18,8 +18,8 @@ from ganger.cluster.view import View
 from msgspec.structs import replace
 
 from ganger_master.core.colocation import has_arenas
+from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Piece
-from ganger_master.core.sizes import tasks_divide
 from ganger_master.planner.job_table import LiveTable
 
 Claims: TypeAlias = tuple[Claim, ...]

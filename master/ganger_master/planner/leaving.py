@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 
 from ganger.cluster.view import View
 
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import (
     JobRates,

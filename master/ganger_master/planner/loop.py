@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import Goal
 from ganger_master.planner.plan import PlanDraft
 
 # Of a core, at most a quarter is spent on plans.

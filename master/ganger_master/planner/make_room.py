@@ -16,9 +16,9 @@ from ganger.cluster.placement import widest_now
 from ganger.cluster.resources import GangShape
 from msgspec.structs import replace as replace_of
 
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
-from ganger_master.core.purpose import Goal
 from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, Looked
 from ganger_master.planner.migration_plans import Errand, is_waiting
 from ganger_master.planner.plan import PlanDraft

@@ -25,12 +25,12 @@ from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from msgspec import structs
 
+from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, Change
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose
+from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free

@@ -20,10 +20,10 @@ from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
-from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
+from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import Holes
 from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, MigrationTerms, Moving

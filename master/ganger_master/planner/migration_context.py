@@ -15,11 +15,11 @@ from typing import Final, TypeAlias
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Goal
+from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable, is_shared
 from ganger_master.planner.migration_outcomes import Brought, Nobody, Rated
 from ganger_master.planner.migration_plans import Errand, MigrationStep, Stage, carry_on, stage_of

@@ -16,10 +16,10 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.purpose import Goal, Purpose
 from ganger_master.planner.job_table import LiveTable
 
 # An errand that is not done by then is given up: as long as the master waits for one move.

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.core.purpose import Goal
 from ganger_master.estimators.fitting import NOT_FITTED
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.planner.job_table import is_shared

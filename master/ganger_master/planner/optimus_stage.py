@@ -34,10 +34,10 @@ from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 
+from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import Change
+from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, GangPhase, JobRecord
-from ganger_master.core.purpose import Goal
-from ganger_master.core.sizes import devices_of
 from ganger_master.planner.in_place_resize import (
     NOTHING_UNDER_WAY,
     Resizing,

@@ -21,11 +21,11 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
 from msgspec import structs
 
+from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
-from ganger_master.core.moving import can_hand_over
-from ganger_master.core.purpose import Goal, Purpose, TrialFinding
+from ganger_master.core.moves import can_hand_over
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.context import fits_beside
 from ganger_master.planner.job_table import LiveTable

@@ -1,7 +1,7 @@
 """Whom its user's quota lets start, of those who wait: kept as jobs come and go.
 
 Who would take its user beyond it waits for other jobs of its user, not for devices. Jobs count as they do for the
-master (`core.capacity.rules`), who has the last word.
+master (`core.approval.rules`), which decides.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Final
 from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import WhatIf
 
+from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.commands import Change
-from ganger_master.core.purpose import Goal, TrialFinding
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices

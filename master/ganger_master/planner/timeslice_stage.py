@@ -15,7 +15,7 @@ from ganger.cluster.view import View
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, JobRecord
-from ganger_master.core.moving import can_hand_over
+from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.migration_context import move_costs
 from ganger_master.planner.slices import seat_of
 from ganger_master.policies.slicing import SliceShare, shares

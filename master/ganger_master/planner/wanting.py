@@ -9,10 +9,10 @@ import numpy as np
 from ganger.cluster.place_placement import Claims
 from ganger.cluster.resources import GangShape
 
+from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change
+from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.core.purpose import Goal, Purpose
-from ganger_master.core.sizes import devices_of
 from ganger_master.planner.in_place_resize import (
     Resizing,
     can_change,

@@ -28,8 +28,8 @@ from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import LINE_LIMIT, Change, Promise
-from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner import core_profiles
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes

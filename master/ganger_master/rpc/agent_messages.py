@@ -18,6 +18,7 @@ from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
 from ganger_master.core.desired_state import DesiredGang, DesiredRows, DesiredSet, GangMember
+from ganger_master.core.effects import cut
 from ganger_master.core.model import (
     Capabilities,
     GangIntent,
@@ -28,7 +29,6 @@ from ganger_master.core.model import (
     Restore,
     StoredOrder,
 )
-from ganger_master.core.texts import cut
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.

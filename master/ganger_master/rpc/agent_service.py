@@ -18,10 +18,9 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
-from ganger_master.core.array_members import StopRule
-from ganger_master.core.arrays import has_climbed, rule_of
+from ganger_master.core.array_model import StopRule
+from ganger_master.core.arrays import has_climbed, report_of, rule_of
 from ganger_master.core.desired_state import DesiredSet
-from ganger_master.core.memberships import report_of
 from ganger_master.core.model import JobRecord
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.agent_messages import ObservedParts

@@ -15,9 +15,9 @@ from ganger.wire.roles import CallerIdentity
 
 from ganger_master.core import colocation, heartbeats
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.array_members import members_of
 from ganger_master.core.arrays import no_array
 from ganger_master.core.explain import as_it_is, told_blockers
-from ganger_master.core.memberships import members_of
 from ganger_master.core.model import Gang, JobRecord, Node, NodeState
 from ganger_master.core.preconditions import no_job
 from ganger_master.core.retry import visible_to

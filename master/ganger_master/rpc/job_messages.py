@@ -13,8 +13,9 @@ from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
+from ganger_master.core.array_members import resolved
 from ganger_master.core.desired_state import ranks_by_claim
-from ganger_master.core.job_updates import Update
+from ganger_master.core.effects import cut
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.model import (
     Agent,
@@ -28,9 +29,8 @@ from ganger_master.core.model import (
     JobSpec,
     JobState,
     SuspendLevel,
+    Update,
 )
-from ganger_master.core.substitution import resolved
-from ganger_master.core.texts import cut
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress_board import Sample
 

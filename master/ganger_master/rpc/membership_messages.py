@@ -9,7 +9,7 @@ from typing import Final
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire.errors import SpecInvalid, Violation
 
-from ganger_master.core.array_members import LOSS, STEP, Membership, RuleKind, StopRule
+from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.model import JobMetric, JobRecord
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}

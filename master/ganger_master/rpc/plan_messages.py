@@ -11,9 +11,9 @@ from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
 from ganger_master.core import commands
-from ganger_master.core.change_reason import OnTheWay
+from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose, TrialFinding
+from ganger_master.core.explain import OnTheWay
 from ganger_master.core.model import SuspendLevel
-from ganger_master.core.purpose import NO_PURPOSE, Goal, Purpose, TrialFinding
 from ganger_master.rpc import job_messages
 
 _ROWS_MOST: Final = 1_000

@@ -20,7 +20,7 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.model import JobRecord
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.restarts import is_backing_off
+from ganger_master.core.retry import is_backing_off
 from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import check_jobs

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ganger.cluster.room import CapacityIndex
 
-from ganger_master.core.purpose import TrialFinding
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import Inner, moves_nobody, plan_moves

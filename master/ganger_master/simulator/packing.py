@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ganger.cluster.room import CapacityIndex
 
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Change
-from ganger_master.core.purpose import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.placements import PlacementPreference

@@ -12,9 +12,9 @@ from ganger.cluster.room import CapacityIndex
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Command
 from ganger_master.core.model import JobRecord, JobState
-from ganger_master.core.purpose import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.loop import is_stop

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ganger.cluster.room import CapacityIndex
 
-from ganger_master.core.purpose import TrialFinding
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import Errand
 from ganger_master.planner.plan import PlanDraft
