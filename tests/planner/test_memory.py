@@ -25,7 +25,7 @@ from ganger_master.planner.speeds import SpeedsByGpus
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
-from planner import test_packs_pass, test_together
+from planner import test_colocation_rates, test_packs_pass
 from planner.test_elastic_pass import IDLE_S, WINDOW_S, Planned
 from planner.test_moves import Moved, full, slower_together, together
 from planner.test_packs_pass import HALF, SLOWER, Tried
@@ -109,7 +109,7 @@ def test_what_the_pass_beside_it_said_last_is_not_noted_but_asked_for_anew() -> 
 def note(**more: Any) -> bytes:
     """Of a planner that knew job 7, which was submitted at 5."""
     seen = ColocationRates()
-    seen.put(test_together.job(7, create_time=5.0), None, 0, NOW)
+    seen.put(test_colocation_rates.job(7, create_time=5.0), None, 0, NOW)
     memory = packed(PlannerMemory(measured=RememberedRates(together=seen.remembered)))
     return noted(memory, **{"policy": POLICY, "now": NOW, **more})
 
@@ -247,7 +247,7 @@ def test_a_pack_of_which_the_note_does_not_know_is_taken_apart_though_the_rates_
 # -- what was measured
 
 
-class Restarted(test_together.Seen):
+class Restarted(test_colocation_rates.SteppingJobs):
     """Of jobs that go on while nobody looks."""
 
     def after(self, seconds: float) -> Restarted:
@@ -293,7 +293,7 @@ def test_who_was_moved_meanwhile_is_measured_anew_and_so_is_whom_it_left() -> No
 
 def test_all_that_is_measured_goes_on_where_it_was() -> None:
     def told(seen: Measurements) -> None:
-        job, gang = test_together.running(1, 0b1)
+        job, gang = test_colocation_rates.running(1, 0b1)
         seen.put(job, gang, 7, 50.0)
 
     def heard(seen: Measurements, steps: range) -> None:
@@ -304,7 +304,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
                 100.0 + step,
             )
 
-    whole, first, second = (Measurements(test_together.PACE) for _ in range(3))
+    whole, first, second = (Measurements(test_colocation_rates.PACE) for _ in range(3))
     for seen in (whole, first, second):
         seen.weighs_sizes = True
     told(whole)
