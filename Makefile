@@ -10,7 +10,7 @@ TESTERS ?= 3
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql check bench anchors protos clean
+.PHONY: help setup demo test retest explore chaos postgresql check docs bench anchors protos clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -54,6 +54,10 @@ check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
+
+docs: $(STAMP) ## the documentation as a site in build/site; a broken link is an error
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
 	@for name in $$($(BIN)/ganger bench --list | grep -vx anchors); do $(BIN)/ganger bench $$name --json || exit 1; done

@@ -1,4 +1,4 @@
-"""Every command of the README's tour works as it stands there, in order, on a cluster started by the first of them."""
+"""Every command of the tutorial works as printed, in order, on the cluster that it starts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kit.waiting import eventually
 pytestmark = [pytest.mark.system, pytest.mark.torch]
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorials" / "first-cluster.md").read_text()
 
 
 def commands() -> list[tuple[str, str]]:
-    """Each command of the tour and the remark behind it."""
-    tour = README.partition("## Five minutes")[2].partition("\n## ")[0]
-    lines = [line for block in re.findall(r"```console\n(.*?)```", tour, re.DOTALL) for line in block.splitlines()]
+    """Return each command of the tutorial and the remark behind it."""
+    blocks = re.findall(r"```console\n(.*?)```", TUTORIAL, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
     assert all(line.startswith("$ ") for line in lines)
     return [(text.strip(), remark.strip()) for text, _, remark in (line[2:].partition(" # ") for line in lines)]
 
@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     subprocess.run(["ganger", "down"], env=found, capture_output=True, check=False, timeout=100)
 
 
-def test_the_tour_can_be_taken(environment: dict[str, str]) -> None:
+def test_every_command_of_the_tutorial_works_in_order(environment: dict[str, str]) -> None:
     def run(text: str) -> subprocess.CompletedProcess[str]:
         words = shlex.split(text)
         return subprocess.run(
@@ -78,7 +78,8 @@ def test_every_command_of_the_documentation_is_one() -> None:
     from ganger.cli.main import COMMANDS, _added
 
     known = {*COMMANDS, *_added()}
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"):
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"]
+    for page in pages:
         for name in re.findall(r"(?:^\$ |^|`)ganger ([a-z]+)(?=[ `\n])", page.read_text(), re.MULTILINE):
             assert name in known, f"{page.name}: ganger {name}"
 

@@ -23,7 +23,12 @@ PERSON_WORDS = frozenset(
 SUFFIXES = (".py", ".proto", ".md", ".toml", ".yaml", ".sh", ".txt", "Makefile", "run")
 PEOPLE = Path(__file__).with_name("people.txt")
 # What names the words to look for them.
-_OWN = ("tools/guards/", "tests/contracts/test_guards.py", "docs/design/009-one-scheduler-renames.md")
+_OWN = (
+    "tools/guards/",
+    "tests/contracts/test_guards.py",
+    "CONTRIBUTING.md",
+    "docs/design/009-one-scheduler-renames.md",
+)
 # Words in prose, in snake_case and in CamelCase.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 

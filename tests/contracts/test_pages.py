@@ -1,0 +1,63 @@
+"""The pages of the documentation name files that exist, and every page is reachable from the index."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TOP = (
+    "client/",
+    "master/",
+    "daemon/",
+    "protos/",
+    "tests/",
+    "benchmarks/",
+    "experiments/",
+    "examples/",
+    "tools/",
+    "docs/",
+)
+# Design notes are history: they name the modules of their time.
+PAGES = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if "design" not in page.parts)]
+PAGES = sorted(page for page in PAGES if page.name != "CHANGELOG.md")
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """Yield the repository paths in backquotes."""
+    for quoted in re.findall(r"`([\w./-]+)`", text):
+        if quoted.startswith(TOP):
+            yield quoted
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of a page's relative links, without anchors."""
+    for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", page.read_text()):
+        if ":" not in target:
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert [name for name in named_paths(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = DOCS / "index.md"
+    linked = {os.path.normpath(DOCS / target) for target in links(index)}
+    pages = {str(page) for page in PAGES if page.is_relative_to(DOCS)} - {str(index)}
+    assert pages - linked == set()
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
