@@ -1,8 +1,6 @@
-"""What a master is told: defaults, overridden by a TOML file, then by GANGER_MASTER_* variables, then by flags.
+"""The master's configuration: defaults, overridden by a TOML file, then by GANGER_MASTER_* variables, then by flags.
 
-Parsed and validated once, all errors reported together, and passed down explicitly.
-
-Quotas as people write them: `alice=32,*=16`, or a table of the same.
+Parsed and validated once. All errors are reported together.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import math
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
@@ -21,11 +19,11 @@ from ganger.wire.endpoints import EndpointError, check_address, check_listen_add
 
 from ganger_master.policies import live_policy_named
 
-EVERYBODY_ELSE: Final = "*"
+ALL_OTHER_USERS: Final = "*"
 
 
 def quotas_of(value: object) -> dict[str, int]:
-    """GPUs by user, of a table, or of `alice=8,*=4` as variables and flags have it. ValueError."""
+    """Return GPUs by user from a table, or from the `alice=8,*=4` of variables and flags. Raises ValueError."""
     if isinstance(value, str):
         pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
         named = Counter(user.strip() for user, _, _ in pairs)
@@ -44,8 +42,8 @@ def quotas_of(value: object) -> dict[str, int]:
 
 
 def as_settings(quotas: Mapping[str, int]) -> dict[str, int]:
-    """As the core has them (`core.settings.Settings.quota_devices`)."""
-    return {"" if user == EVERYBODY_ELSE else user: gpus for user, gpus in quotas.items()}
+    """Return quotas as `CoreSettings.quota_devices` has them: the empty name stands for all other users."""
+    return {"" if user == ALL_OTHER_USERS else user: gpus for user, gpus in quotas.items()}
 
 
 def _named(users: list[str]) -> str:
@@ -54,7 +52,7 @@ def _named(users: list[str]) -> str:
 
 PREFIX: Final = "GANGER_MASTER_"
 
-# Settings that are whole numbers, and the things that they count.
+# Settings that are whole numbers, and what they count.
 _COUNTS: Final = {
     "finished_jobs_limit": "jobs",
     "pending_jobs_per_user": "jobs",
@@ -66,15 +64,15 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _NEVER: Final = ("lost_after_seconds", "quantum_seconds", "logs_kept_seconds", "checkpoints_kept_seconds")
-# Whoever is stopped at every plan does nothing else.
+# A job that is preempted at every plan makes no progress.
 _LEAST_PLAN_EVERY_SECONDS: Final = 1.0
 _LEAST_QUANTUM_SECONDS: Final = 0.5
-# One in a second.
+# One per second.
 _MOST_MOVES_PER_HOUR: Final = 3600.0
 
 
 class ConfigError(ValueError):
-    """One line per thing that is wrong with the configuration."""
+    """Errors of a configuration, one line each."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("\n".join(problems))
@@ -83,53 +81,57 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`lost_after_seconds` None means never: no job restarts elsewhere without an operator's word."""
+    """Settings of a master.
+
+    `lost_after_seconds`: silence after which a node is lost; None: never, so that no job restarts on another node
+    before an operator declares its node lost.
+    """
 
     state_dir: Path
     listen: str = "127.0.0.1:0"
     # Directory of the master's certificate; with one it may listen anywhere.
     tls: Path | None = None
-    # HOST:PORT where Prometheus may ask, beyond loopback with a certificate; nowhere by default.
+    # HOST:PORT that Prometheus scrapes; beyond loopback only with a certificate. Empty: no endpoint.
     metrics: str = ""
     database_url: str = ""
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
     policy: str = "fifo-backfill"
-    # Where the policy's planner places jobs: the least time between two plans that stop who runs.
+    # For policies whose planner places jobs: minimum time between two plans that preempt running jobs.
     plan_every_seconds: float = 300.0
-    # Where jobs take turns on GPUs (policy gandiva): for how long each; None: they do not.
+    # For policies with time slices (gandiva): length of a time slice; None: no time slices.
     quantum_seconds: float | None = 60.0
-    # Where running jobs are moved: moves of one node in an hour that nobody waits for; None: the planner's to say.
+    # For policies that migrate: opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_seconds: float = 1800.0
-    # Before a job is tried again whose attempts fail by themselves: after the second, doubled with each further one;
-    # zero: always at once.
+    # Delay before the restart of a job whose attempts fail by themselves: after the second failure, doubled with each
+    # further one; zero: no delay.
     restart_delay_seconds: float = 10.0
-    # A move or resize that is not complete by then is undone, and its job runs on where it is.
+    # A migration or resize that takes longer is undone, and its job keeps running on its old devices.
     move_deadline_seconds: float = 600.0
-    # The operator says that the database was restored from a backup, which the master otherwise notices by itself.
+    # The database was restored from a backup. The master mostly detects this by itself; with true it assumes it.
     restored: bool = False
-    # Least time that a restored master waits for daemons to call.
+    # Minimum time that a restored master waits for the daemons to connect.
     restored_wait_seconds: float = 20.0
-    # Sessions of two machines with one name are refused while the first answered this recently.
+    # A second machine with the name of a node is refused while the first one has called within this time.
     session_alive_seconds: float = 10.0
     events_kept_seconds: float = 30 * 86400.0
-    # What a job leaves goes so long after it ended; None: never.
+    # Time after the end of a job at which its logs and checkpoints are deleted; None: never.
     logs_kept_seconds: float | None = 30 * 86400.0
     checkpoints_kept_seconds: float | None = 30 * 86400.0
-    # Finished jobs that are kept, the last to end.
+    # Number of finished jobs to keep; the jobs that ended first are dropped.
     finished_jobs_limit: int = 10_000
-    # Limits of each user with a certificate of that role: pending jobs, bytes of the specs of jobs that have not ended,
-    # requests and changes in a second, and streams (watching, following logs) at once. Operators have none.
+    # Limits of each user with a certificate of the role `user`: pending jobs, bytes of the specs of unfinished jobs,
+    # requests and changes per second, and simultaneous streams (watch, follow logs). Operators have no limits.
     pending_jobs_per_user: int = 10_000
     spec_bytes_per_user: int = 256 * 1024 * 1024
     requests_per_user: int = 200
     changes_per_user: int = 10
     streams_per_user: int = 500
-    # GPUs that a user may hold at once; "*" is everybody who is not named. Nobody is bounded otherwise.
+    # GPUs that a user may hold at once; "*": each user without an entry. No entry, no limit.
     quotas: Mapping[str, int] = field(default_factory=dict)
-    # What a process at OFFLOAD is presumed to keep of its device (a context, buffers) where nobody can measure it.
+    # Device memory (context, buffers) assumed for a process parked at OFFLOAD where the driver reports none.
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
     # Start the planner where the policy needs one.
@@ -138,7 +140,7 @@ class Config:
 
     @property
     def database(self) -> str | Path:
-        """A URL, or the path of a SQLite file."""
+        """Return a URL, or the path of a SQLite file."""
         return self.database_url or self.state_dir / "ganger.db"
 
     @property
@@ -155,7 +157,7 @@ class Config:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of `90`, `10m`, `1.5h`; None for `never`. ValueError otherwise."""
+    """Return the seconds of `90`, `10m` or `1.5h`; None for `never`. Raises ValueError for any other text."""
     if text == "never":
         return None
     match = _DURATION.fullmatch(text.strip())
@@ -165,7 +167,7 @@ def parse_duration(text: str) -> float | None:
 
 
 def check_listen(listen: str, *, has_certificates: bool = False) -> str:
-    """What is wrong with an address to listen on; empty when nothing is."""
+    """Return what is wrong with an address to listen on; empty if nothing is."""
     try:
         check_listen_address(listen, has_certificates=has_certificates)
     except EndpointError as error:
@@ -183,7 +185,7 @@ def load(
     file_text: str = "",
     file_name: str = "config",
 ) -> Config:
-    """The configuration; raises ConfigError with everything that is wrong. Flags that are None were not given."""
+    """Return the configuration. Flags that are None were not given. Raises ConfigError with every error."""
     problems: list[str] = []
     raw: dict[str, object] = {}
     try:
@@ -211,60 +213,72 @@ def load(
 
 
 def _parse_one(name: str, value: object, has_certificates: bool) -> object:
-    if name in ("state_dir", "storage", "tls"):
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{name}: must be a path")
-        return Path(value).expanduser().absolute()
+    """Return the value of one setting. Raises ValueError, whose text begins with the setting's name."""
     if name == "listen":
-        problem = check_listen(str(value), has_certificates=has_certificates)
-        if problem:
-            raise ValueError(problem)
-        return str(value)
+        return _listen_address_of(value, has_certificates)
     if name == "metrics":
         return _metrics_of(value, has_certificates)
-    if name == "plan_every_seconds":
-        seconds = _duration_of(name, value)
-        if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
-            raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_SECONDS:g} s")
-        return seconds
-    if name == "quantum_seconds":
-        seconds = _duration_of(name, value)
-        if seconds is not None and seconds < _LEAST_QUANTUM_SECONDS:
-            raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_SECONDS:g} s, or never")
-        return seconds
-    if name == "moves_per_hour":
-        return _moves_of(value)
-    if name.endswith("_seconds"):
+    parse = _PARSERS.get(name)
+    if parse is not None:
+        return parse(name, value)
+    if name in _NAMES and name.endswith("_seconds"):
         return _duration_of(name, value)
-    if name in _COUNTS:
-        if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
-            raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
-        return int(str(value))
-    if name in ("residue_bytes", "spec_bytes_per_user"):
-        return parse_memory(value)
-    if name == "quotas":
-        return quotas_of(value)
-    if name in ("scheduler_host", "planner", "restored"):
-        return _truth_of(name, value)
-    if name == "log_level":
-        if value not in ("debug", "info", "warning", "error"):
-            raise ValueError(f"log_level {value!r}: one of debug, info, warning, error")
-        return value
-    if name in ("database_url", "policy"):
-        if not isinstance(value, str):
-            raise ValueError(f"{name}: must be text")
-        if name == "policy":
-            _check_policy(value)
-        return value
     known = ", ".join(sorted(one.removesuffix("_seconds") for one in _NAMES))
     raise ValueError(f"{name}: no such setting; known are {known}")
 
 
-def _check_policy(name: str) -> None:
+def _path_of(name: str, value: object) -> Path:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name}: must be a path")
+    return Path(value).expanduser().absolute()
+
+
+def _text_of(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: must be text")
+    return value
+
+
+def _listen_address_of(value: object, has_certificates: bool) -> str:
+    problem = check_listen(str(value), has_certificates=has_certificates)
+    if problem:
+        raise ValueError(problem)
+    return str(value)
+
+
+def _plan_interval_of(name: str, value: object) -> float:
+    seconds = _duration_of(name, value)
+    if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
+        raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_SECONDS:g} s")
+    return seconds
+
+
+def _quantum_of(name: str, value: object) -> float | None:
+    seconds = _duration_of(name, value)
+    if seconds is not None and seconds < _LEAST_QUANTUM_SECONDS:
+        raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_SECONDS:g} s, or never")
+    return seconds
+
+
+def _count_of(name: str, value: object) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,15}", str(value)) or not int(str(value)):
+        raise ValueError(f"{name}: {value!r} is not a number of {_COUNTS[name]} of at least 1")
+    return int(str(value))
+
+
+def _log_level_of(name: str, value: object) -> object:
+    if value not in ("debug", "info", "warning", "error"):
+        raise ValueError(f"{name} {value!r}: one of debug, info, warning, error")
+    return value
+
+
+def _policy_of(name: str, value: object) -> str:
+    policy = _text_of(name, value)
     try:
-        live_policy_named(name)
+        live_policy_named(policy)
     except KeyError as error:
         raise ValueError(str(error.args[0])) from None
+    return policy
 
 
 def _metrics_of(value: object, has_certificates: bool) -> str:
@@ -280,8 +294,8 @@ def _metrics_of(value: object, has_certificates: bool) -> str:
     return address
 
 
-def _moves_of(value: object) -> float | None:
-    """A number of moves, be it below one; None for `auto`."""
+def _moves_of(name: str, value: object) -> float | None:
+    """Return a number of migrations per hour, which may be below one; None for `auto`."""
     if value == "auto":
         return None
     try:
@@ -290,24 +304,24 @@ def _moves_of(value: object) -> float | None:
         moves = math.nan
     if not 0.0 <= moves <= _MOST_MOVES_PER_HOUR:
         most = f"{_MOST_MOVES_PER_HOUR:g}"
-        raise ValueError(f"moves_per_hour: {value!r} is no number of moves from 0 to {most}, nor auto")
+        raise ValueError(f"{name}: {value!r} is no number of moves from 0 to {most}, nor auto")
     return moves
 
 
 def _duration_of(name: str, value: object) -> float | None:
-    told = name.removesuffix("_seconds")
+    setting = name.removesuffix("_seconds")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{told}: {value!r} is no duration")
+        raise ValueError(f"{setting}: {value!r} is no duration")
     try:
         seconds = parse_duration(str(value))
     except ValueError as error:
-        raise ValueError(f"{told}: {error}") from None
+        raise ValueError(f"{setting}: {error}") from None
     if seconds is None and name not in _NEVER:
-        raise ValueError(f"{told}: never is not possible here")
+        raise ValueError(f"{setting}: never is not possible here")
     return seconds
 
 
-def _truth_of(name: str, value: object) -> bool:
+def _boolean_of(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     if value in ("true", "yes", "1", "false", "no", "0"):
@@ -316,3 +330,17 @@ def _truth_of(name: str, value: object) -> bool:
 
 
 _NAMES: Final = frozenset(one.name for one in fields(Config))
+
+_PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    **dict.fromkeys(("state_dir", "storage", "tls"), _path_of),
+    **dict.fromkeys(_COUNTS, _count_of),
+    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: parse_memory(value)),
+    **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
+    "plan_every_seconds": _plan_interval_of,
+    "quantum_seconds": _quantum_of,
+    "moves_per_hour": _moves_of,
+    "quotas": lambda name, value: quotas_of(value),
+    "log_level": _log_level_of,
+    "database_url": _text_of,
+    "policy": _policy_of,
+}

@@ -86,5 +86,5 @@ def test_every_policy_answers_on_a_recording_made_under_any_policy(tmp_path: Pat
     rerun, others = Rerun(read_lines(path)), [Otherwise(name) for name in LIVE]
     for happening in rerun:
         for other in others:
-            other.tell(happening, rerun.state)
+            other.record(happening, rerun.state)
     assert all(other.verdicts or other.passes for other in others)

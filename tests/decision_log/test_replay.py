@@ -40,7 +40,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def otherwise(file: Path, policy: str) -> Otherwise:
     rerun, other = Rerun(read_lines(file)), Otherwise(policy)
     for happening in rerun:
-        other.tell(happening, rerun.state)
+        other.record(happening, rerun.state)
     return other
 
 
@@ -140,7 +140,7 @@ def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path,
     most = 0
     for happening in rerun:
         before = len(other.planned)
-        other.tell(happening, rerun.state)
+        other.record(happening, rerun.state)
         for planned in other.planned[before:]:
             assert rerun.state is not None
             started = [rerun.state.jobs[number] for number in planned.starts]
@@ -160,7 +160,7 @@ def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() ->
     rerun = Rerun(lines)
     for happening in rerun:
         assert not isinstance(happening, Differs)
-        story.tell(happening, rerun.state)
+        story.record(happening, rerun.state)
     assert [(moment.what, moment.rank) for moment in story.moments if moment.what != "job_submitted"] == [
         ("submit", 0),
         ("ranked", 2),

@@ -96,31 +96,8 @@ def _gangs(state: State) -> Iterator[str]:
         if job is None:
             yield f"epoch {epoch} belongs to no job"
             continue
-        if epoch >= state.counters.next_epoch:
-            yield f"epoch {epoch} was never given"
-        if not gang.pieces or len(set(gang.nodes)) != len(gang.nodes):
-            yield f"epoch {epoch} has no pieces, or two on one node"
-        if gang.role is GangRole.ACTIVE and job.epoch != epoch:
-            yield f"epoch {epoch} is active, but {job.name} is at epoch {job.epoch}"
-        is_of_its_size = gang.role is GangRole.ACTIVE or (gang.role is GangRole.DESTINATION and not gang.resizes)
-        if is_of_its_size and gang.devices != job.gpus:
-            yield f"epoch {epoch} has {gang.devices} devices, but {job.name} has {job.gpus}"
-        if not job.spec.accepts(gang.devices):
-            yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"
-        if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
-            yield f"epoch {epoch} is a destination of no move"
-        if gang.intent is GangIntent.RUN and (gang.role is not GangRole.ACTIVE or gang.stop_sequence):
-            yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
-        if gang.intent is GangIntent.RUN and epoch <= job.moved_from:
-            yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
-        if gang.intent is GangIntent.RUN and not _holds_its_place(state, gang):
-            yield f"epoch {epoch} is to run without holding its placement"
-        if gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and not gang.stop_sequence:
-            yield f"epoch {epoch} is to stop, but its stop has no number"
-        if gang.stop_sequence > gang.master_sequence:
-            yield f"epoch {epoch} stops at a later order than its newest"
-        if (gang.intent is GangIntent.STOP) != (gang.role is GangRole.LEAVING):
-            yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
+        yield from _size_and_role(state, gang, job)
+        yield from _orders(state, gang, job)
         named = state.set_of.get(epoch, 0)
         if gang.node_set != (named if named and epoch in members(state, state.sets[named]) else 0):
             yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
@@ -128,6 +105,40 @@ def _gangs(state: State) -> Iterator[str]:
         running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is GangIntent.RUN]
         if len(running) > 1:
             yield f"jobs/{number} is to run as epochs {running} at once"
+
+
+def _size_and_role(state: State, gang: Gang, job: JobRecord) -> Iterator[str]:
+    epoch = gang.epoch
+    if epoch >= state.counters.next_epoch:
+        yield f"epoch {epoch} was never given"
+    if not gang.pieces or len(set(gang.nodes)) != len(gang.nodes):
+        yield f"epoch {epoch} has no pieces, or two on one node"
+    if gang.role is GangRole.ACTIVE and job.epoch != epoch:
+        yield f"epoch {epoch} is active, but {job.name} is at epoch {job.epoch}"
+    is_of_its_size = gang.role is GangRole.ACTIVE or (gang.role is GangRole.DESTINATION and not gang.resizes)
+    if is_of_its_size and gang.devices != job.gpus:
+        yield f"epoch {epoch} has {gang.devices} devices, but {job.name} has {job.gpus}"
+    if not job.spec.accepts(gang.devices):
+        yield f"epoch {epoch} has {gang.devices} devices, which {job.name} does not accept"
+    if gang.role is GangRole.DESTINATION and job.next_epoch != epoch:
+        yield f"epoch {epoch} is a destination of no move"
+
+
+def _orders(state: State, gang: Gang, job: JobRecord) -> Iterator[str]:
+    epoch = gang.epoch
+    if gang.intent is GangIntent.RUN:
+        if gang.role is not GangRole.ACTIVE or gang.stop_sequence:
+            yield f"epoch {epoch} is to run, but is {gang.role} with stop {gang.stop_sequence}"
+        if epoch <= job.moved_from:
+            yield f"epoch {epoch} is to run, though {job.name} has moved on from epoch {job.moved_from}"
+        if not _holds_its_place(state, gang):
+            yield f"epoch {epoch} is to run without holding its placement"
+    if gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and not gang.stop_sequence:
+        yield f"epoch {epoch} is to stop, but its stop has no number"
+    if gang.stop_sequence > gang.master_sequence:
+        yield f"epoch {epoch} stops at a later order than its newest"
+    if (gang.intent is GangIntent.STOP) != (gang.role is GangRole.LEAVING):
+        yield f"epoch {epoch} is {gang.role} with intent {gang.intent}"
 
 
 def _holds_its_place(state: State, gang: Gang) -> bool:

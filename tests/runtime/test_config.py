@@ -43,7 +43,7 @@ def test_all_mistakes_are_reported_together() -> None:
         load(
             {"listen": "10.0.0.1:80", "lost_after": "soon", "log_level": "loud"},
             {"GANGER_MASTER_FINISHED_JOBS_LIMIT": "0"},
-            'nonsense_key = 1\nresidue_bytes = "much"\n',
+            'nonsense_key = 1\nnonsense_seconds = 1\nresidue_bytes = "much"\n',
         )
     text = str(refused.value)
     for word in (
@@ -52,6 +52,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "log_level 'loud'",
         "'0' is not a number of jobs",
         "nonsense_key",
+        "nonsense_seconds",
         "'much'",
         "--state-dir",
     ):

@@ -1,14 +1,25 @@
-"""`ganger replay`: a recording decided once more, the story of a job in it, and what another policy would have said."""
+"""`ganger replay`: repeat the decisions of a recording, print a job's history, compare with another policy."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from ganger.console.parameter_types import Within
+
+if TYPE_CHECKING:
+    # The command line loads these only when the command runs.
+    from ganger_master.decision_log.counterfactual import Otherwise
+    from ganger_master.decision_log.job_history import Story
+    from ganger_master.decision_log.render import LogSummary
+    from ganger_master.decision_log.rerun import Differs, Rerun
 
 
 @click.command()
@@ -23,73 +34,133 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     Exits with 1 where a decision differs, and prints the first one that does.
     """
     from ganger.console.exit_codes import CommandError, ExitCode
-    from ganger.console.tables import print_table
 
     from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
-    from ganger_master.decision_log.lines import LineError, RecordingUnreadable, read_lines
-    from ganger_master.decision_log.render import LogSummary
-    from ganger_master.decision_log.rerun import Differs, Ended, Rerun
 
-    tally, differences = LogSummary(), list[Differs]()
     story = None if number is None else Story(number)
-    reason, line, last = "", 0, 0.0
     try:
         other = None if policy is None else Otherwise(policy)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
-    try:
-        rerun = Rerun(read_lines(file))
-        began = last = rerun.header.began
-        if rerun.header.ganger != (own := _own_version()):
-            print(
-                f"recorded by ganger {rerun.header.ganger}, replayed by {own}: it may decide otherwise", file=sys.stderr
-            )
-        for happening in rerun:
-            if until is not None and happening.time > began + until:
-                reason = f"as far as {until:g} s"
-                if story is not None and rerun.state is not None:
-                    story.situation(line, last, reason, rerun.state)
-                break
-            line, last = happening.number, happening.time
-            tally.tell(happening)
-            if isinstance(happening, Differs):
-                differences.append(happening)
-            elif isinstance(happening, Ended):
-                reason = happening.reason
-            if story is not None:
-                story.tell(happening, rerun.state)
-            if other is not None:
-                other.tell(happening, rerun.state)
-    except RecordingUnreadable as error:
-        is_forbidden = isinstance(error.__cause__, PermissionError)
-        raise CommandError(str(error), ExitCode.NOT_PERMITTED if is_forbidden else ExitCode.USAGE) from error
-    except LineError as error:
-        raise CommandError(f"{file}: it is damaged behind line {line}: {error}", ExitCode.USAGE) from error
+    rerun = _opened(file)
+    replayed = _Replayed(rerun, render.LogSummary(), story, other, rerun.header.began)
+    with _errors_of(file, lambda: replayed.last_line):
+        _replay(replayed, until)
     if story is not None and not story.moments:
         since = "" if until is None else f" in the first {until:g} s"
         raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
     if as_json:
-        found = render.plain(rerun.header, last - began, reason, tally, differences, story, other)
-        json.dump(found, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        _print_json(replayed)
     else:
-        print(render.headline(rerun.header, last - began, tally, reason))
-        for text in render.agreement(differences, began):
-            print(text)
+        _print_text(replayed)
+    return ExitCode.JOB_FAILED if replayed.differences else ExitCode.OK
+
+
+@dataclass
+class _Replayed:
+    """A recording and what its replay found so far. `last_s`: Unix time of the last entry."""
+
+    rerun: Rerun
+    summary: LogSummary
+    story: Story | None
+    other: Otherwise | None
+    last_s: float
+    last_line: int = 0
+    end_reason: str = ""
+    differences: list[Differs] = field(default_factory=list)
+
+
+@contextmanager
+def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Turn errors of a recording into errors of the command. `line`: the last line that was good."""
+    from ganger.console.exit_codes import CommandError, ExitCode
+
+    from ganger_master.decision_log.lines import LineError, RecordingUnreadable
+
+    try:
+        yield
+    except RecordingUnreadable as error:
+        is_forbidden = isinstance(error.__cause__, PermissionError)
+        raise CommandError(str(error), ExitCode.NOT_PERMITTED if is_forbidden else ExitCode.USAGE) from error
+    except LineError as error:
+        raise CommandError(f"{file}: it is damaged behind line {line()}: {error}", ExitCode.USAGE) from error
+
+
+def _opened(file: Path) -> Rerun:
+    """Open a recording and warn if another version of Ganger wrote it."""
+    from ganger_master.decision_log.lines import read_lines
+    from ganger_master.decision_log.rerun import Rerun
+
+    with _errors_of(file):
+        rerun = Rerun(read_lines(file))
+    if rerun.header.ganger != (own := _own_version()):
+        print(f"recorded by ganger {rerun.header.ganger}, replayed by {own}: it may decide otherwise", file=sys.stderr)
+    return rerun
+
+
+def _replay(replayed: _Replayed, until_s: float | None) -> None:
+    """Repeat the decisions up to `until_s` seconds after the recording began, or up to its end."""
+    from ganger_master.decision_log.rerun import Differs, Ended
+
+    rerun, story, other = replayed.rerun, replayed.story, replayed.other
+    for entry in rerun:
+        if until_s is not None and entry.time > rerun.header.began + until_s:
+            replayed.end_reason = f"as far as {until_s:g} s"
+            if story is not None and rerun.state is not None:
+                story.situation(replayed.last_line, replayed.last_s, replayed.end_reason, rerun.state)
+            return
+        replayed.last_line, replayed.last_s = entry.number, entry.time
+        replayed.summary.record(entry)
+        if isinstance(entry, Differs):
+            replayed.differences.append(entry)
+        elif isinstance(entry, Ended):
+            replayed.end_reason = entry.reason
         if story is not None:
-            print("\n" + "\n".join(render.story_lines(story, began)))
+            story.record(entry, rerun.state)
         if other is not None:
-            print("\n" + "\n".join(render.otherwise_lines(other, began, number)))
-        if story is None and other is None and tally.jobs:
-            print()
-            rows = [
-                (str(job), str(asking.requests), str(asking.approved), asking.reason)
-                for job, asking in sorted(tally.jobs.items())
-            ]
-            print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
-    return ExitCode.JOB_FAILED if differences else ExitCode.OK
+            other.record(entry, rerun.state)
+
+
+def _print_json(replayed: _Replayed) -> None:
+    from ganger_master.decision_log import render
+
+    header = replayed.rerun.header
+    found = render.plain(
+        header,
+        replayed.last_s - header.began,
+        replayed.end_reason,
+        replayed.summary,
+        replayed.differences,
+        replayed.story,
+        replayed.other,
+    )
+    json.dump(found, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _print_text(replayed: _Replayed) -> None:
+    from ganger.console.tables import print_table
+
+    from ganger_master.decision_log import render
+
+    header, story, other, summary = replayed.rerun.header, replayed.story, replayed.other, replayed.summary
+    print(render.headline(header, replayed.last_s - header.began, summary, replayed.end_reason))
+    for text in render.agreement(replayed.differences, header.began):
+        print(text)
+    if story is not None:
+        print("\n" + "\n".join(render.story_lines(story, header.began)))
+    if other is not None:
+        only = None if story is None else story.number
+        print("\n" + "\n".join(render.otherwise_lines(other, header.began, only)))
+    if story is None and other is None and summary.jobs:
+        print()
+        rows = [
+            (str(job), str(asking.requests), str(asking.approved), asking.reason)
+            for job, asking in sorted(summary.jobs.items())
+        ]
+        print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
 
 
 def _own_version() -> str:

@@ -68,7 +68,7 @@ class Otherwise:
         self._passed_at = float("-inf")
         self._answer: Answer | None = None
 
-    def tell(self, happening: Happening, state: State | None) -> None:
+    def record(self, happening: Happening, state: State | None) -> None:
         if state is None:
             return
         match happening:

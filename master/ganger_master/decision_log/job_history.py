@@ -83,7 +83,7 @@ class Story:
         # In the planner's line, as it was last told.
         self._told_rank = 0
 
-    def tell(self, happening: Happening, state: State | None) -> None:
+    def record(self, happening: Happening, state: State | None) -> None:
         if state is None:
             return
         match happening:

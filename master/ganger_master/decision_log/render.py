@@ -39,7 +39,7 @@ class LogSummary:
     batches: int = 0
     jobs: dict[int, Asking] = field(default_factory=dict)
 
-    def tell(self, happening: Happening) -> None:
+    def record(self, happening: Happening) -> None:
         match happening:
             case Drawn():
                 self.batches += 1

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from ganger.cluster.impossible import impossible
 
-from ganger_master.config import EVERYBODY_ELSE, as_settings
+from ganger_master.config import ALL_OTHER_USERS, as_settings
 from ganger_master.core.model import JobSpec
 from ganger_master.core.submission import violations_of
 from ganger_master.core.user_usage import limit_of
@@ -29,7 +29,7 @@ _TOLD = 8
 def strangers_among(quotas: Mapping[str, int], jobs: Workload) -> RowFinding | None:
     """What is wrong where quotas name users of whom there are no jobs: it is mistyped, or another trace is meant."""
     users = set(users_of(jobs)) - {""}
-    strangers = sorted(quotas.keys() - users - {EVERYBODY_ELSE})
+    strangers = sorted(quotas.keys() - users - {ALL_OTHER_USERS})
     if not strangers:
         return None
     names = ", ".join(map(repr, strangers[:_TOLD]))
@@ -51,7 +51,7 @@ def within_quotas(jobs: Workload, quotas: Mapping[str, int]) -> tuple[Workload, 
         what = f"needs more GPUs than the {bound:,.0f} of its user's quota"
         tally.note(RowFindingKind.SKIPPED, what, jobs.lines[~fits & (limit == bound)])
     nobodys = fits & (np.array(users, object) == "")
-    shared = f"all such jobs together have {EVERYBODY_ELSE}={limits['']}" if "" in limits else "no quota bounds it"
+    shared = f"all such jobs together have {ALL_OTHER_USERS}={limits['']}" if "" in limits else "no quota bounds it"
     tally.note(RowFindingKind.CHANGED, f"names no user: {shared}", jobs.lines[nobodys])
     return jobs if fits.all() else jobs.take(fits), tally.findings()
 
