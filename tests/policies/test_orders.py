@@ -13,8 +13,7 @@ from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked
 from ganger_master.policies.orders.aging import with_aging
 from ganger_master.policies.orders.registry import ORDERS, order_named, summary
-from ganger_master.policies.orders.tiresias import tiresias
-from ganger_master.policies.orders.tiresias_gittins import tiresias_gittins
+from ganger_master.policies.orders.tiresias import tiresias, tiresias_gittins
 from ganger_master.policies.service_history import ServiceHistory
 from hypothesis import given
 from hypothesis import strategies as st

@@ -20,7 +20,7 @@ from ganger_master.core.model import Gang
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
-from ganger_master.policies.orders.las2d import LAS2D
+from ganger_master.policies.orders.attained_service import LAS2D
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers

@@ -1,7 +1,7 @@
-"""Which live jobs go first: one file per order, each a pure function from facts to columns to sort by.
+"""Orders of live jobs: pure functions from facts to the columns that jobs are sorted by.
 
-Smaller goes first. The first column decides, then the second, and so on; every tie that is left is broken by arrival
-and then by number. A job's priority goes before all of them (`ranked`).
+Smaller goes first. The first column decides, then the second, and so on; arrival and then the job's number break the
+remaining ties. Priority goes before all columns (`ranked`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Int
 from ganger_master.policies.service_history import ServiceHistory
 from ganger_master.policies.sorting import sorted_by
 
-# The columns, most significant first, from the facts, the time and the cluster.
+# (facts, now, capacity) -> columns, most significant first.
 Keys: TypeAlias = Callable[[Facts, float, Capacity], tuple[NDArray[Any], ...]]
 
-# Seconds that count as nothing where a clock is held against a limit: a change that was seen coming is there when its
-# time has come, however the sums were rounded, and the next one is at least this far away.
+# Tolerance where a clock is compared with a limit. A predicted change has happened when its time comes, whatever the
+# rounding of sums, and the next one is at least this far away.
 SLACK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """`preempts`: who goes first may take the place of who runs. `is_strict`: nobody passes a job that does not fit.
-    `knows_durations`: it asks an oracle, so it serves for comparison only. `learns`: it goes by indices
-    learned from other jobs (`estimators.run_time`). `with_history`: itself,
-    for the GPU-seconds of jobs that have ended.
+    """An order by name. The docstring of `keys` begins with a line that describes the order (`registry.summary`).
 
-    `next_change`: when it will rank differently though nothing happens, if that comes in jumps. `overdue`: who has
-    waited too long, of a cluster of so many GPUs, so that nobody may pass them for good (`selection.selected`).
-    `overdue_share`: the part of the cluster that may go to them at once (`aging`). `regroups`: those it runs change
-    places where that makes room for a gang that finds none. `rests`: who was stopped for others starts again only when
-    it could be stopped again. `placement`: where gangs go unless a policy's name says.
-    `is_steady`: nobody ranks otherwise for having been started or stopped, until time has passed. `by_arrival`: who
-    waits does so in the order of submission, as in the master's queue.
+    * `preempts`: a job may take the place of a running job that ranks below it.
+    * `is_strict`: no job passes one that does not fit.
+    * `knows_durations`: reads an oracle's remaining times, so it serves for comparison only.
+    * `learns`: reads indices that are estimated from other jobs (`estimators.run_time`).
+    * `next_change`: when the ranking changes without an event, if it changes in jumps.
+    * `overdue`: the jobs, on a cluster of so many GPUs, that have waited too long (`selection.selected`).
+    * `overdue_share`: the part of the cluster that overdue jobs may take at once (`aging`).
+    * `regroups`: running jobs are restarted elsewhere to make room for a gang that fits nowhere.
+    * `rests`: a preempted job starts again only in a plan that may preempt.
+    * `placement`: the placement, unless the policy's name has one.
+    * `with_history`: returns this order for the GPU-seconds of ended jobs.
+    * `is_steady`: starting or stopping a job changes no rank until time has passed.
+    * `by_arrival`: pending jobs are in the order of submission, as in the master's queue.
     """
 
     name: str
@@ -59,23 +62,25 @@ class JobOrder:
 
 
 def as_decimals(amounts: Floats) -> Floats:
-    """Seconds, or GPU-seconds, to go by: those that are equal in decimals are, however their sums were rounded."""
+    """Round seconds or GPU-seconds, so that equal amounts compare equal whatever the rounding of their sums."""
     rounded: Floats = amounts.round(6)
     return rounded
 
 
 def ranked(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> Integers:
-    """Positions in the facts, first job first."""
+    """Return positions in the facts, first job first."""
     return sorted_by(*ranks(order, facts, now, capacity))
 
 
 def ranks(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-    """The columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
+    """Return all columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
     return (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
 
 
 def next_change_s(order: JobOrder, facts: Facts, now: float) -> float:
-    """The earliest time after now at which the order may change by itself (a job enters another queue, a wait becomes
-    too long, a deadline passes); infinite if it does not before something happens. Orders that change all the time
-    (las, las2d, ftf, and an index within a queue) are asked anew by rounds instead."""
+    """Return the earliest time after now at which the ranking may change without an event; infinite if there is none.
+
+    Such changes are: a job enters another queue, a wait becomes overdue, a deadline passes. Rankings that change all
+    the time (las, las2d, ftf, an index inside a queue) are recomputed at intervals instead.
+    """
     return math.inf if order.next_change is None else order.next_change(facts, now)

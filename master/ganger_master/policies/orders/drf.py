@@ -1,11 +1,11 @@
-"""Dominant resource fairness, weighted: the user with the smallest dominant share gets the next gang.
+"""Dominant resource fairness with gangs as units (Ghodsi et al., NSDI 2011, section 4: progressive filling).
 
-Ghodsi et al., NSDI 2011, section 4 (Algorithm 1, progressive filling) with gangs as units: a user's dominant share is
-the largest of their shares of GPUs, cores and memory, divided by their weight. A gang that does not fit any more is
-passed over and counts for nobody. The sequence in which gangs are visited is the order; those passed over follow as
-they arrived. Who runs and may not be stopped is visited before all.
+A user's dominant share is the largest of their shares of GPUs, cores and memory, divided by their weight. The user with
+the smallest one receives the next gang. A gang that does not fit any more is skipped and counts for no user. The order
+is the sequence of the visits; skipped gangs follow in order of arrival. Running gangs that may not be preempted are
+visited first.
 
-Synergy's "DRF" sorts jobs by the share of their own demand: that is something else, no user has a share in it.
+Synergy's "DRF" is another order: it sorts jobs by the share of their own demand, and users have no shares.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Int
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.sorting import sorted_by
 
-# Shares are compared to this many decimals, so that how sums were rounded decides no tie.
+# Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
 _DECIMALS = 9
-# Gangs sorted at the first look: most clusters are full after so many, or nearly.
-_FIRST_GLANCE = 1_024
+# Gangs sorted in the first batch: most clusters are full, or nearly so, after this many.
+_FIRST_BATCH = 1_024
 
 
-def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+def drf_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """Dominant resource fairness, weighted: the user with the smallest dominant share gets the next gang."""
     is_kept = facts.is_running & ~facts.is_preemptible
     line = sorted_by(-facts.priority, facts.arrival_s, facts.number)
     line = np.concatenate((line[is_kept[line]], line[~is_kept[line]]))
@@ -44,11 +45,11 @@ def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ..
 def filled(
     demands: Floats, capacity: Floats, user: Integers, weight: Floats, level: Integers | None = None
 ) -> tuple[Integers, int]:
-    """The gangs in the sequence of their visits, those passed over last, and how many of them were served.
+    """Return the gangs in the sequence of their visits, skipped ones last, and the number of gangs served.
 
-    `demands` (resources, gangs) in the line in which users want them served, which also breaks ties; `capacity`
-    (resources,), where 0 means that the resource is not shared; `weight` > 0, of a user that of their first gang;
-    `level`, rising along the line: all of a level are visited before the next.
+    `demands` (resources, gangs): in the order in which each user wants gangs served, which also breaks ties.
+    `capacity` (resources,): 0 means that the resource is not shared. `user`, `weight` (gangs,): a user has the weight,
+    above 0, of their first gang. `level` (gangs,), ascending: all gangs of a level are visited before the next level.
     """
     count = len(user)
     level = np.zeros(count, np.int64) if level is None else level
@@ -59,13 +60,13 @@ def filled(
     served: list[Integers] = []
     is_left = np.ones(count, bool)
     fitting = np.flatnonzero((demands <= free).all(axis=0))
-    glance = _FIRST_GLANCE
+    batch = _FIRST_BATCH
     while len(fitting):
-        line = _first(glance, fitting, level, users.shares(fitting))
+        line = _first(batch, fitting, level, users.shares(fitting))
         fits = (np.cumsum(demands.take(line, axis=1), axis=1) <= free).all(axis=0)
-        # The first fits, so every look serves somebody.
+        # The first gang fits, so every iteration serves at least one.
         stretch = line if fits.all() else line[: int(np.argmin(fits))]
-        glance = 4 * glance if len(stretch) == len(line) else _FIRST_GLANCE
+        batch = 4 * batch if len(stretch) == len(line) else _FIRST_BATCH
         served.append(stretch)
         users.give(stretch)
         free = free - demands.take(stretch, axis=1).sum(axis=1, keepdims=True)
@@ -76,9 +77,9 @@ def filled(
 
 
 def _first(count: int, gangs: Integers, level: Integers, shares: Floats) -> Integers:
-    """These gangs in the sequence of their visits: about the first `count`, and all that are tied with them."""
+    """Return about the first `count` gangs in the sequence of their visits, and all that are tied with them."""
     if len(gangs) > count:
-        # Levels rise along the line; of the last one that is reached, the smallest shares.
+        # Whole levels, and the smallest shares of the last level that is reached.
         reached = level[gangs[count - 1]]
         is_last = level[gangs] == reached
         before = int(np.argmax(is_last))
@@ -89,15 +90,15 @@ def _first(count: int, gangs: Integers, level: Integers, shares: Floats) -> Inte
 
 
 class _Users:
-    """What users have got so far."""
+    """Shares of the cluster that users hold so far."""
 
     def __init__(self, user: Integers, weight: Floats, wanted: Floats) -> None:
         """`wanted` (resources, gangs): shares of the cluster."""
         names, self._position = np.unique(user, return_inverse=True)
-        self._given = wanted
-        # Few users fit into few bits, and few bits are sorted by counting.
+        self._of_gang = wanted
+        # A small integer type makes NumPy use a radix sort.
         self._line = np.argsort(self._position.astype(np.min_scalar_type(len(names))), kind="stable")
-        # Along the lines of the users, one behind the other.
+        # Arrays over the concatenated lines of all users.
         self._user = self._position[self._line]
         self._wanted = wanted.take(self._line, axis=1)
         self._begins = np.flatnonzero(np.diff(self._user, prepend=-1))
@@ -105,16 +106,19 @@ class _Users:
         self._held = np.zeros((len(wanted), len(names)))
 
     def give(self, gangs: Integers) -> None:
-        for held, wanted in zip(self._held, self._given, strict=True):
+        """Add these gangs to the shares of their users."""
+        for held, wanted in zip(self._held, self._of_gang, strict=True):
             held += np.bincount(self._position[gangs], wanted[gangs], len(held))
 
     def shares(self, gangs: Integers) -> Floats:
-        """The dominant share, by weight, at which each of these gangs is visited: what its user has, and what those of
-        these before it in the user's line will have taken. It only grows along each user's line, so that to merge the
-        lines is to sort by it."""
-        is_asked = np.zeros(len(self._user), bool)
-        is_asked[gangs] = True
-        wanted = self._wanted * is_asked[self._line]
+        """Return the weighted dominant share at which each of these gangs is visited.
+
+        It counts what the user holds and the gangs before this one in the user's line. It never falls along a user's
+        line, so sorting by it merges the lines.
+        """
+        is_counted = np.zeros(len(self._user), bool)
+        is_counted[gangs] = True
+        wanted = self._wanted * is_counted[self._line]
         before = np.cumsum(wanted, axis=1) - wanted
         before += (self._held - before[:, self._begins]).take(self._user, axis=1)
         shares = np.empty(len(self._user))
@@ -124,9 +128,9 @@ class _Users:
 
 
 def _levels(is_kept: Flags, priority: Integers) -> Integers:
-    """Numbers that rise whenever the next of the line is of another level."""
+    """Return numbers that rise wherever priority or `is_kept` changes along the line."""
     differs = (np.diff(priority) != 0) | (np.diff(is_kept.astype(np.int8)) != 0)
     return np.concatenate((np.zeros(min(1, len(priority)), np.int64), np.cumsum(differs)))
 
 
-DRF = JobOrder("drf", keys)
+DRF = JobOrder("drf", drf_keys)

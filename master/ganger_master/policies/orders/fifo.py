@@ -1,4 +1,4 @@
-"""By arrival, nobody passes anybody, and nobody running is stopped (Tiresias's `fifo`)."""
+"""First in, first out: strict, and with backfill."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ganger_master.policies.job_facts import Capacity, Facts
 from ganger_master.policies.orders import JobOrder
 
 
-def keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+def fifo_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """By arrival; no job passes another, and no running job is preempted (Tiresias's `fifo`)."""
     return ()
 
 
-def keys_passing(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-    """By arrival, passing over what does not fit, and nobody running is stopped (Tiresias's `fjf`)."""
+def backfill_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """By arrival, skipping jobs that do not fit; no running job is preempted (Tiresias's `fjf`)."""
     return ()
 
 
-FIFO = JobOrder("fifo", keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
-FIFO_BACKFILL = JobOrder("fifo-backfill", keys_passing, preempts=False, is_steady=True, by_arrival=True)
+FIFO = JobOrder("fifo", fifo_keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
+FIFO_BACKFILL = JobOrder("fifo-backfill", backfill_keys, preempts=False, is_steady=True, by_arrival=True)
