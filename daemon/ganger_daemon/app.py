@@ -308,7 +308,7 @@ class Daemon:
         host = self._settings.listen_host
         tls = self._settings.tls
         server = make_server(token, by_role=tls is not None)
-        # Who has the token is no daemon of any node in particular.
+        # Callers with the token count as an operator: the token names no node.
         callers = Callers(CallerIdentity(CallerRole.OPERATOR, own_user()), by_role=tls is not None)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs, callers), server)
         try:
@@ -416,7 +416,7 @@ def _first_that_works(make: Callable[[int], T], port: int) -> T:
         try:
             return make(port)
         except (EndpointError, OSError):
-            pass  # somebody else has it now
+            pass  # another process has taken the port
     return make(0)
 
 

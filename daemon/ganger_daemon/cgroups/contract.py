@@ -89,7 +89,7 @@ class Cgroups(Protocol):
 
 
 def is_done(cgroups: Cgroups, capability: str) -> bool:
-    """Whether the kernel does it, not signals or nobody."""
+    """Return whether the kernel provides a capability; false where signals replace it or nothing does."""
     return cgroups.capabilities[capability] in ("v1", "v2")
 
 

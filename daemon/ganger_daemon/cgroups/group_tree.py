@@ -117,7 +117,7 @@ class GroupTree:
         return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)
 
     def track(self, group: str, pid: int) -> None:
-        """The kernel knows who is in the group."""
+        """Do nothing: the kernel lists the processes of a group."""
 
     def pids(self, group: str) -> tuple[int, ...]:
         found: set[int] = set()
@@ -142,7 +142,7 @@ class GroupTree:
         part = self._parts.stop
         if part is not None:
             part.kill(self._at(part.root, group))
-        # who is only in another tree of the group, or where there is no part for it
+        # processes that only another tree of the group lists, or where no tree can kill
         files.signal_all(self.pids(group), signal.SIGKILL)
 
     def oom_kills(self, group: str) -> int:

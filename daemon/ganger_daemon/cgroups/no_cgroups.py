@@ -135,7 +135,7 @@ class NoCgroups:
         return bool(pids) and all(_state(pid) in ("T", "Z", "") for pid in pids)
 
     def kill(self, group: str) -> None:
-        # stopped first, nobody forks between the look and the signal
+        # stopped first: no process forks between the listing and the signal
         files.signal_all(self.pids(group), signal.SIGSTOP)
         for _ in range(SWEEPS):
             pids = self.pids(group)

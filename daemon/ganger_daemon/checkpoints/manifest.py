@@ -43,7 +43,7 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Shards of one agreement, as they are reported; of an agreement nobody else hears before it is complete."""
+    """Shards of one agreement, collected until every rank has reported its own."""
 
     world: int
     step: int

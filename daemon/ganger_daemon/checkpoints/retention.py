@@ -42,7 +42,7 @@ def _age(name: CheckpointName) -> tuple[int, int]:
 
 
 def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
-    """Whether nobody writes there any more: of an older epoch, or passed over by its own."""
+    """Return whether no rank writes an unfinished checkpoint any more: it is no newer than the newest finished one."""
     return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
 
 
@@ -50,7 +50,7 @@ def collect(directory: Path, newest: CheckpointName, wanted: Collection[Checkpoi
     """Removes surplus checkpoints, leftovers and old trash from one job's directory, `newest` being just published;
     names removed.
 
-    A checkpoint is renamed before it is deleted, so that nobody ever finds half of one under its name.
+    A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
     """
     if not directory.is_dir():
         return ()
@@ -60,7 +60,7 @@ def collect(directory: Path, newest: CheckpointName, wanted: Collection[Checkpoi
 
 
 def collect_abandoned(directory: Path, epoch: int) -> tuple[str, ...]:
-    """Removes what the ranks of an epoch began and did not bring to an end, where nobody is writing just now."""
+    """Remove the unfinished checkpoints of an epoch that no rank is writing just now; return their names."""
     if not directory.is_dir():
         return ()
     mine = [name for name, unfinished in _unfinished(directory) if unfinished.epoch == epoch]
@@ -79,7 +79,7 @@ def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
             os.replace(directory / name, directory / f"{_TRASH}{name}")
             removed.append(name)
         except OSError:
-            continue  # somebody else was faster
+            continue  # another process has removed it
     for path in directory.glob(f"{_TRASH}*"):
         shutil.rmtree(path, ignore_errors=True)
     return tuple(removed)

@@ -20,7 +20,7 @@ EXIT_NO_STATE = 77
 SIGKILL = 9
 SIGTERM = 15
 
-# A Python that nobody attached and whose agent found no training never says hello; after this long it counts as opaque.
+# A Python without `attach` whose agent finds no training never sends a hello; after this long it counts as opaque.
 HELLO_SECONDS = 5.0
 
 
@@ -52,7 +52,7 @@ class RankPhase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank ended. `known` is false when nobody recorded it."""
+    """How a rank ended. `known` is false when its exit was not recorded."""
 
     code: int = 0
     signal: int = 0
@@ -329,8 +329,10 @@ def refuses(gang: GangPart, rank: Rank) -> bool:
 
 
 def is_disobedient(gang: GangPart) -> bool:
-    """Whether some live rank neither rests at a boundary nor leaves. One that rests at another level than ordered said
-    why in its error, and is not killed for it; nor is one that stands still. Who is to end may not rest for ever."""
+    """Return whether some live rank is neither parked at a boundary nor exiting.
+
+    A rank that is parked at another level than ordered has reported an error, and a frozen rank cannot act: neither is
+    disobedient. Under an order to stop, a rank may not stay parked."""
     if gang.frozen:
         return False
     resting = (*_AT_REST, RankState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()

@@ -1,7 +1,7 @@
-"""Decides what to do about the difference between what the master wants here and what is here.
+"""Differences between the desired and the observed state of a node, and the actions that remove them.
 
-Level-triggered and idempotent: applying the actions and deciding again gives nothing. Nothing is ever killed on
-doubt: a gang nobody mentions is stopped only when its epoch is provably over or this session's master wanted it before.
+Level-triggered and idempotent: after the actions are applied, no action is left. Nothing is killed on doubt: a gang
+that the desired set lacks is stopped only if its epoch is provably over or an earlier set of this session had it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Here:
     job_uid: str
     order: OrderKey
     ended: bool = False
-    # Already being stopped because nobody wants it.
+    # Already being stopped because the desired set lacks it.
     stopping: bool = False
 
     @property

@@ -31,7 +31,7 @@ def merge(known: RelayedPoint, heard: RelayedPoint) -> RelayedPoint:
 def merge_all(
     known: Mapping[int, RelayedPoint], heard: Iterable[RelayedPoint], own: frozenset[int]
 ) -> dict[int, RelayedPoint]:
-    """`known` with what was heard of ranks elsewhere; nobody tells us about our own ranks."""
+    """Merge the points that another node sent into `known`. Points of this node's own ranks are ignored."""
     merged = dict(known)
     for point in heard:
         if point.rank in own or point.rank not in merged:

@@ -74,11 +74,11 @@ class Devices(Protocol):
         """Bytes in use now by device index; UNREADABLE for a device that does not answer."""
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
-        """Bytes in use now by these processes, by device index; UNREADABLE where nobody can tell, as where none of them
-        is known on a device."""
+        """Return the bytes that these processes use now, by device index. UNREADABLE where the driver does not report
+        it, and where it lists none of these processes on a device."""
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        """Share, 0 to 1, of what these devices can do that these processes used lately; None where nobody can tell."""
+        """Return the recent utilization of these devices by these processes, 0 to 1; None if it is not reported."""
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """A rank said hello. Virtual devices count what it uses from here on; the value a daemon had noted

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 WAIT_MILLISECONDS = 1000
 """How long the health thread waits at a time; close() takes at most about this long."""
 MAX_EVENTS = 1024
-"""Events nobody has taken: beyond this the oldest go (the faults stay)."""
+"""Most events that are kept until they are read; beyond it the oldest are dropped (recorded faults stay)."""
 _USE_SECONDS = 2.0
-"""How far back the driver is asked who used a device: a sample of its own is a sixth to one second old."""
+"""Period over which utilization is read by process: the driver's samples are a sixth of a second to a second old."""
 CPU_WORDS = 64
 """Words of 64 CPUs asked for: 4,096 CPUs."""
 

@@ -25,8 +25,8 @@ DEVICE_TYPE = "virtual"
 @dataclass(frozen=True, slots=True)
 class VirtualSpec:
     """What to declare. `topology` is SOCKETSxDEVICES ("2x2") or SOCKETSxSWITCHESxDEVICES ("2x2x4"), empty for one
-    socket. Zero cores or memory: what the machine has, at least one core per socket. `gpu_cores`: CPU time that all who
-    hold a device get together, in cores; zero: any."""
+    socket. Zero cores or memory: what the machine has, at least one core per socket. `gpu_cores`: CPU time, in cores,
+    of all gangs on one device together; zero: no limit."""
 
     gpus: int = 4
     topology: str = ""

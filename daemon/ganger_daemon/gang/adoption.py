@@ -1,4 +1,4 @@
-"""What a daemon finds of a gang that a former one looked after, and how much of it can be believed."""
+"""State that a former daemon left of a gang: its notes and its ranks, as far as they can be trusted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def recall_notes(
     host: NodeContext, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
 ) -> RunMark:
-    """What a former daemon noted saves questions; notes that cannot be read are none."""
+    """Restore what a former daemon noted of a gang; return its run mark. Unreadable notes count as none."""
     mark = RunMark()
     try:
         left = read_json(paths.local)
@@ -39,13 +39,14 @@ def recall_notes(
 
 
 def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
-    """Paths of those the master would start the job from, as noted; None if they are not."""
+    """Return the noted paths of the checkpoints that the master may start the job from; None without a note."""
     noted = read_json(paths.local).get("wanted_checkpoints")
     return [str(path) for path in noted] if isinstance(noted, list) else None
 
 
 def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
-    """What the master wanted of a gang, as noted where a switch of rows came after it; else its last order."""
+    """Return the master's last desired state of a gang: the noted one where a slice switch came after it, else
+    `desired`."""
     if not order_key(desired.order).is_by_turn:
         return desired
     noted = read_json(paths.local).get("told", {})
@@ -62,8 +63,9 @@ def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.D
 def find_ranks(
     paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, RankProcess]
 ) -> dict[int, ProcessId] | None:
-    """Local ranks, dead ones too; None if not all of them were launched yet. Opens the pages, and spoils those that
-    contradict what runs."""
+    """Return the processes of the local ranks, dead ones too; None if not all of them were launched yet.
+
+    Opens the pages, and spoils them where they contradict the processes."""
     is_open = pages.open(_page_version(paths, part))
     found = launching.recognise(children, pages)
     for rank, one in found.items():
@@ -81,6 +83,6 @@ def find_ranks(
 
 
 def _page_version(paths: GangPaths, part: LocalPart) -> int:
-    """What the pages were made as; 0 if that is not known."""
+    """Return the version that the pages were created with; 0 if it is not known."""
     version = read_json(paths.launch(part.ranks[0])).get("page_version")
     return version if isinstance(version, int) else 0

@@ -1,4 +1,4 @@
-"""What the daemons of one gang tell each other while their ranks agree on a boundary, and what they do with it."""
+"""Exchange of boundary points between the daemons of one gang while its ranks agree on a boundary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ganger_daemon.node.directories import GangPaths
 
 
 class Agreeing:
-    """The leader's hub, or a member's link to it. A gang on one node alone has nothing to tell."""
+    """The leader's hub, or a member's link to it. A gang on one node exchanges nothing."""
 
     def __init__(self, peers: Peers, paths: GangPaths, part: LocalPart, pages: ControlPages, saving: Saving) -> None:
         self._peers = peers
@@ -30,7 +30,7 @@ class Agreeing:
         self.hub = Hub()
 
     def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, heard: Callable[[RelayMessage], None]) -> None:
-        """A member opens its link to the leader, once."""
+        """Open a member's link to the leader, once."""
         if self._link is None and not self._part.leads:
             self._link = self._peers.link(leader.peer_address, heard)
             key = order_key_to_wire(wanted.order)
@@ -41,7 +41,7 @@ class Agreeing:
             await self._link.close()
 
     def hear(self, heard: RelayMessage) -> None:
-        """Points from another daemon go into the mirrors; a checkpoint the leader asked for is asked for here too."""
+        """Mirror the points of another daemon, and request here a checkpoint that the leader has requested."""
         known = self._pages.points()
         merged = merge_all(known, heard.points, frozenset(self._part.ranks))
         self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
@@ -50,7 +50,7 @@ class Agreeing:
             self._saving.request(heard.agreement & ~CHECKPOINT_BIT)
 
     def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
-        """The agreement that is not yet settled; 0 while there is none, or nobody elsewhere to agree with."""
+        """Return the agreement that is not settled yet; 0 while there is none, and for a gang on one node."""
         if len(self._part.ranks) == self._part.world:
             return 0
         if wanted.stop_sequence and phase in (PartPhase.STOPPING, PartPhase.RUNNING, PartPhase.STARTING):
@@ -61,7 +61,7 @@ class Agreeing:
         return 0
 
     def relay(self, wanted: DesiredOrder, phase: PartPhase) -> None:
-        """Says what is known here, while that may help somebody."""
+        """Send the points known here while an agreement is in flight."""
         agreement = self.in_flight(wanted, phase)
         if not agreement:
             return

@@ -1,5 +1,5 @@
-"""A move's destination: makes room for the state of all local ranks while the source still trains, then fetches it,
-each rank's in a thread, and raises ARENA_AVAILABLE as bytes come."""
+"""Destination of a migration. It makes room for the state of all local ranks while the source still trains, fetches
+each rank's state in a thread, and raises ARENA_AVAILABLE as bytes arrive."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankTransfer:
-    """One rank's way: from whom, into which arena, and where to say how far it is. `bytes_ahead`: so much of
-    the arena's memory the job gets by itself, so it can be waited for."""
+    """Transfer of one rank's state: source, arena, and `available`, which takes the bytes received so far.
+
+    `bytes_ahead`: bytes of the arena that the job itself allocates; the transfer waits for them."""
 
     rank: int
     address: str
@@ -32,7 +33,7 @@ class RankTransfer:
 
 
 class Arrival:
-    """All legs of one gang's move into this node."""
+    """Transfers of all local ranks of one migrating gang."""
 
     def __init__(self, legs: tuple[RankTransfer, ...], changed: Callable[[], None]) -> None:
         self._legs = legs
@@ -60,14 +61,14 @@ class Arrival:
 
     @property
     def has_room(self) -> bool:
-        """Whether every rank's state could come now."""
+        """Whether there is room for every rank's state."""
         with self._lock:
             return not self._without_room
 
     def _travel(self, leg: RankTransfer) -> None:
         try:
             fd = leg.open_arena()
-        except Exception as error:  # the launcher may be gone: whatever it was, the move cannot go on
+        except Exception as error:  # the launcher may be gone: whatever the cause, the migration cannot continue
             self._fail(f"rank {leg.rank}: the arena cannot be had: {error}")
             return
         try:

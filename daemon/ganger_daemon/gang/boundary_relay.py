@@ -1,7 +1,4 @@
-"""Boundary points between the daemons of one gang: the leader's hub, and a member's link to it.
-
-Both carry messages of (agreement, points) and nothing else; what they mean for the pages is the gang's business.
-"""
+"""Transport of boundary points between the daemons of one gang: the leader's hub, and a member's link to it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _RETRY_LIMIT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RelayMessage:
-    """What one side told the other."""
+    """Boundary points of one agreement, as one daemon sends them to another."""
 
     agreement: int
     points: tuple[RelayedPoint, ...]
@@ -61,7 +58,7 @@ def from_wire(message: peer_pb2.RankPoints) -> RelayMessage:
 
 
 class Outbox:
-    """The newest thing to say; what was not sent yet is replaced, for a point never goes back."""
+    """The newest message to send. It replaces one that was not sent yet, since points only advance."""
 
     def __init__(self) -> None:
         self._newest: peer_pb2.RankPoints | None = None
@@ -73,7 +70,7 @@ class Outbox:
         self._ready.set()
 
     def end(self) -> None:
-        """Nobody listens any more."""
+        """End `messages`: the receiver is gone."""
         self._has_ended = True
         self._ready.set()
 
@@ -89,7 +86,7 @@ class Outbox:
 
 @dataclass(slots=True)
 class Hub:
-    """Leader: one outbox per member that has its stream open."""
+    """Leader's side: one outbox per member whose stream is open."""
 
     outboxes: set[Outbox] = field(default_factory=set)
     newest: peer_pb2.RankPoints | None = None
@@ -113,7 +110,7 @@ class Hub:
 
 
 class Link:
-    """Member: keeps a stream to the leader open for as long as the gang lives here."""
+    """Member's side: keeps a stream to the leader open for as long as the gang lives here."""
 
     def __init__(self, stub: PeerServiceAsyncStub, heard: Callable[[RelayMessage], None]) -> None:
         self._stub = stub
@@ -154,7 +151,7 @@ class Link:
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
             finally:
-                # what gRPC still reads from it ends with it
+                # so that the request iterator, which gRPC may still read, ends
                 self._outbox.end()
             if not self._is_closed:
                 await asyncio.sleep(wait * (0.5 + random.random()))

@@ -70,8 +70,8 @@ def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
 
 
 def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:
-    """orders/NAME.json: where a shard goes. Written before the order is published, so that whoever sees it finds it;
-    not again by a daemon that takes over, for its time is when the order was given."""
+    """Write orders/NAME.json, which names the place of a shard. It precedes the order, so that every reader of the
+    order finds it. A daemon that takes over does not rewrite it: the file's time is that of the order."""
     make_directory(orders)
     details = {}
     if storage is not None:
@@ -166,7 +166,7 @@ class ControlPages:
         return len(self._pages) == self.world and not self.damage()
 
     def spoil(self, why: str) -> None:
-        """A page was found damaged, or somebody else's: none of them is believed any more."""
+        """Distrust all pages from now on: one is damaged, or belongs to another process."""
         self._damage = self._damage or why
 
     def damage(self) -> str:

@@ -1,6 +1,6 @@
-"""The cores of one gang: follows what is wanted with the handshake of `retune`, and repins on request.
+"""Cores of one gang: changes them with the handshake of `Retune`, and repins on request.
 
-The order of a change of cores: shrinking tells the job first and takes cores after its ack; growing gives cores
+To shrink, the job gets its smaller number of threads first and loses cores after its ack. To grow, it gets cores
 first.
 """
 
@@ -20,7 +20,7 @@ from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.node.node_context import NodeContext
 
-# A job that does not ack (opaque, or in a long evaluation) loses the cores anyway after this.
+# A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
 ACK_SECONDS = 5.0
 
 
@@ -55,16 +55,16 @@ class Pinning:
         self._pages = pages
         self._part = part
         self._millicores: tuple[int, ...] | None = None
-        # The cores it gave up when it came to rest: it gets them back where they are free.
+        # Cores that it released when it was parked: it gets them back where they are free.
         self._former: tuple[int, ...] = ()
         self.repin_done = 0
         self.trouble = ""
 
     async def follow(self, desired: agent_pb2.DesiredGang, iteration_seconds: float) -> None:
-        """Brings cores and threads to what is wanted; does nothing when they are."""
+        """Bring cores and threads to the desired state."""
         near = self._host.near(desired.claim.device_mask)
         await self._retune(desired, near, iteration_seconds)
-        # Only now: a gang that has rested had no cores which others could be in the place of.
+        # Only now: a gang that was parked had released its cores, and others may hold them.
         if desired.repin_request > self.repin_done:
             self._host.repin_cores(self._group, near)
             await self._pin()
@@ -90,13 +90,13 @@ class Pinning:
         self._millicores = millicores
 
     def give_up(self) -> None:
-        """Who rests without its devices keeps no cores either: it gets some when it runs again."""
+        """Release the cores of a gang that is parked without its devices. It gets some when it runs again."""
         self._former = tuple([core for core, _ in self._host.shares_of(self._group)]) or self._former
         self._host.release_cores(self._group)
         self._millicores = ()
 
     def threads(self) -> int:
-        """Threads the slowest-told rank runs with."""
+        """Return the fewest threads that a local rank has applied; the ordered number before any has."""
         applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]
         return min(applied) or self._pages.threads()
 

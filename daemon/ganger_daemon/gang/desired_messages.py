@@ -43,7 +43,7 @@ def order_key_to_wire(key: OrderKey) -> agent_pb2.OrderKey:
 
 
 def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
-    """Raises DesiredInvalidError for an intent or level nobody here knows."""
+    """Return a gang's order from its message. Raises DesiredInvalidError for an unknown intent or level."""
     key = order_key(desired.order)
     if key.epoch != desired.epoch:
         raise DesiredInvalidError(f"gang of epoch {desired.epoch} carries an order of epoch {key.epoch}")

@@ -55,7 +55,7 @@ _SAMPLE_SECONDS = 0.02
 _MEBIBYTE = 1 << 20
 # Margin beside a quarter of the use; what is reported is rounded up to a multiple of it.
 _MARGIN_BYTES = 64 << 20
-# Drivers free a little later than they say; after this it is worth telling somebody.
+# Drivers free memory a little later than they report; after this the delay is reported as trouble.
 _TROUBLE_SECONDS = 5.0
 
 
@@ -209,6 +209,6 @@ class MemoryWatch:
         used = self._host.devices.used_memory()
         if self._is_shared():
             own = self._host.devices.used_by({process.pid for process in processes.values()})
-            # Nothing is known of who has freed all, as nothing is where the driver lists no process.
+            # The driver lists no process that has freed all, just as it lists none where it cannot tell.
             used = tuple([all_ if size == UNREADABLE else size for all_, size in zip(used, own, strict=True)])
         return {index: used[index] for index in bits(mask) if index < len(used)}

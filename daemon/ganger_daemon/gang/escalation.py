@@ -1,7 +1,5 @@
-"""How firmly a gang is pressed to obey: the ladder of its present order, and what each rung does to its processes.
-
-Carries out the rungs of the escalation ladder on the local ranks of one gang.
-"""
+"""Enforcement of orders on the local ranks of one gang: the rungs of the escalation ladder, from a stack dump to
+SIGKILL."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from ganger_daemon.node.process_identity import ProcessId, send_signal
 
 
 def terminate(processes: Iterable[ProcessId]) -> None:
-    """SIGTERM to main processes only: loader workers that die first would take a last checkpoint with them."""
+    """Send SIGTERM to main processes only: loader workers that die first would spoil a last checkpoint."""
     for process in processes:
         send_signal(process, signal.SIGTERM)
 
 
 async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> None:
-    """Everything in the group, and the main processes by themselves where there is no group."""
+    """Send SIGKILL to everything in the group, and to the main processes, which may be in no group."""
     await asyncio.to_thread(cgroups.kill, group)
     for process in processes:
         send_signal(process, signal.SIGKILL)
@@ -37,7 +35,7 @@ async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> 
 
 log = logging.getLogger(__name__)
 
-# Ranks that live on after one of them failed have this long to notice.
+# Time that the remaining ranks have to exit after one of them failed.
 _FAILURE_GRACE_SECONDS = 5.0
 
 
@@ -50,10 +48,10 @@ class Pressing:
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
-        self.given_up = ""  # why the present order is not carried out, though nothing failed
+        self.given_up = ""  # why the present order was abandoned although nothing failed
 
     def begin(self, wanted: DesiredOrder, now: float, iteration_seconds: float) -> None:
-        """A new order: orders to stop have a deadline, running needs none."""
+        """Start the ladder of a new order. Orders to stop have a deadline; an order to run has none."""
         if self.stop_signalled and not wanted.ends_at_once:
             return
         self._ladder = None
@@ -66,26 +64,26 @@ class Pressing:
             self._ladder = escalation.begin(now, iteration_seconds, grace, deadline, patience, ends=not is_move)
 
     def terminate(self, wanted: DesiredOrder, now: float) -> None:
-        """SIGTERM to the main processes now, the kill of the group after the grace."""
+        """Send SIGTERM to the main processes now; the group is killed after the grace."""
         grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
         terminate(self._deaths.live())
 
     async def end(self) -> None:
-        """SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
+        """Send SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
         self.stop_signalled = True
         self._ladder = None
         await kill(self._host.cgroups, self._paths.group, self._deaths.live())
 
     async def abandon(self, why: str) -> None:
-        """Nothing can be ordered or believed any more, so nothing of the gang may go on."""
+        """Kill a gang whose pages can no longer be trusted. `why`: for the log."""
         if live := self._deaths.live():
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await kill(self._host.cgroups, self._paths.group, live)
 
     async def press(self, facts: core.GangPart, pages: ControlPages, now: float) -> None:
-        """Climbs the rung that is due, if the gang does not obey."""
+        """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._deaths.live()
         if self._ladder is None or not live or (not self.stop_signalled and not core.is_disobedient(facts)):

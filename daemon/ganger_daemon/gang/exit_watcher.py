@@ -1,8 +1,7 @@
-"""Who of a gang's local ranks is gone, and how: watched by pidfd, read from what the launcher recorded.
+"""Exits of a gang's local ranks, and the stored outcome of the gang's part on this node.
 
-How a rank ended: what the launcher recorded, else what the agent left in the page, else UNKNOWN.
-
-How a gang's local part ended, kept on disk: once written it never changes, whatever is found later.
+A pidfd reports that a rank has exited. Its exit status is the launcher's record, else the code that the agent left in
+the page, else unknown. A stored outcome never changes, whatever is found later.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 
 
 def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> RankExit | None:
-    """None while the rank lives, or while its launcher may still record how it ended.
+    """Return how a rank ended; None while it lives, or while its launcher may still record it.
 
-    A missing record counts only when nobody is left to write one: the process is gone and so is its launcher.
+    A missing record counts only when neither the process nor its launcher is left to write one.
     """
     recorded = _recorded(read_json(record), process, page_exit_code)
     if recorded is not None:
@@ -37,11 +36,11 @@ def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launch
 
 
 def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int | None) -> RankExit | None:
-    """None without a record of this process; nonsense in its place is none."""
+    """Return the exit in a launcher's record; None if it is of another process or cannot be read."""
     if not fields:
         return None
     try:
-        # a record of another pid belongs to a former try; after a reboot no pid is known, and any record is the one
+        # a record of another pid belongs to an earlier launch; after a reboot no pid is known, and any record counts
         if process.pid and int(fields.get("pid") or 0) not in (0, process.pid):
             return None
         code, number = fields.get("code"), fields.get("signal")
@@ -57,14 +56,14 @@ log = logging.getLogger(__name__)
 
 
 class StoredOutcome(NamedTuple):
-    """`step` is that of the checkpoint it ended with, if it did."""
+    """An outcome, and the step of the checkpoint that the gang ended with, if any."""
 
     outcome: PartOutcome
     step: int | None
 
 
 def keep(paths: GangPaths, outcome: PartOutcome, step: int | None) -> None:
-    """Durable when it returns."""
+    """Store the outcome of a gang's part. It is durable when this returns."""
     fields = {
         "kind": int(outcome.kind),
         "exit_code": outcome.exit_code,
@@ -78,7 +77,7 @@ def keep(paths: GangPaths, outcome: PartOutcome, step: int | None) -> None:
 
 
 def kept(paths: GangPaths) -> StoredOutcome | None:
-    """What a former daemon kept; None if the gang has not ended."""
+    """Return the stored outcome; None if the gang has not ended or the file cannot be read."""
     fields = read_json(paths.outcome)
     if not fields:
         return None
@@ -92,7 +91,7 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
         return None
 
 
-# A launcher that lives records an exit at once; after this nobody will.
+# A live launcher records an exit at once; after this long, a missing record counts as lost.
 _RECORD_SECONDS = 3.0
 
 
@@ -130,7 +129,7 @@ class Deaths:
 
     @property
     def awaited(self) -> bool:
-        """Somebody died and it is not known yet how."""
+        """Whether the exit status of some dead rank is not known yet."""
         return any(rank not in self.exits for rank in self._dead_since)
 
     def live(self) -> tuple[ProcessId, ...]:
@@ -140,7 +139,7 @@ class Deaths:
         return rank in self.processes and rank not in self._dead_since
 
     async def settle(self, page_exit_codes: Callable[[int], int | None]) -> None:
-        """Finds out how those that died ended."""
+        """Read the exit status of ranks that have died."""
         for rank, since in sorted(self._dead_since.items()):
             if rank in self.exits:
                 continue

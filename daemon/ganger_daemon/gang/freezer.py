@@ -1,5 +1,4 @@
-"""Jobs without boundaries cannot stop themselves: not when their lease is over, not for a PAUSE. They are made to stand
-still as they are."""
+"""Freezing of jobs without boundaries, which cannot stop themselves when their lease ends or a PAUSE is ordered."""
 
 from __future__ import annotations
 
@@ -24,23 +23,23 @@ class Freezer:
         self._doubtful = False
 
     def doubt(self) -> None:
-        """The lease had ended: the launcher, which freezes by itself then, may have been ahead of this daemon."""
+        """Reread the state at the next call: the lease had ended, so the launcher may have frozen the gang itself."""
         self._doubtful = True
 
     def recall(self) -> None:
-        """After a daemon restart: the group of processes is the truth."""
+        """Read from the process group whether it is frozen."""
         self.frozen = self._host.cgroups.frozen(self._group)
 
     @property
     def lease_is_over(self) -> bool | None:
-        """None before the master has answered this daemon."""
+        """Whether this node's lease has ended; None before the master has answered this daemon."""
         until = self._host.lease_until_ns
         return None if until is None else expired(until, now_ns())
 
     async def follow(self, facts: core.GangPart, now: float) -> None:
-        """Freezes or thaws, if that is due."""
+        """Freeze or thaw, if that is due."""
         if facts.wanted.ends_at_once:
-            return  # a kill reaches what stands still, and thawed it would run beside its successor
+            return  # SIGKILL reaches frozen processes, and thawed ones would run beside their successor
         if self._doubtful:
             await asyncio.to_thread(self.recall)
         due = core.should_freeze(replace(facts, frozen=self.frozen), now, self.lease_is_over)

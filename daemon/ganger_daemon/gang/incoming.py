@@ -1,4 +1,4 @@
-"""The state of a move that comes to this node: when it is fetched, whether there is room, what stands in the way."""
+"""State of a gang that migrates to this node: when it is fetched, whether there is room, and what failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESTING = (core.RankState.INIT, core.RankState.RESTORING, core.RankState.WAITIN
 
 
 class Incoming:
-    """`changed` is called as it comes."""
+    """Transfers of all local ranks. `changed` is called as state arrives."""
 
     def __init__(
         self, host: NodeContext, part: LocalPart, pages: ControlPages, launching: Launching, changed: Callable[[], None]
@@ -37,11 +37,11 @@ class Incoming:
         return self._arrival.trouble if self._arrival is not None else ""
 
     def has_room(self, wanted: DesiredOrder) -> bool:
-        """Whether every rank's state could come now; true for a gang that awaits none."""
+        """Return whether there is room for every rank's state; true for a gang that awaits none."""
         return not wanted.moves_in if self._arrival is None else self._arrival.has_room
 
     async def follow(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
-        """Begins, once, if the ranks await a state from elsewhere and have not used it yet."""
+        """Begin the transfers, once, if the ranks await a state and have not used it yet."""
         if (
             self._arrival is not None
             or not wanted.moves_in
@@ -61,7 +61,7 @@ class Incoming:
         addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
         requests = []
         for rank in self._part.ranks:
-            # in a larger world several ranks start from the image of one
+            # after growth several ranks restore from the image of one
             of_rank = rank % max(1, len(addresses))
             request = StreamRequest(self._host.token, desired.job_uid, source.epoch, 0, of_rank)
             requests.append((rank, addresses.get(of_rank, ""), request))

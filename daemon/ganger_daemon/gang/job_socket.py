@@ -1,8 +1,7 @@
-"""The job's socket: rare packets of JSON from the ranks (hello, note, reached, error). Only a hint: the page is the
-truth.
+"""Socket of a job: rare packets of JSON from the ranks (hello, note, reached, error). They are hints; the pages count.
 
-A packet wakes the gang's loop, so that a reached order is seen at once; one the other way wakes ranks that rest, so
-that they need not look all the time whether they may go on. A job without its socket loses nothing else.
+A packet wakes the gang's loop, so that it sees a reached order at once. A packet to a parked rank wakes it, so that it
+need not poll its page. A job without its socket loses nothing else.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 64 << 10
 MAX_CONNECTIONS = 64
 _LOOK = b"{}"
-# More than all ranks of a node say in a second, and less than a loop notices.
+# More than all ranks of a node send in a second, and too few to slow the loop down.
 _PACKETS_PER_PERIOD = 200
 _PERIOD_SECONDS = 1.0
 
 
 class JobSocketServer:
-    """Listens at `path`; calls `heard` with each packet that is a JSON object."""
+    """Server at `path` that calls `received` with each packet that is a JSON object."""
 
     def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
         self._path = path
@@ -40,7 +39,7 @@ class JobSocketServer:
         self._heard_since = 0
 
     def start(self) -> None:
-        """Replaces what a former daemon left. Needs a running event loop."""
+        """Listen, replacing the socket of a former daemon. Needs a running event loop."""
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -61,7 +60,7 @@ class JobSocketServer:
             self._socket = None
 
     def nudge(self) -> None:
-        """There is something new in the pages. Who does not read is not waited for: it looks from time to time."""
+        """Report a change of the pages. A rank that does not read is skipped: it polls its page from time to time."""
         for connection in tuple(self._connections):
             try:
                 connection.send(_LOOK)
@@ -85,7 +84,7 @@ class JobSocketServer:
         if self._heard_since == 0:
             asyncio.get_running_loop().call_later(_PERIOD_SECONDS, self._listen_again)
         elif self._heard_since >= _PACKETS_PER_PERIOD:
-            # who says more waits: the loop is everybody's
+            # a rank that sends more waits: all gangs share this loop
             asyncio.get_running_loop().remove_reader(connection)
             self._silenced.add(connection)
             return

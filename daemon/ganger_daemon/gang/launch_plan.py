@@ -95,7 +95,7 @@ def check_command(spec: job_pb2.JobSpec) -> None:
 
 
 def has_no_agent(spec: job_pb2.JobSpec) -> bool:
-    """Whether nobody need wait for a hello: its user wanted no agent, or it is no Python."""
+    """Return whether no hello is expected: the user wanted no agent, or the command is no Python."""
     return spec.agent == job_pb2.JobSpec.AGENT_NONE or not is_python(spec.command)
 
 
@@ -283,7 +283,7 @@ def launch_mapping(
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on now; whoever is told it has to be quick."""
+    """Return a port that no process listens on now. Another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

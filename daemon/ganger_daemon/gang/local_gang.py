@@ -1,5 +1,4 @@
-"""How soon a gang is looked at again: often enough that nobody waits for the daemon, seldom enough that the processor
-belongs to the ranks."""
+"""Poll interval of a gang's loop: short where a job waits for the daemon, long where the ranks need the processor."""
 
 from __future__ import annotations
 
@@ -25,21 +24,23 @@ def next_look(
     is_young: bool = True,
     is_agreeing: bool = False,
 ) -> float:
-    """Seconds until then; what wakes a gang comes sooner. `is_copying`: a state is on its way; `is_verifying`: device
-    memory is being seen free; `is_preparing`: ranks are to get ready; `is_young`: it was launched a short while ago;
-    `is_agreeing`: ranks on several nodes look for a step to stop at."""
+    """Return the seconds until the next tick of a gang's loop; a wake-up comes sooner.
+
+    `is_copying`: ranks copy their state; `is_verifying`: freed device memory is being verified; `is_preparing`: ranks
+    get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
+    agree on a step to stop at."""
     if is_over:
         return _OVER_SECONDS
     if not is_launched:
         return _WAITING_SECONDS
     if is_copying:
-        # the processor belongs to who copies; the rank sends word when it is done
+        # the copying ranks need the processor, and send a packet when they are done
         return _COPY_SECONDS
     if phase is PartPhase.STOPPING:
         return _BUSY_SECONDS if is_verifying else _FAST_SECONDS
     if is_death_awaited:
         return _BUSY_SECONDS
     if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
-        # a script that never attaches is not worth a fast look for ever
+        # a script that never attaches is not polled fast for ever
         return _BUSY_SECONDS if is_young else _WAITING_SECONDS
     return _FAST_SECONDS if is_agreeing else _SLOW_SECONDS

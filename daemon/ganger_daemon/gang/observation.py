@@ -47,7 +47,7 @@ def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
     takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
     if takes_turns:
-        # whose turn it is the master need not know: who takes turns runs
+        # for the master a time-sliced gang runs, whichever slice is active
         if phase is not PartPhase.ENDED:
             phase, level = PartPhase.RUNNING if gang.has_stepped else PartPhase.STARTING, ParkLevel.NONE
         stop_sequence = stop_step = 0

@@ -1,4 +1,4 @@
-"""What a gang asks of the daemons of its other nodes."""
+"""Calls to the daemons of a gang's other nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ganger_daemon.gang.boundary_relay import Link, RelayMessage
 
 class Peers(Protocol):
     async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
-        """Where the ranks meet. Raises OSError."""
+        """Return host and port of the ranks' rendezvous. Raises OSError."""
         ...
 
     async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
@@ -21,9 +21,9 @@ class Peers(Protocol):
         ...
 
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
-        """Where a member of a node set stands after this order; None if it does not say."""
+        """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
         ...
 
     def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
-        """A stream of boundary points to the leader, to be started."""
+        """Return a stream of boundary points to the leader, not started yet."""
         ...

@@ -1,6 +1,6 @@
-"""What the ranks of a gang said went wrong under the present order, and whether that order can still be carried out.
+"""Errors that ranks reported under the present order, and whether the order can still be carried out.
 
-Their rank-K.error.json count if they are newer than the order's details, so a restarted daemon finds the same.
+A rank-K.error.json counts if it is newer than the order's details, so a restarted daemon finds the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Complaint(NamedTuple):
 
 
 class Complaints:
-    """Of one gang's local ranks."""
+    """Reported errors of one gang's local ranks."""
 
     def __init__(self, host: NodeContext, paths: GangPaths, part: LocalPart, pages: ControlPages) -> None:
         self._host = host
@@ -59,8 +59,8 @@ class Complaints:
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
     def refusal(self, facts: core.GangPart, unpublished: str) -> str:
-        """Why the level of the present order cannot be had; `unpublished`: why its checkpoint cannot be published. Once
-        said it stands until there is another order."""
+        """Return why the level of the present order cannot be reached, or an empty text. The first reason found stays
+        until the next order. `unpublished`: why the checkpoint cannot be published."""
         sequence = facts.wanted.order.number
         if self._refused[0] == sequence:
             return self._refused[1]
@@ -99,8 +99,8 @@ class Complaints:
 
 
 def complaint_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Complaint | None:
-    """What a rank reported since the order of this name was written, and since the file time `since_ns`; None if
-    nothing, or there is no such order."""
+    """Return the error that a rank reported after the order of this name was written and after the file time
+    `since_ns`; None without one, or without such an order."""
     written, reported = _time_of(paths.orders / f"{order}.json"), _time_of(paths.error(rank))
     if not 0 < written <= reported or reported < since_ns:
         return None
@@ -109,7 +109,7 @@ def complaint_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> 
 
 
 def summary_of(message: str) -> str:
-    """Of a traceback the line that says what happened, without the name of the exception."""
+    """Return the last line of a message or traceback, without the name of the exception."""
     lines = [line for line in message.splitlines() if line.strip()]
     return _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
 

@@ -90,8 +90,8 @@ class Launching:
         cores_kept_by: Callable[[LocalGang], str],
         note: Callable[[], None],
     ) -> None:
-        """`blocked_by`: who is on its devices, `cores_kept_by`: who is to be gone and has cores; `note` writes down
-        what a next daemon has to know."""
+        """`blocked_by`: the job that is on its devices; `cores_kept_by`: the leaving job that still has cores; `note`
+        writes the notes for the next daemon."""
         self._host = host
         self._peers = peers
         self._paths = paths
@@ -151,11 +151,11 @@ class Launching:
                 return None
             raise LaunchRefusedError(f"no cores: {shortage}")
         self._reading = None
-        # from here on nobody else is to come to its devices
+        # from here on no other gang may start on its devices
         self.is_under_way = True
         try:
             self._write_gang(desired)
-            # the disk may take its time while the ranks are prepared: it has to be done before anybody is told
+            # the disk may take its time while the ranks are prepared; the launch is reported only once it is done
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
                 return await self._launch(desired, wanted, pages, restore)
@@ -170,7 +170,7 @@ class Launching:
         paths, host, part = self._paths, self._host, self._part
         storage = host.storage.path if host.storage.proved else None
         threads = self._threads(desired)
-        # run directory, then the pages with the order in them, before anybody could read them
+        # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
         pages.create(threads)
         pages.extend_lease(host.lease_until_ns or 0)
@@ -190,7 +190,7 @@ class Launching:
         )
         launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
         rendezvous = await self._meet(desired, launcher)
-        # a daemon that finds ranks of which nobody wrote this knows neither their cores nor where their arenas are
+        # without this note, a daemon that finds the ranks would know neither their cores nor their arenas
         self._note()
         processes = await asyncio.to_thread(
             self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
@@ -226,7 +226,7 @@ class Launching:
         return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
 
     def recognise(self, children: Mapping[str, RankProcess], pages: ControlPages) -> dict[int, FoundProcesses]:
-        """Who the local ranks are, of what launchers, the notes of a former daemon and the pages say."""
+        """Return the process of each local rank, from launchers, the notes of a former daemon and the pages."""
         paths = self._paths
         members = frozenset(self._host.cgroups.pids(paths.group))
 
@@ -383,7 +383,7 @@ class Launching:
         return cgroups.join_files(group)
 
     def _pool(self, device_mask: int) -> str:
-        """Of all gangs that hold just these devices; empty where devices bound nobody's CPU time."""
+        """Return the CPU pool of all gangs on just these devices; empty where devices have no CPU limit."""
         cores = self._host.device_cores * device_mask.bit_count()
         if not cores:
             return ""

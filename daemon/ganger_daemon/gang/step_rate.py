@@ -68,7 +68,7 @@ class Using:
         self._seen = None
 
     def measure(self, data_wait_share: float) -> float | None:
-        """0 to 1, since the last call; None where nobody can tell yet."""
+        """Return the utilization since the last call, 0 to 1; None at the first call and where nothing reports it."""
         if not self._mask:
             return None
         cores = self._host.device_cores * self._mask.bit_count()

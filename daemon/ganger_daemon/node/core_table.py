@@ -73,7 +73,7 @@ class CoreShortage:
 
 @dataclass(frozen=True, slots=True)
 class CoreTable:
-    """Who holds what on one node."""
+    """The cores of one node, by owner."""
 
     core_map: CoreMap
     held: Mapping[str, Grant] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 needed.
 
 A launcher outlives the daemon. One that died is replaced at the next use; the new one adopts the ranks that still run.
-One that has older code than ours serves the ranks it has and gets no new ones. With nobody to look after a launcher
-ends soon after the daemon lets go of it.
+One that has older code than ours serves the ranks it has and gets no new ones. A launcher without ranks ends soon
+after the daemon has disconnected.
 
 Which code a launcher has in it: launchers outlive daemons and upgrades, and must never run ranks with yesterday's
 library.
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 # Besides what an interpreter reads once: what decides which code it finds. Everything else is set after the fork.
 _ALSO_MATTERS = ("PYTHONPATH",)
 _HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
-# Nobody connected and nobody to look after for so long: it ends.
+# A launcher ends after so long without a connection and without ranks.
 _IDLE_SECONDS = 120.0
 # A launcher that no gang needs is let go after this.
 _UNUSED_SECONDS = 120.0
@@ -166,8 +166,8 @@ class Launchers:
         return found
 
     def warm_up(self) -> None:
-        """Starts one for our own interpreter before anybody needs it, if there is PyTorch to import. Returns at
-        once."""
+        """Start a launcher for our own interpreter ahead of the first job, if PyTorch can be imported. Does not
+        block."""
         if self._preload and importlib.util.find_spec("torch") is not None:
             threading.Thread(target=self._warm_up, name="launcher-warm-up", daemon=True).start()
 
@@ -180,7 +180,7 @@ class Launchers:
             log.warning("no launcher ahead of time", extra={"error": str(error)})
 
     def let_go(self, used: Collection[str]) -> None:
-        """Hangs up on launchers that no gang needs any more; with nobody left to look after they end by themselves."""
+        """Disconnect from launchers that no gang needs any more. They end by themselves once they have no ranks."""
         now = time.monotonic()
         with self._lock:
             unused = [

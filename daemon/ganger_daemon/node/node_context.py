@@ -1,7 +1,4 @@
-"""What a daemon's parts share: who it is, where things lie, what the node has, and who wants to hear of news.
-
-Work that may hang with its storage, on threads that nothing else of the daemon needs.
-"""
+"""Context that the parts of a daemon share: identity, paths, devices, cores, storage, and the callback for changes."""
 
 from __future__ import annotations
 
@@ -169,14 +166,14 @@ class NodeContext:
     # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
     order_patience_seconds: float = escalation.PATIENCE_SECONDS
     order_deadline_seconds: float = escalation.DEADLINE_SECONDS
-    # CPU time of all who hold a device, together, in cores; zero: any.
+    # CPU time of all gangs on one device together, in cores; zero: no limit.
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def serves_all_users(self) -> bool:
-        """Whether it runs everybody's jobs, as its own user: names on certificates are no accounts of this machine."""
+        """Whether it runs the jobs of all users as its own user: certificates name no accounts of this machine."""
         return bool(self.tls)
 
     @property
@@ -184,8 +181,9 @@ class NodeContext:
         return f"nodes/{self.node}"
 
     def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int], former: str = "") -> str:
-        """Reserves cores for an owner, or keeps those it has; what is missing, or empty. `former`: whom it follows with
-        another size, and has cores in common with until that one is gone."""
+        """Reserve cores for an owner, or keep those it has. Return the shortage as a text, or an empty text.
+
+        `former`: owner of the same job's gang before a resize. Both hold the cores in common until it has ended."""
         if owner in self.core_table.held:
             return ""
         if former:
@@ -200,8 +198,9 @@ class NodeContext:
     def change_cores(
         self, owner: str, millicores: Sequence[int], near: Collection[int], former: Collection[int] = ()
     ) -> str:
-        """So many for an owner, who stays on what it has as far as it can; what is missing, or empty. `former`: cores
-        that it had before it held none, preferred."""
+        """Change the cores of an owner, keeping as many of its present ones as possible. Return the shortage or "".
+
+        `former`: cores that it held before it gave all up; they are preferred."""
         table = cores.allocate(self.core_table, owner, millicores, near, former)
         if isinstance(table, cores.CoreShortage):
             return str(table)

@@ -1,7 +1,7 @@
-"""Whose a process is. What names one in a file was perhaps written by the job, so it is believed only where the kernel
-bears it out: nobody else's process is ever signalled for a job.
+"""Identity of processes. A job may have written the file that names a process, so a name counts only if the kernel
+confirms it: no process of another job or user is ever signalled.
 
-A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that says it is this
+A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that reports it as this
 rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
 for a process that is not its own.
 
@@ -80,22 +80,24 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class FoundProcesses:
-    """A rank's process, alive or not; NOBODY if it never had one. `stranger` lives and was named as the rank's, but is
-    not."""
+    """A rank's process, alive or not; NO_PROCESS if it never had one. `stranger`: a live process that a file names as
+    the rank's without proof."""
 
     process: ProcessId
     stranger: ProcessId | None = None
 
     @property
     def is_lost(self) -> bool:
-        """All that is known is who it is not."""
+        """Whether only a stranger is known, and no process of the rank."""
         return self.stranger is not None and not self.process.pid
 
 
 def recognise(
     child: RankProcess | None, noted: Collection[ProcessId], belongs: Callable[[ProcessId], bool]
 ) -> FoundProcesses:
-    """`noted`: who files say it is, the most credible first. A dead process needs no proof: it hears no signal."""
+    """Return a rank's process: its launcher's child, else the first of `noted` that `belongs` confirms.
+
+    `noted`: processes that files name, the most credible first. A dead one needs no proof: it receives no signal."""
     adopted = [child.process] if child is not None and not child.is_own else []
     named = [process for process in (*adopted, *noted) if process.pid > 0]
     strangers = [process for process in named if is_alive(process) and not belongs(process)]
@@ -150,7 +152,7 @@ def _maps(pid: int, file: Path) -> bool:
         maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return False
-    # to write into it: who only looks at a page is no rank
+    # mapped for writing: a process that only reads a page is no rank
     ends = (b" " + bytes(file), b" " + bytes(file) + b" (deleted)")
     return any(b" rw-s " in line and line.endswith(ends) for line in maps.splitlines())
 

@@ -1,5 +1,5 @@
-"""Files in directories where jobs can write too. Whatever a job has put in the place of one, nobody waits for it,
-follows it elsewhere, or fails over it for ever.
+"""Files in directories where jobs can write too. Whatever a job has put in the place of one, the daemon neither waits
+for it, nor follows it elsewhere, nor fails at it for ever.
 
 Accounts that can change where a path leads: a directory is private only if no other account can replace it.
 """

@@ -207,7 +207,7 @@ class Session:
             except SupersededError:
                 log.info("session superseded")
                 conversation = None
-                # whoever says so is there: the waits that had grown while it was away are over
+                # a master answered: the backoff starts anew
                 self._wait = _FIRST_RETRY_SECONDS
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})

@@ -58,8 +58,8 @@ class Landing:
 
 
 def wait_for_pages(fd: int, size: int, cancelled: threading.Event) -> None:
-    """Waits while somebody else allocates the first `size` bytes of a memory file: who allocates a page is charged for
-    it, and that has to be the job."""
+    """Wait until the job has allocated the first `size` bytes of a memory file. The kernel charges a page to the
+    process that allocates it, which has to be the job's."""
     there, grown = 0, time.monotonic()
     while not cancelled.wait(_LOOK_SECONDS):
         blocks = os.fstat(fd).st_blocks * 512
@@ -69,8 +69,8 @@ def wait_for_pages(fd: int, size: int, cancelled: threading.Event) -> None:
             return
 
 
-# One call receives so much or for so long: large enough that the calls cost nothing, small enough that who restores is
-# never far behind, and that what came is told while the source pauses.
+# Most bytes and time of one receiving call: large enough that calls cost nothing, small enough that the restoring rank
+# is never far behind and sees received bytes while the source pauses.
 PIECE_BYTES = 4 << 20
 PIECE_SECONDS = 0.02
 CONNECT_SECONDS = 5.0
@@ -92,8 +92,8 @@ def fetch(
     """Fetches one rank's image, telling `available` how many bytes are there; its size.
 
     Reconnects with the offset reached when the connection breaks. Raises StreamError when the source refuses for good,
-    when the image is larger than the arena, or after `attempts` tries without progress. The bytes are as the source
-    had them if their digests say so: who reads the image looks.
+    when the image is larger than the arena, or after `attempts` tries without progress. The reader of the image checks
+    the digests of the bytes.
     """
     offset = request.offset
     left = attempts

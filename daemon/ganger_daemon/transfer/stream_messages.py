@@ -1,8 +1,8 @@
 """The state stream between machines: the same words and bytes in TLS, and only from daemon to daemon.
 
-What is said on the stream port around the bytes: a request, an answer, and a word at the end. One JSON line each.
+Messages on the stream port around the bytes: a request, an answer, and an end. One JSON line each.
 
-The bytes between answer and end are the image's own, whose digests stand in its trailer: who uses them checks them.
+The bytes between answer and end are the image's own. Its trailer has their digests, which the reader checks.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ParkedArena:
 
     def progress(self) -> tuple[int, int]:
         gang = self._gang
-        # who only rests for another's turn will go on: what it has in its arena is not what it moves with
+        # parked for another time slice only, it will resume: its arena is not the state that it moves with
         if not gang.pages.readable or not gang.wanted.stop_sequence or gang.told.intent == agent_pb2.INTENT_RUN:
             return 0, 0
         progress = gang.pages.progress(self._rank)
@@ -95,7 +95,7 @@ log = logging.getLogger(__name__)
 
 # A host serves at most this many ranks' states at once: more would only share the same link.
 MAX_CONNECTIONS = 128
-# So many may be at the door of whom nothing is known yet; who has stood there longest goes for who comes then.
+# Most connections that have not authenticated yet; a further one closes the oldest of them.
 MAX_STRANGERS = 128
 SOCKET_TIMEOUT_SECONDS = 30.0
 # While the arena fills: well below the time a piece takes on a fast link.
@@ -150,7 +150,7 @@ class StreamServer:
         self._socket.settimeout(0.5)
         self._thread = threading.Thread(target=self._accept, name="state-stream", daemon=True)
         self._workers: set[threading.Thread] = set()
-        # Connections whose token or certificate is not checked yet, by when they came. Who leaves it is closed after.
+        # Connections that have not authenticated yet, in order of arrival. Removal from here closes one later.
         self._strangers: dict[socket.socket, None] = {}
         # Which broke off where, the latest last: a client may come again several times a second, for minutes.
         self._broken: dict[tuple[str, int, int, int, int], None] = {}
@@ -256,7 +256,7 @@ class StreamServer:
     def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
         """Told once as long as it comes no further."""
         if request is None:
-            # Whoever connects and says nothing asked for nothing.
+            # A connection without a request needs no warning.
             log.debug("connection without a request", extra={"error": str(error)})
             return
         where = (request.job_uid, request.epoch, request.stop_sequence, request.rank, request.offset)
