@@ -1,4 +1,4 @@
-"""The daemon put together: one per state directory, ports, adoption, the session; its end harms no job."""
+"""The daemon: state directory, ports, adoption of gangs, and the session with the master. Its end harms no job."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ T = TypeVar("T")
 
 VERSION = "0.1.0"
 _REVIVE_SECONDS = 2.0
-# Between two looks at logs that may go.
+# Interval of removing old logs.
 _SWEEP_SECONDS = 3600.0
 
 
 class DaemonObstacle(Enum):
-    """What kind of thing keeps a daemon from starting."""
+    """Kind of obstacle that keeps a daemon from starting."""
 
     SETTING = "it was told something that cannot be"
     STATE = "something is in use"
@@ -78,7 +78,7 @@ class DaemonError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DaemonSettings:
-    """Everything a daemon is told. `master` is an address or the master's state directory."""
+    """Settings of a daemon. `master`: an address, or the master's state directory."""
 
     state_directory: Path
     master: str
@@ -99,7 +99,7 @@ class DaemonSettings:
 
 
 class Daemon:
-    """`start` returns once it adopted what runs and both ports listen; the session opens in the background."""
+    """A daemon. `start` returns once gangs are adopted and both ports listen; the session opens in the background."""
 
     def __init__(self, settings: DaemonSettings) -> None:
         self._settings = settings
@@ -367,7 +367,7 @@ class Daemon:
         await self.session.run()
 
     async def _tend(self) -> None:
-        """Slow things: launchers that died are replaced, faults are noticed, what storage is said is kept."""
+        """Do the slow periodic work: replace dead launchers, report device faults, note the storage."""
         known = (self.host.storage.path, self.host.storage.token)
         faults: dict[int, str] = {}
         while True:
@@ -389,7 +389,7 @@ class Daemon:
                 log.warning("tending failed", extra={"error": str(error)})
 
     async def _sweep_logs(self) -> None:
-        """Logs that were kept for as long as the master says go."""
+        """Remove logs that were kept for the master's retention time."""
         while True:
             await self.session.connected.wait()
             here = frozenset(gang.desired.job_uid for gang in self.gangs.all())
@@ -421,7 +421,7 @@ def _first_that_works(make: Callable[[int], T], port: int) -> T:
 
 
 async def run_daemon(settings: DaemonSettings) -> None:
-    """Until SIGTERM or SIGINT. Raises DaemonError when it cannot start."""
+    """Run a daemon until SIGTERM or SIGINT. Raises DaemonError if it cannot start."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

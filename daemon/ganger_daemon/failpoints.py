@@ -1,4 +1,4 @@
-"""The places at which a test may have the daemon killed; see ganger.failpoints."""
+"""Places at which a test may kill the daemon; see ganger.failpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = frozenset(
 
 
 def hit(name: str) -> None:
-    """Dies by SIGKILL when the environment asked for it here."""
+    """End this process by SIGKILL if the environment names this failpoint."""
     _of_process().passing(name)
 
 

@@ -19,7 +19,7 @@ from ganger.injob.page import MAGIC, VERSION, Page, Word, page_path
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError
 from ganger_daemon.node.process_identity import (
-    NOBODY,
+    NO_PROCESS,
     FoundProcesses,
     ProcessId,
     RankProcess,
@@ -88,10 +88,12 @@ def test_a_launchers_own_child_is_believed_and_nobody_else_without_proof(bystand
         return False
 
     assert recognise(RankProcess(own, is_own=True), [bystander], nobody) == FoundProcesses(own, bystander)
-    assert recognise(RankProcess(bystander, is_own=False), [NOBODY], nobody) == FoundProcesses(NOBODY, bystander)
+    assert recognise(RankProcess(bystander, is_own=False), [NO_PROCESS], nobody) == FoundProcesses(
+        NO_PROCESS, bystander
+    )
     assert recognise(None, [bystander, own], lambda process: process == own) == FoundProcesses(own, bystander)
     assert recognise(None, [dead], nobody) == FoundProcesses(dead), "who is dead hears no signal"
-    assert recognise(None, [NOBODY], nobody) == FoundProcesses(NOBODY)
+    assert recognise(None, [NO_PROCESS], nobody) == FoundProcesses(NO_PROCESS)
     assert recognise(None, [bystander], nobody).is_lost
 
 

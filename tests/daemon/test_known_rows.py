@@ -30,7 +30,7 @@ class Recorded(GangSet):
         self.said: list[int] = []
 
     async def known(self) -> int:
-        answer = await self.rotation.heard(peer_pb2.RowOrder(node_set=9, ask=True))
+        answer = await self.rotation.receive_order(peer_pb2.RowOrder(node_set=9, ask=True))
         return int(answer.known_version)
 
     async def _act(self, action: object, messages: object) -> None:

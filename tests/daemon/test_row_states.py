@@ -15,12 +15,12 @@ from ganger_daemon.core.rotation import Position, SliceMember, SliceSwitch
 from ganger_daemon.node.slice_rotation import Rotation, member_from_wire, state_to_wire
 
 SAID = SliceMember(
-    Position(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, in_turn=1),
-    known=4,
+    Position(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, regular_row=1),
+    known_version=4,
     started=True,
     alive=frozenset({7, 8}),
     running=frozenset({8}),
-    switch_seconds=0.25,
+    switch_s=0.25,
     unstarted=frozenset({7}),
     blocked=True,
     resting=frozenset({9, 10}),
@@ -49,7 +49,7 @@ def test_who_rests_because_the_master_wants_it_is_said(
 ) -> None:
     gang = SimpleNamespace(
         desired=SimpleNamespace(epoch=7),
-        told=SimpleNamespace(intent=intent),
+        master_desired=SimpleNamespace(intent=intent),
         wanted=SimpleNamespace(stop_sequence=0),
         phase=phase,
         launched=True,
@@ -57,6 +57,6 @@ def test_who_rests_because_the_master_wants_it_is_said(
     gangs = SimpleNamespace(all=lambda: [gang], blocked_by=lambda gang: [])
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=tmp_path), node="n1", changed=lambda: None)
     rotation = Rotation(host, peers=SimpleNamespace(), gangs=gangs)  # type: ignore[arg-type]
-    rotation.hear([agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)])
-    answer = asyncio.run(rotation.heard(peer_pb2.RowOrder(node_set=9, ask=True)))
+    rotation.set_desired([agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)])
+    answer = asyncio.run(rotation.receive_order(peer_pb2.RowOrder(node_set=9, ask=True)))
     assert list(answer.resting_epochs) == ([7] if rests else [])

@@ -19,35 +19,35 @@ SECOND = 10**9
 
 @pytest.mark.parametrize("switches", [[4.0, 0.1], [0.1, 4.0], [0.1, 4.0, 0.1], [4.0, 0.1, 0.1, 4.0]])
 def test_a_switch_that_was_late_makes_no_quantum_long_once_others_were_not(switches: list[float]) -> None:
-    assert LocalTimesliceGroup(1, switches=switches).switch_seconds == 0.1
+    assert LocalTimesliceGroup(1, switches=switches).switch_s == 0.1
 
 
 def test_switches_that_take_long_are_believed() -> None:
-    assert LocalTimesliceGroup(1).switch_seconds == 0.0
-    assert LocalTimesliceGroup(1, switches=[4.0]).switch_seconds == 4.0
-    assert LocalTimesliceGroup(1, switches=[4.0, 4.1, 0.1, 4.2, 3.9]).switch_seconds == 4.0
+    assert LocalTimesliceGroup(1).switch_s == 0.0
+    assert LocalTimesliceGroup(1, switches=[4.0]).switch_s == 4.0
+    assert LocalTimesliceGroup(1, switches=[4.0, 4.1, 0.1, 4.2, 3.9]).switch_s == 4.0
 
 
 def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> Any:
-    told = agent_pb2.DesiredGang(epoch=epoch, intent=agent_pb2.INTENT_RUN)
-    told.order.epoch = epoch
-    wanted = wanted_of(told)
+    desired = agent_pb2.DesiredGang(epoch=epoch, intent=agent_pb2.INTENT_RUN)
+    desired.order.epoch = epoch
+    wanted = wanted_of(desired)
     return SimpleNamespace(
-        desired=told,
-        told=told,
+        desired=desired,
+        master_desired=desired,
         wanted=wanted,
-        judged_under=wanted,
+        judged_order=wanted,
         phase=phase,
         launched=True,
         has_stepped=True,
         stop_wanted=False,
-        cannot_rest=False,
-        heard_agreement=0,
+        cannot_park=False,
+        peer_agreement=0,
         node_set=9,
         first_step_ns=int(first_step * SECOND),
         last_step_ns=int(last_step * SECOND),
         iteration_seconds=0.0,
-        obey=lambda told: None,
+        apply_order=lambda desired: None,
     )
 
 
@@ -57,10 +57,10 @@ def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -
     here: Any = SimpleNamespace(all=lambda: gangs, blocked_by=lambda one: [], collide=lambda one, other: True)
     rotation = Rotation(host, peers=SimpleNamespace(), gangs=here)  # type: ignore[arg-type]
     rows = [agent_pb2.Row(epochs=[7]), agent_pb2.Row(epochs=[8])]
-    rotation.hear([agent_pb2.DesiredRows(node_set=9, version=1, rows=rows, set_epoch=1)])
-    rotation.know()
+    rotation.set_desired([agent_pb2.DesiredRows(node_set=9, version=1, rows=rows, set_epoch=1)])
+    rotation.confirm_begun()
     order = order_to_wire(9, Position(SliceSwitch(1, 1), 1, 0, {8: SliceSwitch(1, 1)}))
-    asyncio.run(rotation.heard(order))
+    asyncio.run(rotation.receive_order(order))
     switched()
     rotation.follow()
     (said,) = rotation.observed()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from faultsim.node_daemon import SimDaemon
 from faultsim.rank_processes import Doing, Ranks
-from ganger_daemon.core import orders, turns
+from ganger_daemon.core import orders, slice_orders
 from ganger_daemon.core import rotation as core
 from ganger_daemon.core.orders import DesiredOrder, OrderKey, ParkLevel
 from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
-from ganger_daemon.core.turns import GangSlice, agreement
+from ganger_daemon.core.slice_orders import GangSlice, agreement
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.desired_state import DesiredGang, DesiredRows
 from ganger_master.core.model import GangIntent, SuspendLevel
@@ -194,7 +194,7 @@ class DaemonTurns:
         if told.intent is GangIntent.STOP or (standing is None and ranks.switch == (0, 0)):
             return
         obeyed = _wanted(ranks.order, ranks.switch)
-        wanted = turns.next_order(
+        wanted = slice_orders.next_order(
             _wanted(told, (0, 0)),
             obeyed,
             None if standing is None else _turn_of(standing, told.epoch),

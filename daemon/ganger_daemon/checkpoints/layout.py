@@ -38,7 +38,7 @@ def checkpoints_directory(storage: Path, job_uid: str) -> Path:
 
 
 def unfinished_template(storage: Path, job_uid: str, epoch: int) -> str:
-    """Return the directory that ranks write to. They replace `{step}`, which is not yet known when the order is written."""
+    """Return the directory that ranks write to. They replace `{step}`, not yet known when the order is written."""
     return str(checkpoints_directory(storage, job_uid) / f"{{step}}-{epoch}.tmp")
 
 

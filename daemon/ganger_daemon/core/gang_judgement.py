@@ -147,14 +147,14 @@ def judge(gang: GangPart, now: float) -> Judgement:
     return Judgement(_run_phase(gang, now))
 
 
-def may_be_on_devices(wanted: DesiredOrder, judged_under: DesiredOrder, judgement: Judgement) -> bool:
+def may_be_on_devices(wanted: DesiredOrder, judged_order: DesiredOrder, judgement: Judgement) -> bool:
     """Whether processes that were launched run, or may any moment: that they rested by a former order says nothing of
     one that sends them on, be it to their next boundary only."""
     if judgement.phase is not PartPhase.PARKED:
         return judgement.phase is not PartPhase.ENDED
     if wanted.intent in (OrderIntent.RUN, OrderIntent.PREPARE):
         return True
-    return wanted.stop_sequence != judged_under.stop_sequence
+    return wanted.stop_sequence != judged_order.stop_sequence
 
 
 def _before_launch(gang: GangPart) -> Judgement:

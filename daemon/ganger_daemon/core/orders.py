@@ -22,7 +22,7 @@ class OrderKey:
         return self.master_sequence << 40 | self.set_epoch << 28 | self.local_sequence
 
     @property
-    def is_by_turn(self) -> bool:
+    def is_by_rotation(self) -> bool:
         """Whether a switch of rows is what was ordered last."""
         return self.set_epoch > 0
 

@@ -83,7 +83,7 @@ def used(watched: Watched, processor_seconds: float, now: float) -> Watched:
     return watched
 
 
-def concern(watched: Watched, now: float) -> str:
+def stall_reason(watched: Watched, now: float) -> str:
     """What keeps the gang from getting on, for people; empty while all is well."""
     if watched.stepped_at is not None:
         return _hang(watched, watched.stepped_at, now) or watched.held_back

@@ -44,20 +44,20 @@ def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
     return [str(path) for path in noted] if isinstance(noted, list) else None
 
 
-def recall_told(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+def recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
     """Return the master's last desired state of a gang: the noted one where a slice switch came after it, else
     `desired`."""
-    if not order_key(desired.order).is_by_turn:
+    if not order_key(desired.order).is_by_rotation:
         return desired
     noted = read_json(paths.local).get("told", {})
-    told = from_json(noted) if isinstance(noted, dict) else None
-    if told is not None and told.order.master_sequence >= desired.order.master_sequence:
-        return with_spec_of(told, desired)
-    told = agent_pb2.DesiredGang()
-    told.CopyFrom(desired)
-    told.order.set_epoch = told.order.local_sequence = told.stop_sequence = 0
-    told.intent, told.level = agent_pb2.INTENT_RUN, 0  # type: ignore[assignment]  # no level
-    return told
+    master_desired = from_json(noted) if isinstance(noted, dict) else None
+    if master_desired is not None and master_desired.order.master_sequence >= desired.order.master_sequence:
+        return with_spec_of(master_desired, desired)
+    running = agent_pb2.DesiredGang()
+    running.CopyFrom(desired)
+    running.order.set_epoch = running.order.local_sequence = running.stop_sequence = 0
+    running.intent, running.level = agent_pb2.INTENT_RUN, 0  # type: ignore[assignment]  # no level
+    return running
 
 
 def find_ranks(

@@ -29,10 +29,10 @@ class Agreeing:
         self._link: Link | None = None
         self.hub = Hub()
 
-    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, heard: Callable[[RelayMessage], None]) -> None:
+    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, received: Callable[[RelayMessage], None]) -> None:
         """Open a member's link to the leader, once."""
         if self._link is None and not self._part.leads:
-            self._link = self._peers.link(leader.peer_address, heard)
+            self._link = self._peers.link(leader.peer_address, received)
             key = order_key_to_wire(wanted.order)
             self._link.start(to_wire(self._paths.job_uid, self._paths.epoch, key, RelayMessage(0, ())))
 
@@ -40,14 +40,14 @@ class Agreeing:
         if self._link is not None:
             await self._link.close()
 
-    def hear(self, heard: RelayMessage) -> None:
+    def receive(self, received: RelayMessage) -> None:
         """Mirror the points of another daemon, and request here a checkpoint that the leader has requested."""
         known = self._pages.points()
-        merged = merge_all(known, heard.points, frozenset(self._part.ranks))
+        merged = merge_all(known, received.points, frozenset(self._part.ranks))
         self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
-        asked = bool(heard.agreement & CHECKPOINT_BIT) and heard.agreement > self._pages.checkpoint_sequence()
+        asked = bool(received.agreement & CHECKPOINT_BIT) and received.agreement > self._pages.checkpoint_sequence()
         if asked and not self._part.leads:
-            self._saving.request(heard.agreement & ~CHECKPOINT_BIT)
+            self._saving.request(received.agreement & ~CHECKPOINT_BIT)
 
     def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
         """Return the agreement that is not settled yet; 0 while there is none, and for a gang on one node."""
@@ -67,9 +67,9 @@ class Agreeing:
             return
         points = self._pages.points()
         own = tuple(points[rank] for rank in self._part.ranks)
-        said = RelayMessage(agreement, tuple(points.values()) if self._part.leads else own)
-        message = to_wire(self._paths.job_uid, self._paths.epoch, order_key_to_wire(wanted.order), said)
+        sent = RelayMessage(agreement, tuple(points.values()) if self._part.leads else own)
+        message = to_wire(self._paths.job_uid, self._paths.epoch, order_key_to_wire(wanted.order), sent)
         if self._part.leads:
-            self.hub.say(message)
+            self.hub.send(message)
         elif self._link is not None:
-            self._link.say(message)
+            self._link.send(message)

@@ -31,12 +31,12 @@ class RelayMessage:
     points: tuple[RelayedPoint, ...]
 
 
-def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: RelayMessage) -> peer_pb2.RankPoints:
+def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, sent: RelayMessage) -> peer_pb2.RankPoints:
     return peer_pb2.RankPoints(
         job_uid=job_uid,
         epoch=epoch,
         order=order,
-        stop_sequence=said.agreement,
+        stop_sequence=sent.agreement,
         points=[
             peer_pb2.RankPoint(
                 rank=point.rank,
@@ -45,7 +45,7 @@ def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, said: RelayMess
                 ack_step=point.ack_step,
                 done=point.done,
             )
-            for point in said.points
+            for point in sent.points
         ],
     )
 
@@ -91,7 +91,7 @@ class Hub:
     outboxes: set[Outbox] = field(default_factory=set)
     newest: peer_pb2.RankPoints | None = None
 
-    def say(self, message: peer_pb2.RankPoints) -> None:
+    def send(self, message: peer_pb2.RankPoints) -> None:
         if message == self.newest:
             return
         self.newest = message
@@ -112,9 +112,9 @@ class Hub:
 class Link:
     """Member's side: keeps a stream to the leader open for as long as the gang lives here."""
 
-    def __init__(self, stub: PeerServiceAsyncStub, heard: Callable[[RelayMessage], None]) -> None:
+    def __init__(self, stub: PeerServiceAsyncStub, received: Callable[[RelayMessage], None]) -> None:
         self._stub = stub
-        self._heard = heard
+        self._received = received
         self._newest: peer_pb2.RankPoints | None = None
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
@@ -124,7 +124,7 @@ class Link:
         self._newest = hello
         self._task = asyncio.create_task(self._keep())
 
-    def say(self, message: peer_pb2.RankPoints) -> None:
+    def send(self, message: peer_pb2.RankPoints) -> None:
         if message == self._newest:
             return
         self._newest = message
@@ -147,7 +147,7 @@ class Link:
                 call = self._stub.RelayBoundary(self._outbox.messages())
                 async for message in call:
                     wait = _RETRY_SECONDS
-                    self._heard(from_wire(message))
+                    self._received(from_wire(message))
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
             finally:

@@ -26,7 +26,7 @@ from ganger_daemon.failpoints import hit
 from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.gang.others import Peers
-from ganger_daemon.gang.rank_errors import complaint_of
+from ganger_daemon.gang.rank_errors import error_of
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext
 
@@ -215,10 +215,10 @@ class Saving:
             await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
 
     def _failure_of(self, rank: int, agreement: int) -> str:
-        complaint = complaint_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        complaint = error_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
         return str(complaint or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
 
-    async def hear_refusal(self, agreement: int, why: str) -> None:
+    async def receive_refusal(self, agreement: int, why: str) -> None:
         """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""
         if self._pages.readable and agreement == self._pages.checkpoint_sequence():
             await self.keeper.refuse(agreement, why)

@@ -31,7 +31,7 @@ from ganger_daemon.core.gang_judgement import Rank
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.failpoints import hit
-from ganger_daemon.node.process_identity import NOBODY, ProcessId
+from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 
 
@@ -190,7 +190,7 @@ class ControlPages:
     def process(self, rank: int) -> ProcessId:
         """As the page names it: a claim (see `node.process_identity`). Without a pid where none can be read."""
         if not self.readable:
-            return NOBODY
+            return NO_PROCESS
         identity = self[rank].identity()
         return ProcessId(identity.pid, identity.start_ticks)
 

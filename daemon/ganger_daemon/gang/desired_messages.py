@@ -118,10 +118,10 @@ def with_spec_of(new: agent_pb2.DesiredGang, old: agent_pb2.DesiredGang) -> agen
     return merged
 
 
-def in_turn(told: agent_pb2.DesiredGang, wanted: DesiredOrder) -> agent_pb2.DesiredGang:
-    """A copy of the master's message that says what is wanted of the gang in its turn, or outside of it."""
+def with_order(desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> agent_pb2.DesiredGang:
+    """Return a copy of the master's message with another order."""
     message = agent_pb2.DesiredGang()
-    message.CopyFrom(told)
+    message.CopyFrom(desired)
     message.order.CopyFrom(order_key_to_wire(wanted.order))
     message.intent = agent_pb2.Intent.ValueType(wanted.intent)
     message.level = job_pb2.SuspendLevel.ValueType(wanted.level)

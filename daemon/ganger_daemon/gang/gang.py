@@ -1,7 +1,7 @@
-"""One gang's local part, alive: a loop that reads pages and exits, lets core judge, and does what is left to do.
+"""A gang's part on this node: a loop that reads pages and exits, lets the core judge them, and acts on the judgement.
 
-The loop may die with the daemon at any instruction. What counts is in the pages, in the exit records and in the
-group of processes; `wanted.json` and `local.json` are hints that save questions.
+The daemon may die at any instruction. Pages, exit records and the process group hold the state; `wanted.json` and
+`local.json` are hints that save messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ganger_daemon.core.orders import (
 )
 from ganger_daemon.failpoints import hit
 from ganger_daemon.gang import exit_watcher
-from ganger_daemon.gang.adoption import find_ranks, recall_notes, recall_told, recall_wanted_checkpoints
+from ganger_daemon.gang.adoption import find_ranks, recall_master_desired, recall_notes, recall_wanted_checkpoints
 from ganger_daemon.gang.agreeing import Agreeing
 from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
 from ganger_daemon.gang.checkpointing import Saving
@@ -58,7 +58,7 @@ from ganger_daemon.node.safe_files import make_directory, write_hint
 
 log = logging.getLogger(__name__)
 
-# What a shell exits with where it could not execute a command.
+# Exit code of a shell that could not execute a command.
 _NOT_EXECUTED = 127
 _COPYING = {PartPhase.STOPPING: core.RankState.SAVING, PartPhase.PREPARED: core.RankState.RESTORING}
 _NOT_STARTED = (PartOutcomeKind.LAUNCH_FAILED, PartOutcomeKind.STATE_UNREADABLE, PartOutcomeKind.STATE_OUTDATED)
@@ -66,12 +66,15 @@ _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
 # Longest wait of a gang that has ended for the copy of its logs, if storage hangs.
 _MIRROR_S = 30.0
-# Of what a job says; its own log has room for the rest.
+# Most packets of a job that are logged; further ones are only in the job's own log.
 _LOGGED_PACKETS = 10_000
 
 
 class LocalGang:
-    """Made from a desired message, or from what a former daemon left (`adopt`). `run` is its loop."""
+    """A gang's part on this node, made from a desired message, or from a former daemon's state (`adopt`).
+
+    `run` is its loop. `blocked_by`: the job that is on its devices; `cores_kept_by`: the leaving job that still has
+    cores; `phase_changed`: called when its phase, or the agreement of a peer, has changed."""
 
     def __init__(
         self,
@@ -85,44 +88,45 @@ class LocalGang:
         self.host = host
         self.peers = peers
         self.desired = desired
-        self.told = desired  # by the master; `desired` is what that means in a gang's turn, or outside of it
+        # The master's desired state. `desired` is the same, or what a slice switch has made of it.
+        self.master_desired = desired
         self.wanted = wanted_of(desired)
-        self.heard_agreement = 0  # that a peer spoke of last
+        self.peer_agreement = 0  # relayed last by a peer
         self._phase_changed = phase_changed
         self.part = local_part(desired, host.node)
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
         self._make_parts(blocked_by, cores_kept_by)
         self.judgement = core.Judgement(PartPhase.STARTING)
-        self.judged_under = self.wanted  # the order the judgement is of
-        self.judged_told = self.told
-        self.stop_wanted = False  # nobody wants it: being stopped
+        self.judged_order = self.wanted  # the order that `judgement` is about
+        self.judged_master_desired = self.master_desired
+        self.stop_wanted = False  # the desired set lacks it: it is being stopped
         self.forgotten = False
         self._socket: JobSocketServer | None = None
         self._packets = 0
         self._wake = asyncio.Event()
         self._launched = False
         self._launched_at = 0.0
-        self._obeyed_at = 0.0
+        self._ordered_at = 0.0
         self._launch_failure: PartOutcome | None = None
         self._order_due = True
-        self._unwritten: OrderKey | None = None  # the last order that could not be, as was said
+        self._unwritten: OrderKey | None = None  # the last order that could not be written, as logged
         self._mark = RunMark()
         self._settled: PartOutcome | None = None
         self._reaped = False
         self._logs_at = time.monotonic()
-        self._memory_limit = 0  # set last, in bytes; zero: only at the launch
+        self._memory_limit_bytes = 0  # set last; zero: only at the launch
         self._mirroring: asyncio.Task[None] | None = None
         self._lease_written = -1
         self._observed: bytes = b""
-        # set once the observed set can say something true of it
+        # set once the observed set can report it truly
         self.judged = asyncio.Event()
         self._handed_logs = 0
-        # from the first moment: a desired version that wants this gang is answered with what is known of it
+        # from the start: a desired version with this gang is answered with its state
         self.observed = observe(self)
 
     def _make_parts(self, blocked_by: Callable[[LocalGang], str], cores_kept_by: Callable[[LocalGang], str]) -> None:
-        """Make the objects that each look after one thing of the gang: its launch, exits, memory, checkpoints, ..."""
+        """Make the objects for launch, exits, device memory, checkpoints and so on."""
         host, peers, desired = self.host, self.peers, self.desired
         self.launching = Launching(host, peers, self.paths, self.part, blocked_by, cores_kept_by, self._write_local)
         self.deaths = Deaths(self.paths, self.wake, self.launching.launcher_lives)
@@ -138,16 +142,16 @@ class LocalGang:
             host, peers, self.paths, self.part, self.pages, desired, self.launching.running_launcher, self.wake
         )
         self._agreeing = Agreeing(peers, self.paths, self.part, self.pages, self.saving)
-        self.complaints = Complaints(host, self.paths, self.part, self.pages)
-        self._pressing = Pressing(host, self.paths, self.deaths)
-        self._pace = StepRate(self.pages, self.part.ranks)
-        self._using = Using(host, self.paths.group, desired.claim.device_mask)
-        self._watching = Watching(self.pages, self.part.ranks)
+        self.rank_errors = Complaints(host, self.paths, self.part, self.pages)
+        self._escalation = Pressing(host, self.paths, self.deaths)
+        self._step_rate = StepRate(self.pages, self.part.ranks)
+        self._utilization = Using(host, self.paths.group, desired.claim.device_mask)
+        self._stall_watch = Watching(self.pages, self.part.ranks)
         self._incoming = Incoming(host, self.part, self.pages, self.launching, self.wake)
-        self._standing = Freezer(host, self.paths.group)
+        self._freezer = Freezer(host, self.paths.group)
         self._segments = Segments(host, self.paths.group)
 
-    # -- what others ask ------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> PartPhase:
@@ -155,10 +159,10 @@ class LocalGang:
 
     @property
     def is_leaving(self) -> bool:
-        """What it still has here is somebody else's soon, whatever it does: it is stopped, or on its way to rest."""
-        if self.stop_wanted or self.phase is PartPhase.ENDED or self.told.intent == agent_pb2.INTENT_STOP:
+        """Whether another gang gets its resources soon: it is being stopped or parked."""
+        if self.stop_wanted or self.phase is PartPhase.ENDED or self.master_desired.intent == agent_pb2.INTENT_STOP:
             return True
-        rests = self.told.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
+        rests = self.master_desired.intent in (agent_pb2.INTENT_PARK, agent_pb2.INTENT_HAND_OVER)
         return rests and self.phase is not PartPhase.PARKED
 
     @property
@@ -171,23 +175,23 @@ class LocalGang:
 
     @property
     def may_be_on_devices(self) -> bool:
-        """Whether its processes run or may any moment: what was last seen of them is not enough to say they do not."""
+        """Whether its processes run or may run at any moment. An earlier observation does not prove the contrary."""
         if self.judgement.phase is PartPhase.ENDED:
             return False
         if not self._launched:
             return self.launching.is_under_way
-        return core.may_be_on_devices(self.wanted, self.judged_under, self.judgement)
+        return core.may_be_on_devices(self.wanted, self.judged_order, self.judgement)
 
     @property
     def has_stepped(self) -> bool:
-        """In this epoch, on this node."""
+        """Whether a local rank has done a step in this epoch."""
         if not self._launched or not self.pages.readable:
             return self._launched
         return any(self.pages.progress(rank).step_time_ns for rank in self.part.ranks)
 
     @property
     def first_step_ns(self) -> int:
-        """When the last of its ranks here had done its first step since it last began to run; zero: not yet."""
+        """Time when the last local rank finished its first step since the gang was started or resumed; zero before."""
         if not self._launched or not self.pages.readable:
             return 0
         times = [self.pages.progress(rank).first_step_time_ns for rank in self.part.ranks]
@@ -195,26 +199,26 @@ class LocalGang:
 
     @property
     def last_step_ns(self) -> int:
-        """When the last of its ranks here did its last step so far; zero without pages."""
+        """Time of the newest step of a local rank; zero without pages."""
         if not self._launched or not self.pages.readable:
             return 0
         return max(self.pages.progress(rank).step_time_ns for rank in self.part.ranks)
 
     @property
     def iteration_seconds(self) -> float:
-        return self._pace.iteration_seconds
+        return self._step_rate.iteration_seconds
 
     @property
-    def cannot_rest(self) -> bool:
-        """It was to rest at a boundary, and will not at the level that is wanted."""
-        if self.wanted.intent is not OrderIntent.PARK or self.judged_under is not self.wanted or not self._launched:
+    def cannot_park(self) -> bool:
+        """Whether it was ordered to park at a boundary and will not reach the ordered level."""
+        if self.wanted.intent is not OrderIntent.PARK or self.judged_order is not self.wanted or not self._launched:
             return False
         if self.judgement.phase is PartPhase.PARKED:
             return self.judgement.level < self.wanted.level
         if self.judgement.phase is not PartPhase.STOPPING or not self._has_no_boundaries():
             return False
-        # one that is only silent may still be importing
-        is_late = time.monotonic() - self._obeyed_at > self.host.order_patience_seconds
+        # a job without a hello may still be importing
+        is_late = time.monotonic() - self._ordered_at > self.host.order_patience_seconds
         return is_late or any(rank.opaque for rank in self.facts().ranks) or has_no_agent(self.desired.spec)
 
     @property
@@ -222,41 +226,41 @@ class LocalGang:
         return self._agreeing.hub
 
     def wake(self) -> None:
-        """Something changed: look at once."""
+        """Run the next tick at once."""
         self._wake.set()
 
     def mark_gone(self, outcome: PartOutcome) -> None:
-        """Nothing of it is here: only its outcome is reported."""
+        """Report only an outcome: nothing of the gang is on this node."""
         self._settled = outcome
         self._reaped = True
-        self._look_again()
+        self._judge_anew()
 
-    def hear_master(self, told: agent_pb2.DesiredGang) -> None:
-        """What the master wants of it, where it does not follow at once what it is to do now."""
-        self.told = with_spec_of(told, self.told)
+    def set_master_desired(self, desired: agent_pb2.DesiredGang) -> None:
+        """Record the master's desired state, which the gang follows only as its slices allow."""
+        self.master_desired = with_spec_of(desired, self.master_desired)
 
-    def hear_checkpoints(self, paths: Sequence[str]) -> None:
-        """Note the paths of the checkpoints that the master would start the job from."""
+    def set_kept_checkpoints(self, paths: Sequence[str]) -> None:
+        """Note the paths of the checkpoints that the master may start the job from."""
         if self.saving.want(paths) and self._launched:
             self._write_local()
 
-    def obey(self, desired: agent_pb2.DesiredGang) -> None:
-        """A newer order. Returns at once; the loop carries it out."""
+    def apply_order(self, desired: agent_pb2.DesiredGang) -> None:
+        """Take a newer order. Returns at once; the loop carries it out."""
         merged = with_spec_of(desired, self.desired)
         wanted = hastened(wanted_of(merged), self._is_stale)
         if wanted.ends_at_once:
             # also for a daemon that takes over
             merged.grace.FromSeconds(0)
             merged.checkpoint_first = False
-        if not wanted.order.is_by_turn:
-            self.told = merged
+        if not wanted.order.is_by_rotation:
+            self.master_desired = merged
         if wanted.order <= self.wanted.order and self._launched:
             return
         was_running = self.wanted.intent is OrderIntent.RUN
         same_stop = wanted.stop_sequence != 0 and wanted.stop_sequence == self.wanted.stop_sequence
-        # turns change all day long
+        # slice switches are too frequent for INFO
         log.log(
-            logging.DEBUG if wanted.order.is_by_turn else logging.INFO,
+            logging.DEBUG if wanted.order.is_by_rotation else logging.INFO,
             "order",
             extra={
                 "job": desired.job,
@@ -272,12 +276,12 @@ class LocalGang:
             if not same_stop:
                 self.memory.begin(self.deaths.processes)
         self.desired, self.wanted = merged, wanted
-        self._obeyed_at = time.monotonic()
+        self._ordered_at = time.monotonic()
         self._order_due = True
         if self._launched:
             make_directory(self.paths.job)
             write_hint(self.paths.wanted, to_json(merged))
-        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
+        self._escalation.begin(self.wanted, time.monotonic(), self._step_rate.iteration_seconds)
         self.wake()
 
     def stop(self, is_stale: bool = False) -> None:
@@ -288,22 +292,22 @@ class LocalGang:
             self.wanted, intent=OrderIntent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False
         )
         self.wanted = hastened(stop, is_stale)
-        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
+        self._escalation.begin(self.wanted, time.monotonic(), self._step_rate.iteration_seconds)
         self.wake()
 
     @property
     def _is_stale(self) -> bool:
         """Whether its lease has ended, so that its job may have been started elsewhere. An order is applied before
         the answer that brought it extends the lease."""
-        is_over = self._standing.lease_is_over
+        is_over = self._freezer.lease_is_over
         if is_over is None and self._launched and self.pages.readable:
             is_over = self.pages.lease_is_over(now_ns())
-        return self._launched and core.has_outlived_lease(self.wanted, self._standing.frozen, is_over)
+        return self._launched and core.has_outlived_lease(self.wanted, self._freezer.frozen, is_over)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until forgotten. A tick that fails is logged and tried again: a gang is never dropped because of a bug."""
+        """Run until forgotten. A tick that fails is logged and retried: a bug never drops a gang."""
         while not self.forgotten:
             try:
                 await self._tick()
@@ -323,7 +327,7 @@ class LocalGang:
             self._wake.clear()
 
     async def close(self) -> None:
-        """The daemon ends; ranks go on."""
+        """Release what the daemon holds of the gang. Ranks go on."""
         self._incoming.cancel()
         await self._agreeing.close()
         if self._socket is not None:
@@ -332,9 +336,9 @@ class LocalGang:
         self.pages.close()
 
     def adopt(self, children: Mapping[str, RankProcess]) -> None:
-        """Takes over what a former daemon left. `children`: what the launchers look after."""
+        """Take over what a former daemon left. `children`: processes of the launchers, by name."""
         self._mark = recall_notes(self.host, self.paths, self.launching, self.memory, self._segments)
-        self.told = recall_told(self.paths, self.desired)
+        self.master_desired = recall_master_desired(self.paths, self.desired)
         kept = exit_watcher.kept(self.paths)
         noted = recall_wanted_checkpoints(self.paths)
         self.saving.recall(self.wanted.stop_sequence, kept.step if kept is not None else None, noted)
@@ -350,11 +354,11 @@ class LocalGang:
                 self.deaths.watch(rank, process)
                 if self.deaths.is_live(rank):
                     self.host.cgroups.track(self.paths.group, process.pid)
-            self._standing.recall()
-            # Stopped before, and its lease has ended since: the rest of its grace would run beside its successor.
+            self._freezer.recall()
+            # If its lease ended after an order to stop, it would run beside its successor for the rest of its grace.
             self.wanted = hastened(self.wanted, self._is_stale)
-        self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
-        self._look_again()
+        self._escalation.begin(self.wanted, time.monotonic(), self._step_rate.iteration_seconds)
+        self._judge_anew()
         log.info(
             "gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self._launched}
         )
@@ -364,7 +368,7 @@ class LocalGang:
     async def _tick(self) -> None:
         now = time.monotonic()
         if self._launched and not self._reaped and self.pages.damage():
-            await self._pressing.abandon(self.pages.damage())
+            await self._escalation.abandon(self.pages.damage())
         if self._launched and not self._reaped and self.pages.readable:
             await self._begin_attending()
             await self._follow_memory_limit()
@@ -379,23 +383,27 @@ class LocalGang:
             if self.deaths.awaited:
                 await self.deaths.settle(lambda rank: None)
             if self._launched and not self._reaped:
-                await self._standing.follow(self.facts(), now)
+                await self._freezer.follow(self.facts(), now)
         if self._launched and not self._reaped:
             await self._look_for_segments(now)
         facts = self.facts()
         before = self.judgement.phase
-        self.judgement, self.judged_under, self.judged_told = core.judge(facts, now), facts.wanted, self.told
+        self.judgement, self.judged_order, self.judged_master_desired = (
+            core.judge(facts, now),
+            facts.wanted,
+            self.master_desired,
+        )
         if self.judgement.phase is PartPhase.PARKED and (
-            self.judgement.level >= ParkLevel.OFFLOAD or self.wanted.order.is_by_turn
+            self.judgement.level >= ParkLevel.OFFLOAD or self.wanted.order.is_by_rotation
         ):
-            # before anybody who comes to its devices looks for cores
+            # before a gang that comes to its devices looks for cores
             self.pinning.give_up()
         if self.judgement.phase is not before:
             self._phase_changed()
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if self._launched and not self._reaped and not (self._order_due and self._unwritten):
-            await self._pressing.press(self.facts(), self.pages, now)
+            await self._escalation.press(self.facts(), self.pages, now)
         self._publish_observation()
 
     def facts(self) -> core.GangPart:
@@ -404,7 +412,7 @@ class LocalGang:
             if self.pages.readable:
                 ranks = self.pages.ranks(self._mark)
             else:
-                # pages that went with the machine's memory do not say any more who was let go
+                # pages that were lost with the machine's memory no longer show which ranks were let go
                 is_gone = not self.pages.damage()
                 ranks = tuple(
                     core.Rank(rank, opaque=bool(self.pages.foreign), let_go=is_gone) for rank in self.part.ranks
@@ -412,7 +420,7 @@ class LocalGang:
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
         facts = self._facts(ranks)
         return replace(
-            facts, refusal=self.complaints.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
+            facts, refusal=self.rank_errors.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
         )
 
     def _facts(self, ranks: tuple[core.Rank, ...]) -> core.GangPart:
@@ -424,15 +432,15 @@ class LocalGang:
             world=self.part.world,
             no_agent=has_no_agent(self.desired.spec),
             restores=self.desired.HasField("restore"),
-            frozen=self._standing.frozen,
+            frozen=self._freezer.frozen,
             launch_failure=self._launch_failure,
             has_room=self._incoming.has_room(self.wanted),
             memory_freed=self.memory.freed,
             published_step=self.saving.published_step(self.wanted, self._settled),
-            escalated=self._pressing.escalated,
+            escalated=self._escalation.escalated,
             out_of_memory=self._launched and not self._reaped and self._was_out_of_memory(),
             damage=self.pages.damage(),
-            stop_signalled=self._pressing.stop_signalled,
+            stop_signalled=self._escalation.stop_signalled,
             settled=self._settled,
         )
 
@@ -451,9 +459,9 @@ class LocalGang:
                     self.wake()
             case core.Todo.TERMINATE:
                 await self._look_for_segments(now, at_once=True)
-                self._pressing.terminate(self.wanted, now)
+                self._escalation.terminate(self.wanted, now)
             case core.Todo.KILL:
-                await self._pressing.end()
+                await self._escalation.end()
             case core.Todo.REAP:
                 await self._reap()
 
@@ -468,7 +476,7 @@ class LocalGang:
                 log.exception("launch failed", extra={"job": self.desired.job})
             kind = error.kind if isinstance(error, LaunchRefusedError) else PartOutcomeKind.LAUNCH_FAILED
             found = error.found if isinstance(error, LaunchRefusedError) else ()
-            # By its having an exit code the master knows that the command is to blame, and not the node.
+            # The exit code shows the master that the command is at fault, and not the node.
             is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
             self._launch_failure = PartOutcome(
                 kind, _NOT_EXECUTED if is_command else 0, 0, str(error) or type(error).__name__, found
@@ -476,7 +484,7 @@ class LocalGang:
             self.wake()
             return
         if launched is None:
-            return  # pieces not free yet: asked again at the next tick
+            return  # devices or cores are not free yet: retried at the next tick
         hit("between-fork-and-page")
         for rank, process in launched.items():
             self.deaths.watch(rank, process)
@@ -489,30 +497,30 @@ class LocalGang:
         self.wake()
 
     async def _begin_attending(self) -> None:
-        """Socket, relay, and the incoming move: what a running gang needs of this daemon, once."""
+        """Start socket, boundary relay and incoming transfers of a running gang, each once."""
         if self._socket is None:
-            self._socket = JobSocketServer(self.paths.socket, self._heard_packet)
+            self._socket = JobSocketServer(self.paths.socket, self._receive_packet)
             self.pages.written = self._socket.nudge
             try:
                 self._socket.start()
             except OSError as error:
                 log.warning("job socket not made", extra={"error": str(error)})
-        self._agreeing.begin(self.desired.members[0], self.wanted, self.hear)
+        self._agreeing.begin(self.desired.members[0], self.wanted, self.receive_points)
         await self._incoming.follow(self.desired, self.wanted)
 
     async def _follow_memory_limit(self) -> None:
-        """Set the memory limit to the claim; while it is parked at OFFLOAD, to what it keeps: others claim the rest."""
+        """Set the memory limit to the claim; while parked at OFFLOAD, to the memory that it keeps."""
         claim, kept = self.desired.claim, self.memory.kept_bytes
         if not claim.memory_bytes:
             return
-        rests = kept and self.wanted.intent is OrderIntent.PARK and not self.wanted.order.is_by_turn
+        rests = kept and self.wanted.intent is OrderIntent.PARK and not self.wanted.order.is_by_rotation
         limit = (min(kept, claim.memory_bytes) if rests else claim.memory_bytes) + claim.arena_bytes
-        if limit != self._memory_limit:
-            self._memory_limit = limit
+        if limit != self._memory_limit_bytes:
+            self._memory_limit_bytes = limit
             await asyncio.to_thread(self.host.cgroups.set_memory_limit, self.paths.group, limit)
 
     async def _try_to_write_order(self) -> None:
-        """A full disk keeps an order from the ranks, and nothing else from being done. Tried again at the next tick."""
+        """Write the order. If the disk is full, the loop goes on and the next tick retries."""
         try:
             await self._write_order()
         except OSError as error:
@@ -521,9 +529,9 @@ class LocalGang:
                 log.error("order not written", extra={"job": self.desired.job, "error": str(error)})
             return
         if self._unwritten is not None:
-            # its time to obey begins only now
+            # the ranks' deadline begins only now
             self._unwritten = None
-            self._pressing.begin(self.wanted, time.monotonic(), self._pace.iteration_seconds)
+            self._escalation.begin(self.wanted, time.monotonic(), self._step_rate.iteration_seconds)
 
     async def _write_order(self) -> None:
         order = page_order(self.wanted)
@@ -539,35 +547,36 @@ class LocalGang:
         self._order_due = False
         self._write_local()
 
-    # -- what it hears --------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
-    def hear(self, heard: RelayMessage) -> None:
-        """Points from another daemon of this gang."""
+    def receive_points(self, received: RelayMessage) -> None:
+        """Take boundary points from another daemon of this gang."""
         if not self._reaped and self.pages.readable:
-            self._agreeing.hear(heard)
-            if heard.agreement and heard.agreement != self.heard_agreement:
-                self.heard_agreement = heard.agreement
+            self._agreeing.receive(received)
+            if received.agreement and received.agreement != self.peer_agreement:
+                self.peer_agreement = received.agreement
                 self._phase_changed()
             self.wake()
 
-    def _heard_packet(self, packet: dict[str, Any]) -> None:
+    def _receive_packet(self, packet: dict[str, Any]) -> None:
         if packet.get("event") in ("error", "note", "hello"):
             self._packets += 1
             if self._packets <= _LOGGED_PACKETS:
-                said = {**packet, "message": summary_of(str(packet["message"]))} if "message" in packet else packet
-                log.info("job says", extra={"job": self.desired.job, "packet": str(said)[:500]})
+                if "message" in packet:
+                    packet = {**packet, "message": summary_of(str(packet["message"]))}
+                log.info("packet of the job", extra={"job": self.desired.job, "packet": str(packet)[:500]})
             elif self._packets == _LOGGED_PACKETS + 1:
-                log.warning("job says too much to be logged", extra={"job": self.desired.job})
+                log.warning("further packets of the job are not logged", extra={"job": self.desired.job})
         self.wake()
 
-    # -- the small things of every tick ---------------------------------------------------------------------------
+    # -- parts of every tick --------------------------------------------------------------------------------------
 
     def _write_lease(self) -> None:
         until = self.host.lease_until_ns
         if until is not None and until != self._lease_written and not self.wanted.ends_at_once:
             self._lease_written = until
             if self.pages.lease_is_over(now_ns()):
-                self._standing.doubt()
+                self._freezer.doubt()
             self.pages.extend_lease(until)
 
     async def _tend(self, now: float) -> None:
@@ -582,12 +591,12 @@ class LocalGang:
             if any(acked) and not all(acked):
                 hit("partial-acks")
         if self.wanted.intent is OrderIntent.RUN and self.judgement.phase is PartPhase.RUNNING:
-            await self.pinning.follow(self.desired, self._pace.iteration_seconds)
+            await self.pinning.follow(self.desired, self._step_rate.iteration_seconds)
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
         facts = self.facts()
-        await self._standing.follow(facts, now)
+        await self._freezer.follow(facts, now)
         if any(core.is_opaque(facts, rank, now) for rank in facts.ranks):
-            await self._watching.look_at_processes((one.pid for one in self.deaths.processes.values()), now)
+            await self._stall_watch.look_at_processes((one.pid for one in self.deaths.processes.values()), now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
             self._begin_mirroring()
@@ -595,7 +604,7 @@ class LocalGang:
     # -- the end --------------------------------------------------------------------------------------------------
 
     async def _reap(self) -> None:
-        """Every process is gone: what is left of the gang goes, its outcome stays until the master has it."""
+        """Remove what is left of a gang without processes. Its outcome stays until the master has acknowledged it."""
         if self._reaped:
             return
         facts = self.facts()
@@ -603,7 +612,7 @@ class LocalGang:
             return  # the pages are still needed
         outcome = core.judge(facts, time.monotonic()).outcome
         if outcome is None:
-            return  # its checkpoint cannot be looked for before the master has said where storage is
+            return  # its checkpoint can be searched only once the master has named the storage
         hit("before-reap")
         self._incoming.cancel()
         if self._settled is None:
@@ -625,7 +634,7 @@ class LocalGang:
         self.wake()
 
     async def forget(self) -> None:
-        """The master has the outcome: nothing of the gang stays but its logs."""
+        """Remove all of the gang but its logs: the master has the outcome."""
         self.forgotten = True
         self.pages.close()
         await asyncio.to_thread(self.paths.discard)
@@ -645,60 +654,61 @@ class LocalGang:
             is_verifying=self.memory.waiting,
             is_death_awaited=self.deaths.awaited,
             is_preparing=self.wanted.intent is OrderIntent.PREPARE,
-            is_young=time.monotonic() - max(self._launched_at, self._obeyed_at) < _YOUNG_SECONDS,
+            is_young=time.monotonic() - max(self._launched_at, self._ordered_at) < _YOUNG_SECONDS,
             is_agreeing=self.pages.readable and bool(self._agreeing.in_flight(self.wanted, phase)),
         )
 
     def trouble(self) -> str:
-        """Why a move, or a stop at the wanted level, cannot go on; else what the last checkpoint suffered from."""
-        said = self.pages.foreign or self._incoming.trouble
-        said = said or self.complaints.under(self.wanted.order, self.saving.saved_request)
-        if said:
-            return said
+        """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
+        reason = self.pages.foreign or self._incoming.trouble
+        reason = reason or self.rank_errors.under(self.wanted.order, self.saving.saved_request)
+        if reason:
+            return reason
         if core.is_beyond(self.facts()):
-            why = self.complaints.reason("BOUNDARIES") or "this job has no boundaries"
+            why = self.rank_errors.reason("BOUNDARIES") or "this job has no boundaries"
             what = self.wanted.level.name if self.wanted.intent is OrderIntent.PARK else "a move"
             return f"{why}: {what} is not possible"
         is_to_rest = self.judgement.phase is PartPhase.STOPPING and self.wanted.intent is OrderIntent.PARK
-        if is_to_rest and not self._standing.frozen and self._has_no_boundaries():
+        if is_to_rest and not self._freezer.frozen and self._has_no_boundaries():
             return f"this job has no boundaries: {self.wanted.level.name} cannot be had of it"
         if self.wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):
-            return self._pressing.given_up  # nothing else stands in the way of a move
-        said = self.launching.trouble or self.memory.trouble or self.pinning.trouble
-        return said or self.saving.keeper.trouble or self.host.storage.trouble
+            return self._escalation.given_up  # nothing else stands in the way of a move
+        reason = self.launching.trouble or self.memory.trouble or self.pinning.trouble
+        return reason or self.saving.keeper.trouble or self.host.storage.trouble
 
     def _has_no_boundaries(self) -> bool:
         facts, now = self.facts(), time.monotonic()
         return any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None)
 
     def progress(self) -> tuple[PageSample, float, float] | None:
-        """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
+        """Return the newest sample, steps per second and data-wait share since the last call; None before the first
+        boundary."""
         if not self._launched or self._reaped or not self.pages.readable:
             return None
-        if self.wanted.order.is_by_turn and self.phase is not PartPhase.RUNNING:
-            self._pace.forget()
-            self._using.forget()
+        if self.wanted.order.is_by_rotation and self.phase is not PartPhase.RUNNING:
+            self._step_rate.forget()
+            self._utilization.forget()
             return None
-        return self._pace.measure()
+        return self._step_rate.measure()
 
     def used(self, data_wait_share: float) -> float | None:
-        """Share of what its devices can do that it used since the last call; None where nobody can tell."""
-        return self._using.measure(data_wait_share)
+        """Return the utilization of its devices since the last call, 0 to 1; None where nothing reports it."""
+        return self._utilization.measure(data_wait_share)
 
     def metrics(self) -> tuple[ReportedMetric, ...]:
-        """What the job has reported by name; of a job only its first rank is listened to."""
+        """Return the named values that the job has reported through its first rank."""
         if not self._launched or 0 not in self.part.ranks or not self.pages.readable:
             return ()
         return metrics.read(self.pages[0])
 
-    def concern(self) -> str:
-        """Why it does not get on, though it is meant to."""
+    def stall_reason(self) -> str:
+        """Return why a gang that should run makes no progress; empty otherwise."""
         lives = self._launched and not self._reaped and self.pages.readable
         is_meant_to = self.wanted.intent is OrderIntent.RUN and self.judgement.phase in (
             PartPhase.STARTING,
             PartPhase.RUNNING,
         )
-        return self._watching.concern(lives and is_meant_to)
+        return self._stall_watch.stall_reason(lives and is_meant_to)
 
     def _write_local(self) -> None:
         fields = {
@@ -708,7 +718,7 @@ class LocalGang:
             "kept_memory_bytes": self.memory.kept_bytes,
             "wanted_checkpoints": self.saving.wanted_paths,
             "segments": self._segments.journal(),
-            "told": to_json(self.told) if self.wanted.order.is_by_turn else {},
+            "told": to_json(self.master_desired) if self.wanted.order.is_by_rotation else {},
             **self.launching.journal(),
         }
         write_hint(self.paths.local, fields)
@@ -718,7 +728,7 @@ class LocalGang:
             self._write_local()
 
     def _begin_mirroring(self) -> None:
-        """Beside the gang's loop: storage may hang."""
+        """Copy logs in a task of its own: storage may hang."""
         if self._mirroring is None or self._mirroring.done():
             self._mirroring = asyncio.create_task(self._mirror_logs())
 
@@ -733,10 +743,10 @@ class LocalGang:
         except OSError as error:
             log.warning("log not copied", extra={"job": self.desired.job, "error": str(error)})
 
-    def _look_again(self) -> None:
-        """What is reported until the first tick."""
-        self.judgement, self.judged_under = core.judge(self.facts(), time.monotonic()), self.wanted
-        self.judged_told = self.told
+    def _judge_anew(self) -> None:
+        """Judge and observe the gang before its first tick."""
+        self.judgement, self.judged_order = core.judge(self.facts(), time.monotonic()), self.wanted
+        self.judged_master_desired = self.master_desired
         self.observed = observe(self)
 
     def _publish_observation(self) -> None:

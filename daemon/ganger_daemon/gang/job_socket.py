@@ -30,13 +30,13 @@ _PERIOD_SECONDS = 1.0
 class JobSocketServer:
     """Server at `path` that calls `received` with each packet that is a JSON object."""
 
-    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, path: Path, received: Callable[[dict[str, Any]], None]) -> None:
         self._path = path
-        self._heard = heard
+        self._received = received
         self._socket: socket.socket | None = None
         self._connections: set[socket.socket] = set()
-        self._silenced: set[socket.socket] = set()
-        self._heard_since = 0
+        self._paused: set[socket.socket] = set()
+        self._packets_in_period = 0
 
     def start(self) -> None:
         """Listen, replacing the socket of a former daemon. Needs a running event loop."""
@@ -81,14 +81,14 @@ class JobSocketServer:
         asyncio.get_running_loop().add_reader(connection, self._read, connection)
 
     def _read(self, connection: socket.socket) -> None:
-        if self._heard_since == 0:
-            asyncio.get_running_loop().call_later(_PERIOD_SECONDS, self._listen_again)
-        elif self._heard_since >= _PACKETS_PER_PERIOD:
+        if self._packets_in_period == 0:
+            asyncio.get_running_loop().call_later(_PERIOD_SECONDS, self._resume_reading)
+        elif self._packets_in_period >= _PACKETS_PER_PERIOD:
             # a rank that sends more waits: all gangs share this loop
             asyncio.get_running_loop().remove_reader(connection)
-            self._silenced.add(connection)
+            self._paused.add(connection)
             return
-        self._heard_since += 1
+        self._packets_in_period += 1
         try:
             packet = connection.recv(MAX_PACKET_BYTES)
         except BlockingIOError:
@@ -103,13 +103,13 @@ class JobSocketServer:
         except (ValueError, RecursionError):
             return
         if isinstance(fields, dict):
-            self._heard(fields)
+            self._received(fields)
 
-    def _listen_again(self) -> None:
-        self._heard_since = 0
-        for connection in self._silenced & self._connections:
+    def _resume_reading(self) -> None:
+        self._packets_in_period = 0
+        for connection in self._paused & self._connections:
             asyncio.get_running_loop().add_reader(connection, self._read, connection)
-        self._silenced.clear()
+        self._paused.clear()
 
     def _drop(self, connection: socket.socket) -> None:
         asyncio.get_running_loop().remove_reader(connection)

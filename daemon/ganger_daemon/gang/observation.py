@@ -43,7 +43,7 @@ _BYTES_LIMIT = (1 << 62) - 1
 def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
     """The present state of a gang as one message; equal messages mean that nothing changed."""
     # an order that came after the judgement is not yet answered by it
-    desired, judgement, order, told = gang.desired, gang.judgement, gang.judged_under, gang.judged_told
+    desired, judgement, order, told = gang.desired, gang.judgement, gang.judged_order, gang.judged_master_desired
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
     takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
     if takes_turns:
@@ -136,7 +136,7 @@ def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> Non
         message.capabilities_presumed = not is_certain and not facts.no_agent
         # A shell may start a Python whose agent reports later.
         why = "no agent" if is_certain else "no agent has reported so far"
-        agent_reason = "" if message.capabilities_presumed else gang.complaints.reason("BOUNDARIES")
+        agent_reason = "" if message.capabilities_presumed else gang.rank_errors.reason("BOUNDARIES")
         _add_what_an_opaque_job_can(message.capabilities, gang, why, agent_reason)
     elif all(progress.hello_time_ns for progress in found):
         _add_what_the_agent_can(message.capabilities, gang, found)
@@ -208,12 +208,12 @@ def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang,
     if not capabilities.pause:
         capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
     if not capabilities.offload:
-        why = gang.complaints.reason("OFFLOAD") or gang.complaints.reason("CHECKPOINT")
+        why = gang.rank_errors.reason("OFFLOAD") or gang.rank_errors.reason("CHECKPOINT")
         capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
     if able & Capability.CHECKPOINT and not gang.host.storage.proved:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
     elif not capabilities.checkpoint:
-        why = gang.complaints.reason("CHECKPOINT") or "its log says why"
+        why = gang.rank_errors.reason("CHECKPOINT") or "its log says why"
         capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
     capabilities.resize = bool(able & Capability.RESIZE)
@@ -239,7 +239,7 @@ class Watching:
         self._watched: core.Watched | None = None
         self._processes_at = 0.0
 
-    def concern(self, is_running: bool) -> str:
+    def stall_reason(self, is_running: bool) -> str:
         """What keeps it from getting on. `is_running`: it is meant to, and its pages can be read."""
         now = time.monotonic()
         if not is_running:
@@ -251,7 +251,7 @@ class Watching:
             for rank, progress in found.items()
         }
         self._watched = core.seen(self._watched or core.Watched(now), counters, now)
-        return core.concern(self._watched, now)
+        return core.stall_reason(self._watched, now)
 
     async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
         """Of a job without boundaries; once a minute."""

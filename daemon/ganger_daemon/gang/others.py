@@ -24,6 +24,6 @@ class Peers(Protocol):
         """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
         ...
 
-    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
+    def link(self, address: str, received: Callable[[RelayMessage], None]) -> Link:
         """Return a stream of boundary points to the leader, not started yet."""
         ...

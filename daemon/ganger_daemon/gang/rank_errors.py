@@ -55,7 +55,7 @@ class Complaints:
         if self._refused[0] == order.number:
             return self._refused[1]
         saved = _time_of(self._paths.orders / f"checkpoint-{saved_request}.json") if saved_request else 0
-        found = (complaint_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
+        found = (error_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
     def refusal(self, facts: core.GangPart, unpublished: str) -> str:
@@ -65,8 +65,8 @@ class Complaints:
         if self._refused[0] == sequence:
             return self._refused[1]
         refusing = (rank.rank for rank in facts.ranks if core.refuses(facts, rank))
-        said = (complaint_of(self._paths, rank, str(sequence)) for rank in refusing)
-        complaint = next((one for one in said if one is not None), None)
+        reported = (error_of(self._paths, rank, str(sequence)) for rank in refusing)
+        complaint = next((one for one in reported if one is not None), None)
         text = str(complaint or unpublished)
         if complaint is not None and complaint.reason == "STORAGE_FULL":
             text += self._room()
@@ -98,7 +98,7 @@ class Complaints:
         return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
 
 
-def complaint_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Complaint | None:
+def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Complaint | None:
     """Return the error that a rank reported after the order of this name was written and after the file time
     `since_ns`; None without one, or without such an order."""
     written, reported = _time_of(paths.orders / f"{order}.json"), _time_of(paths.error(rank))

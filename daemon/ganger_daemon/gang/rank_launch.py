@@ -44,7 +44,7 @@ from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext, StorageWait
 from ganger_daemon.node.process_identity import (
-    NOBODY,
+    NO_PROCESS,
     FoundProcesses,
     ProcessId,
     RankProcess,
@@ -236,7 +236,7 @@ class Launching:
             return process.pid in members or holds_files_of_rank(process.pid, log_path, page)
 
         def found(rank: int) -> FoundProcesses:
-            noted = [self._noted.get(rank, NOBODY), pages.process(rank)]
+            noted = [self._noted.get(rank, NO_PROCESS), pages.process(rank)]
             return recognise(children.get(paths.name(rank)), noted, partial(belongs, rank))
 
         return {rank: found(rank) for rank in self._part.ranks}
@@ -344,11 +344,11 @@ class Launching:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
-        deadline, said = time.monotonic() + _STRAYS_SECONDS, set()
+        deadline, logged = time.monotonic() + _STRAYS_SECONDS, set()
         while found := [ProcessId(pid, start_ticks(pid)) for pid in strays(pages, self._host.launchers.inject)]:
             for process in sorted(found):
-                if send_signal(process, signal.SIGKILL) and process not in said:
-                    said.add(process)
+                if send_signal(process, signal.SIGKILL) and process not in logged:
+                    logged.add(process)
                     log.warning("stray process killed", extra={"group": self._paths.group, "pid": process.pid})
             if time.monotonic() > deadline:
                 return
@@ -427,7 +427,7 @@ class Launching:
         try:
             while not task.done():
                 if self.gang.wanted.intent is OrderIntent.STOP:
-                    raise LaunchRefusedError("told to stop before its leader had said where ranks meet")
+                    raise LaunchRefusedError("ordered to stop before its leader had named the rendezvous")
                 await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
             return Rendezvous(*task.result())
         finally:

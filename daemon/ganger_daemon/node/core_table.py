@@ -49,7 +49,7 @@ class CoreMap:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What one gang holds: (core id, millicores of it), by core id."""
+    """Cores of one gang: (core id, millicores), ordered by core id."""
 
     shares: tuple[tuple[int, int], ...] = ()
 
@@ -64,7 +64,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class CoreShortage:
-    """A socket has less left than was asked of it."""
+    """A socket has fewer millicores left than were requested."""
 
     socket: int
     needed_millicores: int
@@ -109,7 +109,7 @@ def allocate(
 def allocate_after(
     table: CoreTable, former: str, owner: str, millicores: Sequence[int], near: Collection[int] = ()
 ) -> CoreTable | CoreShortage:
-    """Give `owner` that much as if `former`, whose place it takes, were gone; until that one is, both are on the cores
+    """Give `owner` cores as if `former`, which it replaces, had none. Until `former` ends, both run on the cores that
     they have in common. Cores of `former` are preferred."""
     kept = table.held.get(former, Grant())
     found = _grant(release(table, former), owner, millicores, near, preferred=kept.cores, avoided=())
@@ -147,12 +147,12 @@ def release(table: CoreTable, owner: str) -> CoreTable:
 
 
 def adopt(table: CoreTable, owner: str, grant: Grant) -> CoreTable:
-    """Note what an owner is found to hold, after a restart of the daemon."""
+    """Record the cores that an owner is found to hold after a restart of the daemon."""
     return replace(table, held={**table.held, owner: grant})
 
 
 def cpus_of(core_map: CoreMap, cores: Grant | Iterable[int]) -> tuple[int, ...]:
-    """The CPUs behind cores, ascending: what a cpuset is told."""
+    """Return the CPUs of cores, ascending, as for a cpuset."""
     wanted = frozenset(cores.cores if isinstance(cores, Grant) else cores)
     return tuple(
         sorted({cpu for socket in core_map.sockets for core in socket if core.id in wanted for cpu in core.cpus})

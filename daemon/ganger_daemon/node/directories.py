@@ -25,7 +25,7 @@ class DirectoryError(Exception):
 
 
 class DirectoryNameError(DirectoryError):
-    """It never could be."""
+    """The name of a directory can never be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class GangPaths:
         return self.job / f"rank-{rank}.error.json"
 
     def reason(self, rank: int, what: str) -> Path:
-        """Why a rank does not offer `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or CHECKPOINT."""
+        """Return the file with the reason why a rank lacks `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or
+        CHECKPOINT."""
         return self.job / f"rank-{rank}.no-{what}.json"
 
     @property
@@ -56,12 +57,12 @@ class GangPaths:
 
     @property
     def wanted(self) -> Path:
-        """The newest order obeyed: a hint for the next daemon; the pages are the truth."""
+        """File with the newest order obeyed: a hint for the next daemon; the pages count."""
         return self.job / "wanted.json"
 
     @property
     def local(self) -> Path:
-        """What this daemon gave the gang (cores, memory baselines): a hint too."""
+        """File with the gang's cores and memory baselines: a hint for the next daemon."""
         return self.job / "local.json"
 
     @property
@@ -85,11 +86,11 @@ class GangPaths:
         return f"{self.job_uid}-{self.epoch}"
 
     def name(self, rank: int) -> str:
-        """What the launcher calls this rank."""
+        """Return the launcher's name of a rank."""
         return f"{self.job_uid}/{self.epoch}/rank-{rank}"
 
     def discard(self) -> None:
-        """Out of the way at once, and removed beside: a job may leave more here than goes in a moment."""
+        """Rename the directories at once and remove them in a thread: a job may have left many files."""
         gone = []
         for path in (self.run, self.job):
             place = path.parent.parent / f"{_GONE}{uuid.uuid4()}"
@@ -131,7 +132,7 @@ class DaemonPaths:
             path.chmod(0o700)
 
     def sweep(self) -> None:
-        """What a former daemon did not come to remove."""
+        """Remove directories that a former daemon had renamed and not removed."""
         _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
 
     @property

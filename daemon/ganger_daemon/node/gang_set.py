@@ -1,4 +1,4 @@
-"""All gangs of this node: applies desired sets, adopts what a former daemon left, answers what others ask of a gang."""
+"""All gangs of this node: application of desired sets, adoption after a restart, and the observed set."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 # Jobs whose last epoch is remembered so that it never starts again; the oldest are forgotten first.
 _FINISHED_LIMIT = 10_000
-# Between two complaints about gangs that take long to adopt.
+# Interval of warnings about gangs that take long to adopt.
 _JUDGED_SECONDS = 10.0
 
 
 class GangSet:
-    """One writer: all methods run on the event loop."""
+    """The gangs of this node. All methods run on the event loop."""
 
     def __init__(self, host: NodeContext, peers: Peers) -> None:
         self._host = host
@@ -61,7 +61,7 @@ class GangSet:
         self.refused: dict[GangId, str] = {}
 
     def adopt(self) -> None:
-        """Everything with a directory here. A directory nobody can read is left alone and said."""
+        """Take over every gang that has a directory here. Directories that cannot be read are logged and stay."""
         self.rotation.recall()
         children = self._host.launchers.children()
         for paths in self._host.paths.existing():
@@ -79,8 +79,8 @@ class GangSet:
         self._rotating = asyncio.create_task(self.rotation.run(), name="rotation")
 
     async def judged(self) -> None:
-        """Returns once something true can be said of every gang that was adopted. A session must not open before: a
-        gang that is missing in its first observed set counts as gone."""
+        """Wait until every adopted gang has been judged. A session must not open before: a gang that is missing in its
+        first observed set counts as gone."""
         waiting = [asyncio.create_task(gang.judged.wait()) for gang in self._gangs.values()]
         while waiting:
             _, pending = await asyncio.wait(waiting, timeout=_JUDGED_SECONDS)
@@ -89,7 +89,7 @@ class GangSet:
             waiting = list(pending)
 
     def new_session(self) -> None:
-        """What an earlier session wanted says nothing about absence in this one."""
+        """Forget the desired sets of the earlier session: they do not prove that a gang may be stopped now."""
         self._wanted_before.clear()
 
     async def apply(
@@ -102,7 +102,7 @@ class GangSet:
         """Apply one complete desired set. Idempotent. `missing`: epochs of gangs whose spec is still to come.
 
         Those that are not here are not started yet, and their epochs are returned."""
-        self.rotation.hear(rows)
+        self.rotation.set_desired(rows)
         messages: dict[GangId, agent_pb2.DesiredGang] = {}
         wanted: list[DesiredOrder] = []
         absent: set[int] = set()
@@ -117,10 +117,10 @@ class GangSet:
                 absent.add(one.epoch)
                 continue
             if here is not None:
-                here.hear_checkpoints(message.kept_checkpoints)
-            if here is not None and self.rotation.rules(here, one):
-                # What follows from it follows when its turn comes, or is over.
-                here.hear_master(message)
+                here.set_kept_checkpoints(message.kept_checkpoints)
+            if here is not None and self.rotation.governs(here, one):
+                # The rotation applies it when the gang's slice begins or ends.
+                here.set_master_desired(message)
                 one = replace(one, order=here.wanted.order)
             messages[one.job_uid, one.epoch] = message
             wanted.append(one)
@@ -137,10 +137,10 @@ class GangSet:
             try:
                 await self._act(action, messages)
             except Exception:
-                # whatever it is, it is one gang's: the others are not kept waiting for it
+                # a fault of one gang must not delay the others
                 log.exception("desired gang not applied", extra={"action": str(action)})
         if not absent:
-            self.rotation.know()
+            self.rotation.confirm_begun()
         self.rotation.follow()
         return frozenset(absent)
 
@@ -149,7 +149,7 @@ class GangSet:
             case Start(one):
                 self._start(messages[one.job_uid, one.epoch])
             case Obey(one):
-                self._gangs[one.job_uid, one.epoch].obey(messages[one.job_uid, one.epoch])
+                self._gangs[one.job_uid, one.epoch].apply_order(messages[one.job_uid, one.epoch])
             case StopAbsent(key, why):
                 log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
                 self._gangs[key].stop(is_stale=why is Absence.OLDER_EPOCH)
@@ -167,7 +167,7 @@ class GangSet:
 
     @property
     def finished(self) -> list[agent_pb2.FinishedGang]:
-        """Of each job the newest gang that ended here and was acknowledged."""
+        """The newest acknowledged end of a gang here, for each job."""
         return list(self._ends.values())
 
     def all(self) -> tuple[LocalGang, ...]:
@@ -180,7 +180,7 @@ class GangSet:
         return max((epoch for uid, epoch in self._gangs if uid == job_uid), default=self._finished_epoch(job_uid))
 
     def is_finished(self, job_uid: str, epoch: int) -> bool:
-        """Whether the part that this node had in a gang has ended and is forgotten."""
+        """Return whether this node's part of a gang has ended and is forgotten."""
         return self._finished_epoch(job_uid) == epoch
 
     def _finished_epoch(self, job_uid: str) -> int:
@@ -192,7 +192,7 @@ class GangSet:
             gang.wake()
 
     async def close(self) -> None:
-        """The daemon ends; every rank goes on."""
+        """End all tasks. Every rank goes on."""
         if self._rotating is not None:
             self._rotating.cancel()
             await asyncio.gather(self._rotating, return_exceptions=True)
@@ -259,18 +259,18 @@ class GangSet:
 
     @staticmethod
     def collide(one: LocalGang, other: LocalGang) -> bool:
-        """Whether they cannot run at once, by what the master says of them now: an order that one of them still obeys
-        may be of a time when they were packed."""
-        return collide(one.told.claim, other.told.claim)
+        """Return whether two gangs cannot run at once, by the master's newest desired state: the order that one still
+        obeys may be from a time when they were co-located."""
+        return collide(one.master_desired.claim, other.master_desired.claim)
 
     def _start_blocked_by(self, gang: LocalGang) -> str:
-        return self.rotation.waits(gang) or self.blocked_by(gang)
+        return self.rotation.wait_reason(gang) or self.blocked_by(gang)
 
     def _keeps_cores(self, gang: LocalGang) -> str:
-        """Who is to be gone from here and has not given up its cores; empty if there is nobody.
+        """Return a leaving job that still has its cores; empty if there is none.
 
-        For the master who rests has no cores. A daemon that was killed meanwhile found it with them, and cannot tell
-        before it has come to rest once more, or has ended.
+        For the master a parked gang has no cores. A daemon that took over may find it with cores, and cannot release
+        them before the gang is judged parked again or has ended.
         """
         for other in self._gangs.values():
             if other is not gang and other.is_leaving and other.paths.group in self._host.core_table.held:
@@ -278,10 +278,10 @@ class GangSet:
         return ""
 
     def blocked_by(self, gang: LocalGang) -> str:
-        """Who still uses the devices this gang was given; empty when they are free.
+        """Return a job that still uses the devices of a gang; empty if they are free.
 
-        The daemon that owns a device starts nobody on it before it has itself seen the former one off, but for gangs
-        that the master packs: both of them say so.
+        The daemon of a device starts no gang on it before it has seen the former one off. Gangs that the master
+        co-locates are excepted: both claims show it.
         """
         for key, other in sorted(self._gangs.items()):
             if other is gang or not self.collide(gang, other):
@@ -290,7 +290,7 @@ class GangSet:
             if not _holds_devices(other, least):
                 continue
             if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
-                continue  # a move onto the same devices: the source gives them up at the boundary
+                continue  # a migration onto the same devices: the source releases them at the boundary
             return other.desired.job
         return ""
 
@@ -298,8 +298,8 @@ class GangSet:
 def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
     message = agent_pb2.ObservedGang()
     message.CopyFrom(gang.observed)
-    message.told.CopyFrom(gang.told)
-    message.in_time_slices = gang.wanted.order.is_by_turn
+    message.told.CopyFrom(gang.master_desired)
+    message.in_time_slices = gang.wanted.order.is_by_rotation
     return message
 
 
@@ -311,7 +311,7 @@ def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
         job_uid=observed.job_uid,
         epoch=observed.epoch,
         outcome=observed.outcome,
-        nodes=len(gang.told.members),
+        nodes=len(gang.master_desired.members),
     )
     if observed.HasField("checkpoint"):
         end.checkpoint.CopyFrom(observed.checkpoint)
@@ -328,13 +328,12 @@ def _end_of(uid: str, fields: Any) -> agent_pb2.FinishedGang:
 
 
 def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
-    """Whether there are devices that both have, and do not both share."""
+    """Return whether two claims have a device in common that they do not both share."""
     return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
 
 
 def _holds_devices(gang: LocalGang, least: ParkLevel) -> bool:
-    """Unless it rests at that level, or has ended. One that was never launched, and is older only by its place in the
-    set, holds nothing yet."""
+    """Return whether a gang holds its devices: unless it is parked at `least` or deeper, ended, or never launched."""
     if gang.may_be_on_devices:
         return True
     return gang.phase is PartPhase.PARKED and gang.judgement.level < least

@@ -1,12 +1,9 @@
-"""The launchers of this node: one per user, interpreter, library and environment that matters, started when first
-needed.
+"""Launchers of this node: one per user, interpreter, library and relevant environment, started when first needed.
 
 A launcher outlives the daemon. One that died is replaced at the next use; the new one adopts the ranks that still run.
 One that has older code than ours serves the ranks it has and gets no new ones. A launcher without ranks ends soon
-after the daemon has disconnected.
-
-Which code a launcher has in it: launchers outlive daemons and upgrades, and must never run ranks with yesterday's
-library.
+after the daemon has disconnected. `code_of` identifies the code of a launcher, since launchers outlive upgrades and
+must not run ranks with an older library.
 """
 
 from __future__ import annotations
@@ -155,7 +152,7 @@ class Launchers:
         return launcher
 
     def children(self) -> dict[str, RankProcess]:
-        """The ranks that launchers look after, by name: also those a former daemon began and left no notes of."""
+        """Return the ranks of all launchers, by name, also those that a former daemon started and did not note."""
         found: dict[str, RankProcess] = {}
         for path in sorted(self._directory.glob("*.sock")):
             try:
@@ -192,8 +189,8 @@ class Launchers:
                 self._known.pop(key).close()
 
     def stop_idle(self, older_only: bool) -> None:
-        """Ends launchers without ranks: all of them, or those with other code than ours. Others say that they are
-        busy, and end when their last rank has."""
+        """End launchers without ranks: all of them, or those with other code than ours. Launchers with ranks end with
+        their last rank."""
         ours = code_of()
         for path in sorted(self._directory.glob("*.sock")):
             if older_only and path.stem.endswith(f"-{ours}"):
@@ -207,7 +204,7 @@ class Launchers:
                 log.debug("launcher goes on", extra={"key": path.stem, "cause": str(error)})
 
     def close(self) -> None:
-        """Hangs up; launchers go on."""
+        """Disconnect; launchers go on."""
         with self._lock:
             for launcher in self._known.values():
                 launcher.close()
@@ -243,7 +240,7 @@ class Launchers:
 
 
 def _travels(name: str) -> bool:
-    """Whether a job submitted from an environment like ours would bring this variable along."""
+    """Return whether a job submitted from an environment like ours would have this variable."""
     return name.startswith(("LC_", "TORCH_", "PYTORCH_")) or name in {
         "LANG",
         "LD_LIBRARY_PATH",

@@ -3,7 +3,7 @@
 Ranks append to their own segment; the daemon never stands between a rank and its file. A segment is copied to
 storage as it grows and sealed when its epoch ends here; what a lost node had not copied is reported as lost, never
 silently skipped. A segment over the limit loses its oldest bytes by punching a hole: offsets stay, and the reader
-says how much is gone.
+reports how much is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One epoch's part of a rank's log. `length` is what the rank wrote, `dropped` what a limit took from its front."""
+    """One epoch's part of a rank's log. `length`: bytes written; `dropped`: bytes that the limit removed."""
 
     epoch: int
     length: int
@@ -56,7 +56,7 @@ class LogStore:
         self._local = local
         self.storage = storage
         self._limit = limit_bytes
-        # Of a job that has nothing here any more, since it last wrote; None until the master has said, or for ever.
+        # How long logs of a job without gangs here are kept after its last write; None: for ever, or not set yet.
         self.kept_seconds: float | None = None
 
     def segment_path(self, job_uid: str, rank: int, epoch: int) -> Path:
@@ -71,7 +71,7 @@ class LogStore:
         return path
 
     def mirror(self, job_uid: str, rank: int, epoch: int, sealed: bool = False) -> None:
-        """Enforces the limit, and brings the copy on storage up to date; `sealed` says that nothing follows."""
+        """Enforce the limit and bring the copy on storage up to date. `sealed`: no bytes follow."""
         path = self.segment_path(job_uid, rank, epoch)
         try:
             length = path.stat().st_size
@@ -89,7 +89,7 @@ class LogStore:
                 os.fsync(target.fileno())
 
     def mirror_all(self, job_uid: str, ranks: Iterable[int], epoch: int, sealed: bool = False) -> None:
-        """Blocks. A copy that does not come about is said, and made up for by the next one."""
+        """Mirror the logs of all ranks. Blocks. A failed copy is logged, and the next one catches up."""
         for rank in ranks:
             try:
                 self.mirror(job_uid, rank, epoch, sealed)
@@ -156,8 +156,8 @@ class LogStore:
             remove_tree(local)
 
     def sweep(self, here: Collection[str], now: float) -> tuple[str, ...]:
-        """Removes the local logs of jobs that have nothing here, `here` aside, and wrote last longer ago than is kept;
-        their uids. `now`: Unix seconds. Blocks."""
+        """Remove the local logs of jobs that are not among `here` and wrote last before the time for which logs are
+        kept; return their uids. `now`: Unix seconds. Blocks."""
         if self.kept_seconds is None:
             return ()
         before = now - self.kept_seconds

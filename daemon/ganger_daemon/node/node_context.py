@@ -83,7 +83,7 @@ class StorageWork:
             raise StorageHungError(f"storage has not answered within {within_s:g} s") from None
 
 
-# Between two looks for the token; how long the daemon's loop waits for one; after how long storage counts as hung.
+# Interval of reading the token; how long the daemon's loop waits for one read; after how long storage counts as hung.
 _LOOK_EVERY_S = 0.5
 _LOOK_PATIENCE_S = 0.25
 _HUNG_S = 5.0
@@ -91,13 +91,13 @@ _HUNG_S = 5.0
 
 @dataclass(slots=True)
 class Storage:
-    """The directory all nodes see: where, and whether this node was seen to see it."""
+    """Directory that all nodes see, and whether this node is proved to see it, by its token."""
 
     path: Path | None = None
     token: str = ""
     override: Path | None = None
     work: StorageWork = field(default_factory=StorageWork)
-    # The token that was found there last, and the look that is under way; times are of the monotonic clock.
+    # The token that was found last, and the read that is under way; times are of the monotonic clock.
     _found: str = ""
     _looked_at: float = -math.inf
     _looking: threading.Thread | None = None
@@ -142,7 +142,7 @@ class Storage:
 
 @dataclass(slots=True)
 class NodeContext:
-    """Mutable only where said: the core table, storage, the lease, and the callback for news."""
+    """Context of one daemon. Mutable are the core table, storage, the lease, and the callback for changes."""
 
     node: str
     token: str
@@ -160,10 +160,10 @@ class NodeContext:
     lease_until_ns: int | None = None
     checkpoint_interval_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
-    # The master said where storage is: the next daemon must know it before its first session.
+    # Called when the master has named the storage: the next daemon needs it before its first session.
     storage_learned: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
-    # How long an order may go unheeded before stacks are dumped, and before SIGTERM.
+    # Time that an order may be disobeyed before stacks are dumped, and before SIGTERM.
     order_patience_seconds: float = escalation.PATIENCE_SECONDS
     order_deadline_seconds: float = escalation.DEADLINE_SECONDS
     # CPU time of all gangs on one device together, in cores; zero: no limit.

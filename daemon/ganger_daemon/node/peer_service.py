@@ -1,4 +1,4 @@
-"""The daemons among themselves: the peer service of this one, and its calls to the others."""
+"""Peer service of this daemon, and its calls to other daemons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
-    """Answers for the gangs of this node, to daemons of nodes that have a part in what they speak of."""
+    """Service for the gangs of this node. Callers are the daemons of nodes that have a part in the same gang."""
 
     def __init__(self, host: NodeContext, gangs: GangSet, callers: Callers) -> None:
         self._host = host
@@ -61,7 +61,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         if first is None:
             return
         gang = self._gang(first.job_uid, first.epoch, context)
-        gang.hear(from_wire(first))
+        gang.receive_points(from_wire(first))
         outbox = gang.hub.join()
         listener = asyncio.create_task(_listen(request_iterator, gang))
         listener.add_done_callback(lambda _: outbox.end())
@@ -109,7 +109,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         if not gang.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
         if request.refusal:
-            await gang.saving.hear_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
+            await gang.saving.receive_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
             return peer_pb2.ShardWrittenResponse()
         shards = tuple(
             Shard(
@@ -131,7 +131,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     ) -> peer_pb2.RowState:
         if members := self._gangs.rotation.nodes_of(request.node_set):
             check_node(self._callers.of(context), members, f"nodeSets/{request.node_set}")
-        return await self._gangs.rotation.heard(request)
+        return await self._gangs.rotation.receive_order(request)
 
     async def ReadLog(
         self, request: peer_pb2.ReadPeerLogRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -148,7 +148,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             raise OffsetBeyondEnd(f"offset {offset} lies beyond the end of the log, {end}", end=end)
         deadline = time.monotonic() + _STREAM_SECONDS
         while time.monotonic() < deadline:
-            # whether it goes on is asked before reading: what was written until then is read for sure
+            # read after this check, so that all bytes written before it are sent
             over = not request.follow or not self._writes(request.job_uid)
             while True:
                 chunk = await asyncio.to_thread(_next_chunk, logs, request.job_uid, request.rank, offset)
@@ -180,7 +180,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
 
 
 def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> None:
-    """Raises NodeNotYours: a daemon speaks for its own node, and that must be one of the members."""
+    """Raise NodeNotYours unless a daemon calls for its own node, which must be one of the members."""
     if caller.role is CallerRole.DAEMON and caller.name not in members:
         raise NodeNotYours(f"nodes/{caller.name} has no part in {of}", name=caller.name)
 
@@ -191,20 +191,20 @@ def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:
 
 async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:
     async for message in messages:
-        gang.hear(from_wire(message))
+        gang.receive_points(from_wire(message))
 
 
 class PeerCalls:
     """Calls to other daemons, over one channel each."""
 
     def __init__(self, token: str, tls: str = "") -> None:
-        """`tls`: the directory of the certificate to show, where they ask for one."""
+        """`tls`: directory of the certificate to present, where links have TLS."""
         self._token = token
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
-        """Raises OSError when the leader cannot say."""
+        """Return host and port of the ranks' rendezvous. Raises OSError if the leader does not answer."""
         try:
             found = await self._stub(address).GetRendezvous(
                 peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
@@ -237,7 +237,7 @@ class PeerCalls:
         return bool(answer.published)
 
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
-        """Where a member stands after this order; None if it does not say."""
+        """Return the state of a member after a slice order; None without an answer."""
         try:
             state: peer_pb2.RowState = await self._stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
         except grpc.aio.AioRpcError:

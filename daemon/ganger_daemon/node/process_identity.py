@@ -3,10 +3,7 @@ confirms it: no process of another job or user is ever signalled.
 
 A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that reports it as this
 rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
-for a process that is not its own.
-
-Processes as (pid, start time): whether one is alive, how much anonymous memory it has, and signals that cannot
-miss.
+for a process that is not its own. A process is (pid, start time), so that no signal reaches a later one of that pid.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ class ProcessId:
     start_ticks: int
 
 
-NOBODY = ProcessId(0, 0)
+NO_PROCESS = ProcessId(0, 0)
 
 
 def start_ticks(pid: int) -> int:
@@ -72,7 +69,7 @@ def anonymous_bytes(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """What a launcher says of a rank. `is_own`: the kernel names it as the parent."""
+    """Process of a rank as its launcher reports it. `is_own`: the kernel names the launcher as its parent."""
 
     process: ProcessId
     is_own: bool
@@ -104,7 +101,7 @@ def recognise(
     proved = [process for process in named if process not in strangers]
     if child is not None and child.is_own:
         proved.insert(0, child.process)
-    return FoundProcesses(proved[0] if proved else NOBODY, strangers[0] if strangers else None)
+    return FoundProcesses(proved[0] if proved else NO_PROCESS, strangers[0] if strangers else None)
 
 
 def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:

@@ -1,7 +1,6 @@
 """Files in directories where jobs can write too. Whatever a job has put in the place of one, the daemon neither waits
-for it, nor follows it elsewhere, nor fails at it for ever.
-
-Accounts that can change where a path leads: a directory is private only if no other account can replace it.
+for it, nor follows it elsewhere, nor fails at it for ever. `path_trouble` finds other accounts that could replace a
+directory.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def write_json(path: Path, fields: Any, durable: bool = False) -> None:
 
 
 def write_hint(path: Path, fields: Any) -> None:
-    """What saves the next daemon a question, if the file can be written."""
+    """Write notes that save the next daemon a message; errors are ignored."""
     try:
         write_json(path, fields)
     except OSError as error:
@@ -167,7 +166,7 @@ def read_plain(path: Path, most_bytes: int = LARGEST_BYTES, is_jobs_directory: b
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when it is missing, half written by a crash, or nonsense of a job."""
+    """Return the object in a file; empty if it is missing, half written, or not an object."""
     try:
         fields = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError):

@@ -1,14 +1,8 @@
-"""The conversation with the master: a session, then Reconcile for ever; on news the held call is cancelled and made
-anew.
+"""Session with the master: Reconcile calls, progress reports, and the newest position of the master's database.
 
-The observed set goes up complete when it changed, as a digest-only heartbeat else. Jobs, and this daemon, go on
-while the master is away: every failure is met with waiting and trying again.
-
-Reports how fast the gangs of this node go: one batch every few seconds, lossy, over one stream.
-
-The newest position of the master's database that this daemon has seen: it shows the master an older copy.
-
-It is written before a desired set is acted on. It is a hint: without it the master has one report less.
+A change on this node cancels the held call, and a new one carries the complete observed set; a heartbeat carries its
+digest. Jobs and this daemon go on while the master is away: every failed call is retried. Progress has a stream of its
+own, in lossy batches. The database position lets a master detect that it runs on an older copy.
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ _RETRY_SECONDS = 2.0
 
 
 async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
-    """Until cancelled; a stream that breaks is opened again."""
+    """Report the progress of all gangs until cancelled. A broken stream is opened again."""
     while True:
         try:
             await stub.ReportProgress(_reports(session, gangs))
@@ -66,7 +60,7 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
     report = agent_pb2.ProgressReport(session=session)
     now = time.time()
     for gang in gangs.all():
-        found, concern = gang.progress(), gang.concern()
+        found, concern = gang.progress(), gang.stall_reason()
         metrics = gang.metrics()
         if found is None and not concern and not metrics:
             continue
@@ -122,7 +116,7 @@ def _number(job: str) -> int:
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 60.0
-# A master that restarts is back within seconds, and jobs may wait for it: ask often at first, and never seldom.
+# A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 2.0
 _LASTING_RETRY_SECONDS = 10.0
@@ -131,7 +125,7 @@ _LOOK_SECONDS = 0.05
 _PART_SECONDS = 10.0
 # Most bytes that a gang takes in a message beyond its own.
 _FIELD_BYTES = 16
-# Reasons that will not go away by asking again soon; a person has to do something.
+# Reasons that a retry does not remove: an operator has to act.
 _LASTING = frozenset(
     {
         "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
@@ -146,7 +140,7 @@ class SupersededError(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """What one session has said and heard."""
+    """Messages that one session has sent and received."""
 
     session: str
     lost_after_seconds: float | None
@@ -169,7 +163,7 @@ class Conversation:
 
 
 class Session:
-    """`find_master` is asked again at each attempt: a restarted master may listen elsewhere."""
+    """The daemon's session. `find_master` is called at each attempt: a restarted master may listen elsewhere."""
 
     def __init__(
         self,
@@ -188,11 +182,11 @@ class Session:
         self.connected = asyncio.Event()
 
     def news(self) -> None:
-        """Something observed changed."""
+        """Send a changed observed set."""
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled. The session outlives a broken connection, as long as the master knows it."""
+        """Run until cancelled. The session outlives a broken connection as long as the master keeps it."""
         conversation: Conversation | None = None
         self._wait = _FIRST_RETRY_SECONDS
         while True:
@@ -224,13 +218,13 @@ class Session:
             self._wait = min(_LAST_RETRY_SECONDS, self._wait * 2)
 
     async def _trouble(self, endpoint: Endpoint | None) -> str:
-        """What is wrong with the certificates of either end, if that is it: gRPC does not tell."""
+        """Return what is wrong with the certificates of either end, or an empty text: gRPC does not report it."""
         if endpoint is None or not endpoint.tls:
             return ""
         return await asyncio.to_thread(trouble_with, endpoint)
 
     async def _pause(self, tried: Endpoint | None) -> None:
-        """Waits before the next attempt, no longer than until a master announces itself elsewhere."""
+        """Wait before the next attempt; a master that announces another address ends the wait."""
         until = time.monotonic() + self._wait * (0.5 + random.random())
         while (left := until - time.monotonic()) > 0:
             await asyncio.sleep(min(_LOOK_SECONDS, left))
@@ -322,7 +316,7 @@ class Session:
     async def _call(
         self, stub: Any, request: agent_pb2.ReconcileRequest, conversation: Conversation
     ) -> agent_pb2.ReconcileResponse | None:
-        """The answer; None when there was news while the call was held: it is cancelled, and the caller calls again."""
+        """Return the answer; None if a change on this node cancelled the held call: the caller calls again."""
         call = stub.Reconcile(request, timeout=seconds(request.max_wait) + 15.0)
         answered = asyncio.ensure_future(_wait_for(call))
         news = asyncio.ensure_future(self._news.wait())
@@ -330,7 +324,7 @@ class Session:
             await asyncio.wait({answered, news}, return_when=asyncio.FIRST_COMPLETED)
             if answered.done():
                 return answered.result()
-            # A set that was not heard because its call was cancelled goes up again with the next.
+            # A set whose call was cancelled is sent again with the next call.
             conversation.said = None
             return None
         finally:
@@ -350,12 +344,12 @@ class Session:
             conversation.missing = await self._gangs.apply(
                 conversation.desired, acknowledged, conversation.rows, conversation.missing
             )
-        # A version counts as applied once every gang of it is known whole: until then its answers come at once.
+        # A version counts as applied once all its specs are here: until then the master answers at once.
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
         # After its orders: they may stop a gang that is frozen because its lease has ended.
         until = lease_until(sent_at_ns, conversation.lost_after_seconds)
-        # A daemon that has no gangs has no lease that could have ended.
+        # Without gangs there is no lease that could have ended.
         has_orders = answer.desired_version > 0 or not conversation.said
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None

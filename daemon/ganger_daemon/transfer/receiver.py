@@ -1,8 +1,7 @@
-"""The receiving side of the state stream: one rank's image into its arena, through broken connections.
+"""Receiving side of the state stream: fetches one rank's image into its arena, through broken connections.
 
-Where an image arrives: an arena's memory, mapped before the first byte comes, so that receiving only copies.
-
-All of it happens without the interpreter's lock, which the daemon's other threads need meanwhile.
+The arena is mapped before the first byte arrives, so that receiving only copies. Copying runs without the interpreter's
+lock, which the daemon's other threads need meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ganger_daemon.transfer.stream_messages import (
 )
 
 _LOOK_SECONDS = 0.002
-# An arena that has not grown for so long will not: its job may have no memory left. It is filled as the bytes come.
+# An arena that has not grown for so long is filled as bytes arrive: its job may have no memory left.
 _PATIENCE_SECONDS = 5.0
 
 
@@ -89,7 +88,7 @@ def fetch(
     retry_seconds: float = 0.25,
     tls: str = "",
 ) -> int:
-    """Fetches one rank's image, telling `available` how many bytes are there; its size.
+    """Fetch one rank's image; return its size in bytes. `available` is called with the bytes received so far.
 
     Reconnects with the offset reached when the connection breaks. Raises StreamError when the source refuses for good,
     when the image is larger than the arena, or after `attempts` tries without progress. The reader of the image checks
@@ -113,7 +112,7 @@ def fetch(
 
 
 class _Leg:
-    """One connection's part of the way."""
+    """Transfer over one connection."""
 
     def __init__(
         self, landing: Landing, available: Callable[[int], None], cancelled: threading.Event, offset: int, tls: str

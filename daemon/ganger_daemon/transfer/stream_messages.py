@@ -1,8 +1,7 @@
-"""The state stream between machines: the same words and bytes in TLS, and only from daemon to daemon.
+"""Messages of the state stream: a request, an answer, and an end, one JSON line each; and its TLS links.
 
-Messages on the stream port around the bytes: a request, an answer, and an end. One JSON line each.
-
-The bytes between answer and end are the image's own. Its trailer has their digests, which the reader checks.
+The bytes between answer and end are the image's own. Its trailer has their digests, which the reader checks. Between
+machines the same messages and bytes go over TLS, from daemon to daemon only.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class StreamRequest:
 
 
 def parse_request(line: bytes) -> StreamRequest:
-    """Raises StreamError for anything that is not a request; what it says is untrusted."""
+    """Parse an untrusted request. Raises StreamError if it is none."""
     fields = parse_line(line)
     try:
         request = StreamRequest(
@@ -98,9 +97,11 @@ def read_line(connection: socket.socket, begun: bytes = b"") -> bytes:
 
 
 def limit_silence(connection: socket.socket, seconds: float) -> None:
-    """Lets one call wait so long. By the kernel's own limits and not by settimeout: a socket that Python polls returns
-    after every segment, one that blocks moves megabytes in one call and without the interpreter's lock. A TLS socket
-    takes a kernel's limit for a reason to ask again for ever; it moves 16 KiB in a call, polled or not."""
+    """Limit the time of one call on a socket, by the kernel's options and not by settimeout.
+
+    A socket that Python polls returns after every segment; one that blocks moves megabytes in one call, without the
+    interpreter's lock. A TLS socket gets settimeout: it retries for ever under the kernel's limit, and moves 16 KiB in
+    a call anyway."""
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(seconds)
         return
@@ -111,7 +112,8 @@ def limit_silence(connection: socket.socket, seconds: float) -> None:
 
 
 def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
-    """A connection that was dialled. Raises OSError, EndpointError, and StreamError unless a daemon answers."""
+    """Return the TLS socket of an outgoing connection. Raises OSError, EndpointError, and StreamError unless a daemon
+    answers."""
     try:
         guarded = client_context(Path(tls)).wrap_socket(connection, server_hostname=host)
     except BaseException:

@@ -1,11 +1,7 @@
-"""What the stream port may serve: arenas of gangs that are here, of the stop they rest in, as far as they are
-filled.
+"""Stream port: serves the arenas of parked gangs while they fill.
 
-The stream port: serves the arenas of parked gangs as they fill.
-
-Threads with blocking sockets: the kernel sends the arena's pages as they are, no byte goes through the interpreter;
-only where certificates guard the links they are copied, to be encrypted. What a connection may have is decided by the
-`Sources` the server is given; token or certificate are checked before anything else.
+Threads with blocking sockets: the kernel sends the arena's pages, and no byte goes through the interpreter. Only under
+TLS are they copied, to be encrypted. Token or certificate are checked first; `Sources` then decides what is served.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ _FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
 
 
 class ParkedArenas:
-    """Called from threads of the stream server; reads only."""
+    """Arenas of the parked gangs of this node. Called from threads of the stream server; reads only."""
 
     def __init__(self, gangs: GangSet) -> None:
         self._gangs = gangs
@@ -61,7 +57,7 @@ class ParkedArenas:
 
 
 class ParkedArena:
-    """One rank's arena. Bound to the first stop in which it is seen filling."""
+    """One rank's arena, bound to the first stop during which it is seen filling."""
 
     def __init__(self, gang: LocalGang, rank: int, stop_sequence: int) -> None:
         self._gang = gang
@@ -71,10 +67,14 @@ class ParkedArena:
     def progress(self) -> tuple[int, int]:
         gang = self._gang
         # parked for another time slice only, it will resume: its arena is not the state that it moves with
-        if not gang.pages.readable or not gang.wanted.stop_sequence or gang.told.intent == agent_pb2.INTENT_RUN:
+        if (
+            not gang.pages.readable
+            or not gang.wanted.stop_sequence
+            or gang.master_desired.intent == agent_pb2.INTENT_RUN
+        ):
             return 0, 0
         progress = gang.pages.progress(self._rank)
-        # before the rank rests in this stop, the numbers may be those of an earlier one
+        # before the rank is parked in this stop, the numbers may be those of an earlier one
         if progress.ack_seq != gang.wanted.stop_sequence or progress.state not in _FILLING:
             return 0, 0
         if progress.arena_size and progress.arena_filled and not self._stop:
@@ -100,9 +100,9 @@ MAX_STRANGERS = 128
 SOCKET_TIMEOUT_SECONDS = 30.0
 # While the arena fills: well below the time a piece takes on a fast link.
 FILL_POLL_SECONDS = 0.0005
-# Streams of which it is remembered that they broke off.
+# Most broken streams that are remembered.
 BROKEN_MOST = 1024
-# One call's share of the arena: between two it is seen whether the stop still lasts.
+# Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
 PIECE_BYTES = 8 << 20
 # What is encrypted at once: it is copied before.
 GUARDED_PIECE_BYTES = 1 << 20
@@ -190,7 +190,7 @@ class StreamServer:
             worker.start()
 
     def _stranger(self, connection: socket.socket) -> socket.socket:
-        """The connection to speak on, before a word is said. Raises OSError."""
+        """Return the connection to use, with TLS if configured. Raises OSError."""
         if self._context is not None:
             connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         with self._lock:
@@ -254,7 +254,7 @@ class StreamServer:
             self._strangers.pop(connection, None)
 
     def _note_broken(self, request: StreamRequest | None, error: OSError) -> None:
-        """Told once as long as it comes no further."""
+        """Log a broken stream, once until it gets further."""
         if request is None:
             # A connection without a request needs no warning.
             log.debug("connection without a request", extra={"error": str(error)})
@@ -325,7 +325,7 @@ def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> i
 
 
 def _see_that_it_is_there(client: socket.socket) -> None:
-    """Raises OSError when the client has left: it says nothing after its request."""
+    """Raise OSError if the client has left: it sends nothing after its request."""
     if isinstance(client, ssl.SSLSocket):
         # Below TLS, and only if there is something: this socket waits for what it is asked for.
         poller = select.poll()

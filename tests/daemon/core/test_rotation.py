@@ -87,7 +87,7 @@ def test_a_quantum_is_never_less_than_fifty_switches() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
-    slow = SliceMember(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_seconds=1.0)
+    slow = SliceMember(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_s=1.0)
     assert lead(first, rows, {"n1": slow}, 49.0, 49.0) is None
     assert lead(first, rows, {"n1": slow}, 50.0, 50.0) is not None
 
@@ -110,11 +110,11 @@ def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
 
 def test_a_cycle_after_slow_switches_has_the_longer_quantum() -> None:
     rows = {1: matrix((1,), (2,))}
-    last = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM)
-    slow = SliceMember(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_seconds=1.0)
+    last = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1, quantum_s=QUANTUM)
+    slow = SliceMember(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_s=1.0)
     following = lead(last, rows, {"n1": slow}, QUANTUM, QUANTUM)
     assert following is not None
-    assert (following.row, following.quantum_seconds) == (0, 50.0)
+    assert (following.row, following.quantum_s) == (0, 50.0)
 
 
 def saying(position: Position, known: int, alive: set[int], running: set[int], *unstarted: int) -> SliceMember:
@@ -125,7 +125,7 @@ def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
     # 2 has left the device that it shared with 1, which has it in both rows now
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 3), (1, 4), version=2)}
     running = Position(
-        SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, in_turn=1, quantum_seconds=QUANTUM
+        SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1, quantum_s=QUANTUM
     )
     member = saying(running, 2, {1, 3, 4}, {4})
     filled = lead(running, rows, {"n1": member}, 4.0, 4.0)
@@ -136,13 +136,13 @@ def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
     assert lead(filled, rows, {"n1": member}, 5.9, 5.0) is None
     following = lead(filled, rows, {"n1": member}, 6.0, 5.1)
     assert following is not None
-    assert (following.row, set(following.stops), following.held_seconds) == (0, {4}, 0.0)
+    assert (following.row, set(following.stops), following.held_s) == (0, {4}, 0.0)
 
 
 def test_nobody_is_stopped_before_its_time_for_a_newer_matrix() -> None:
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 4), (2, 3), version=2)}
     running = Position(
-        SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1), 4: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM
+        SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1), 4: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM
     )
     assert lead(running, rows, {"n1": saying(running, 2, {1, 2, 3, 4}, {1, 3})}, 4.0, 4.0) is None
 
@@ -152,7 +152,7 @@ def test_who_was_never_started_joins_a_turn_only_where_it_is_in_every_row(
     fresh: tuple[tuple[int, ...], ...], joins: bool
 ) -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix(*fresh, version=2)}
-    running = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    running = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
     found = lead(running, rows, {"n1": saying(running, 2, {1, 2, 5}, {1}, 5)}, 4.0, 4.0)
     assert (found is not None) is joins
 
@@ -185,7 +185,7 @@ def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_a
     resting: set[int], elapsed: float, is_over: bool
 ) -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0, quantum_seconds=QUANTUM)
+    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
     has_heard = SliceMember(position, 1, True, frozenset({2}), resting=frozenset(resting))
     members = {"n1": saying(position, 1, {1}, {1}), "n2": has_heard}
     assert (lead(position, rows, members, elapsed, elapsed) is not None) is is_over
@@ -220,7 +220,7 @@ def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
 def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> None:
     # 3 comes to the device that 2 had alone, and has its turns beside 4, which has the turn
     rows = {1: matrix((1,), (4,)), 2: matrix((1, 2), (4, 3), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
     following = lead(position, rows, {"n1": saying(position, 2, {1, 2, 3, 4}, {2, 4}, 3)}, QUANTUM, QUANTUM)
     assert following is not None
     assert (following.row, set(following.stops)) == (1, {1, 2})
@@ -228,7 +228,7 @@ def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> N
 
 def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3}) or position
@@ -238,7 +238,7 @@ def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
 
 def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes() -> None:
     rows = {1: matrix((1,), (2,), (1,), (3,)), 2: matrix((1,), (2,), (1,), (3,), (4,), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, in_turn=1)
+    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3, 4}) or position
@@ -248,7 +248,7 @@ def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes()
 
 def test_of_several_who_come_at_once_none_waits_for_those_who_have_had_a_turn() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), (4,), version=2)}
-    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, in_turn=0)
+    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0)
     unstarted, seen = {3, 4}, []
     for _ in range(5):
         said = SliceMember(position, 2, True, frozenset({1, 2, 3, 4}), unstarted=frozenset(unstarted))
@@ -306,7 +306,7 @@ def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_l
 def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: tuple[int, ...]) -> None:
     """Its own gangs rest by no switch, or by an older one. It may have been told the newest matrix only."""
     both = {v: matrix((1,), (2,), (3,), version=v, members=("n1", "n2")) for v in (1, 2)}
-    obeyed = Position(SliceSwitch(1, 16), 1, 1, {1: SliceSwitch(1, 16), 3: SliceSwitch(1, 15)}, in_turn=1)
+    obeyed = Position(SliceSwitch(1, 16), 1, 1, {1: SliceSwitch(1, 16), 3: SliceSwitch(1, 15)}, regular_row=1)
     member = SliceMember(obeyed, 2, True, frozenset({1, 2, 3}), frozenset({2}))
     for left in (SliceSwitch(), SliceSwitch(1, 3), SliceSwitch(1, 16)):
         own = Position(left)
@@ -318,7 +318,7 @@ def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: 
 
 def test_a_member_that_lost_its_notes_obeys_the_order_by_which_its_gangs_rest() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    order = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, in_turn=1)
+    order = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
     assert obey(Position(SliceSwitch(1, 2)), order, rows, 1).row == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from ganger_daemon.core.gang_judgement import Judgement, may_be_on_devices
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, PartPhase
 from ganger_daemon.core.rotation import SliceSwitch
-from ganger_daemon.core.turns import GangSlice, agreement, next_order
+from ganger_daemon.core.slice_orders import GangSlice, agreement, next_order
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,7 +226,7 @@ def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of
 
 
 @pytest.mark.parametrize(
-    ("wanted", "judged_under", "phase", "may"),
+    ("wanted", "judged_order", "phase", "may"),
     [
         (told(2, PARK), told(2, PARK), PartPhase.PARKED, False),
         (told(2, PARK), told(2, PARK), PartPhase.STOPPING, True),
@@ -239,9 +239,9 @@ def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of
     ],
 )
 def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
-    wanted: DesiredOrder, judged_under: DesiredOrder, phase: PartPhase, may: bool
+    wanted: DesiredOrder, judged_order: DesiredOrder, phase: PartPhase, may: bool
 ) -> None:
-    assert may_be_on_devices(wanted, judged_under, Judgement(phase)) is may
+    assert may_be_on_devices(wanted, judged_order, Judgement(phase)) is may
 
 
 @dataclass
@@ -291,7 +291,7 @@ def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_
             master = replace(master, order=order)
         else:
             gang.come_to_rest()
-        if turn is not None or gang.obeyed.order.is_by_turn:
+        if turn is not None or gang.obeyed.order.is_by_rotation:
             gang.follow(master, turn, is_blocked and bool(gang.rests_by), master.stop_sequence if speaks else 0)
         elif master.order > gang.obeyed.order:
             gang.obeyed, gang.rests_by = master, 0

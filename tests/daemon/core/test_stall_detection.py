@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from ganger_daemon.core.gang_judgement import RankPhase
-from ganger_daemon.core.stall_detection import RankCounters, Watched, concern, seen, used
+from ganger_daemon.core.stall_detection import RankCounters, Watched, seen, stall_reason, used
 from ganger_daemon.gang.observation import processor_seconds
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,12 +28,12 @@ def stands_still(watched: Watched, until: float, phase: int = RankPhase.TRAINING
     ranks = {
         rank: RankCounters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()
     }
-    return concern(seen(watched, ranks, until), until)
+    return stall_reason(seen(watched, ranks, until), until)
 
 
 def test_a_job_that_steps_is_no_concern() -> None:
     for pace in (0.02, 1.0, 50.0):
-        assert concern(trained(300, pace=pace), 300.0) == ""
+        assert stall_reason(trained(300, pace=pace), 300.0) == ""
 
 
 def test_no_step_for_a_minute_is_a_hang() -> None:
@@ -68,18 +68,18 @@ def test_whoever_is_done_does_not_hang() -> None:
 
 def test_a_job_without_a_first_step_is_a_concern_after_ten_minutes() -> None:
     watched = seen(Watched(0.0), {0: RankCounters(0, RankPhase.START)}, 1.0)
-    assert concern(watched, 599.0) == ""
-    assert concern(watched, 660.0) == "no step in the 11m that it has been running"
+    assert stall_reason(watched, 599.0) == ""
+    assert stall_reason(watched, 660.0) == "no step in the 11m that it has been running"
 
 
 def test_a_job_without_boundaries_is_judged_by_its_processor_time() -> None:
     watched = seen(Watched(0.0), {0: RankCounters(0)}, 1.0)
     for minute in range(30):
         watched = used(watched, 3.0 * minute, 60.0 * minute)
-    assert concern(watched, 1_800.0) == ""
+    assert stall_reason(watched, 1_800.0) == ""
     for minute in range(30, 45):
         watched = used(watched, 90.0 + 0.001 * minute, 60.0 * minute)
-    assert concern(watched, 60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
+    assert stall_reason(watched, 60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
 
 
 def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
@@ -89,11 +89,11 @@ def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
         watched = seen(
             watched, {rank: RankCounters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now)
         )
-    assert concern(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
+    assert stall_reason(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
     for now in range(40, 80):
         even = {rank: RankCounters(now * 10, 1, counters.data_wait_seconds) for rank, counters in watched.ranks.items()}
         watched = seen(watched, even, float(now))
-    assert concern(watched, 79.0) == ""
+    assert stall_reason(watched, 79.0) == ""
 
 
 def test_a_rank_that_makes_few_steps_is_named() -> None:
@@ -102,7 +102,7 @@ def test_a_rank_that_makes_few_steps_is_named() -> None:
         watched = seen(
             watched, {0: RankCounters(now * 10), 1: RankCounters(now * 5), 2: RankCounters(now * 10)}, float(now)
         )
-    assert concern(watched, 39.0) == "rank 1 makes 150 steps while the others make 300"
+    assert stall_reason(watched, 39.0) == "rank 1 makes 150 steps while the others make 300"
 
 
 @given(
@@ -121,7 +121,7 @@ def test_whatever_the_counters_say_a_step_within_the_minute_is_no_hang(
         stepped = now if steps else stepped
         watched = seen(watched, {rank: RankCounters(step, 1, waited) for rank in range(ranks)}, now)
         if stepped is not None and now - stepped < 60.0:
-            assert "no step" not in concern(watched, now)
+            assert "no step" not in stall_reason(watched, now)
 
 
 def test_processor_time_is_that_of_all_processes_below() -> None:
