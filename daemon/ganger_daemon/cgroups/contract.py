@@ -1,9 +1,8 @@
-"""What the daemon asks of control groups, whatever the kernel of its node offers.
+"""Interface to control groups, whatever the kernel of the node offers.
 
-One group holds the ranks of one gang on this node. Groups are flat and named by the daemon, but that several may lie in
-one pool, which bounds the CPU time they get together; all calls may be repeated.
-A job never fails because pinning, a limit or freezing is not to be had here: what is missing stands in `capabilities`
-and the calls say what they could not do.
+One group holds the ranks of one gang on this node. Groups are flat and named by the daemon; several may share a pool,
+which limits their common CPU time. All calls may be repeated. A job never fails because pinning, a limit or freezing is
+unavailable: `capabilities` names what is missing, and calls return whether they took effect.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class Cgroups(Protocol):
         here, or "none: why"."""
 
     def make_pool(self, pool: str, cores: float) -> bool:
-        """The groups made in it get this many cores together, whatever else is idle. False when that is not to be
-        had; ValueError for a name that is none."""
+        """Limit the groups of a pool to this many cores together. Return False if that is unavailable. Raises
+        ValueError for an invalid name."""
 
     def create(self, group: str, pool: str = "") -> None:
-        """Raises OSError only where nothing at all can be made; ValueError for a name that is none."""
+        """Make a group. Raises OSError only if nothing at all can be made, ValueError for an invalid name."""
 
     def join_files(self, group: str) -> tuple[str, ...]:
         """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
@@ -44,8 +43,8 @@ class Cgroups(Protocol):
         """Return the kernel's file that freezes the group (`cgroup.freeze`, `freezer.state`); "" if signals must."""
 
     def hasten(self) -> None:
-        """A process is about to join a group. Blocks for as long as the first to join would else have to, some 10 ms:
-        call it beside what else is to be done before."""
+        """Prepare the kernel for a process that is about to join a group. Blocks for some 10 ms, which the process
+        would wait otherwise: call it beside other work."""
 
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
         """Live. Returns the CPUs the group now runs on, or () when it could not be pinned."""
@@ -59,7 +58,7 @@ class Cgroups(Protocol):
     def pids(self, group: str) -> tuple[int, ...]: ...
 
     def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
-        """True once every process stands still."""
+        """Freeze the group. Return True once every process is frozen."""
 
     def thaw(self, group: str, timeout_seconds: float = 5.0) -> bool: ...
 

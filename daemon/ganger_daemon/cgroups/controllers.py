@@ -1,4 +1,4 @@
-"""The parts v1 and v2 each bring: CPUs, memory, freezing and killing, usage, quotas. A variant is a choice of parts.
+"""Controllers of v1 and v2: CPUs, memory, freezing and killing, usage, quotas. A variant is a choice of controllers.
 
 A part works on directories of its own; the variant makes and removes them. v1 has one tree per controller, v2 one tree
 for all.

@@ -1,4 +1,4 @@
-"""Reading, writing, making and removing what is under a cgroup mount, and waiting for what the kernel does there."""
+"""Files and directories below a cgroup mount, and waiting for the kernel's work there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Groups made of parts from v1 trees, the v2 tree, or both (hybrid). A part that is not to be had is done by signals
-and affinity, or said to be missing."""
+"""Groups made of controllers from v1 trees, the v2 tree, or both (hybrid). Signals and affinity replace an unavailable
+controller, or it is reported as missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ganger_daemon.cgroups.controllers import Cpus, CpusV1, FreezeController, Me
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a node offers; `missing` says of a part that is None why."""
+    """Controllers that a node offers; `missing`: the reason for each that is None."""
 
     cpus: Cpus | None
     memory: MemoryController | None

@@ -1,4 +1,4 @@
-"""No control groups: what signals, affinity masks and niceness can do.
+"""Replacement of control groups by signals, affinity masks and niceness.
 
 The processes of a group are those the daemon tracks, all in their sessions, and all their descendants. There is no
 memory limit, and new threads inherit the mask of the thread that makes them.

@@ -1,7 +1,7 @@
-"""The checkpoints of one running gang: asks for them when due, tells the leader of durable shards, publishes, collects.
+"""Checkpoints of one running gang: due requests, reports of durable shards to the leader, publication, removal.
 
-The leader's daemon publishes; a member's reports until it hears that this was done. Everything can be done again after
-a crash: what is durable is found on storage, what is not is asked for anew.
+The leader's daemon publishes; a member reports until the leader confirms it. Every action can be repeated after a
+crash: durable checkpoints are found on storage, others are requested again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ganger_daemon.failpoints import hit
 
 log = logging.getLogger(__name__)
 
-# What failed is tried again at this pace.
+# Interval of retries.
 _RETRY_SECONDS = 0.5
-# A member asks the leader so soon whether all is published, then ever later up to the pace above.
+# First wait of a member before it asks the leader again; it grows up to the interval above.
 _ASK_SECONDS = 0.02
 
 
@@ -52,7 +52,7 @@ class Published:
 
 
 class StorageError(Exception):
-    """Storage does not take a checkpoint: asking again at once would not help. `reason` is the control page's word."""
+    """Storage rejects a checkpoint, and a retry at once would not help. `reason`: as in the control page."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ class Keeper:
         self.trouble = ""
 
     def recall(self, storage: Path | None) -> None:
-        """After a daemon restart: the newest checkpoint of this epoch that is on storage."""
+        """Find the newest checkpoint of this epoch on storage, after a restart of the daemon."""
         if storage is None or not self._leads:
             return
         for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
@@ -136,7 +136,7 @@ class Keeper:
         return agreement in self.handed
 
     def refusal(self, agreement: int) -> str:
-        """Why the checkpoint of an agreement could not be published; empty while it may be."""
+        """Return why the checkpoint of an agreement cannot be published; empty while it may be."""
         return self._refused.get(agreement, "")
 
     async def refuse(self, agreement: int, why: str) -> None:
@@ -163,14 +163,14 @@ class Keeper:
         self._changed()
 
     def abandon(self, agreement: int) -> None:
-        """The ranks of a stop go on without its checkpoint; asked again for the same stop they save anew."""
+        """Give up the checkpoint of a stop whose ranks go on. If the same stop is ordered again, they save anew."""
         self._gatherings.pop(agreement, None)
         if self._refused.pop(agreement, None):
             self.trouble = ""
         self._described = {key: shard for key, shard in self._described.items() if key[0] != agreement}
 
     def tidy(self, storage: Path) -> None:
-        """What came of checkpoints that were given up goes. Blocks."""
+        """Remove the files of checkpoints that were given up. Blocks."""
         if self._leads:
             collect_abandoned(checkpoints_directory(storage, self._job_uid), self._epoch)
 
@@ -190,7 +190,7 @@ class Keeper:
         await self.gather(storage, agreement, step, shards)
 
     async def gather(self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
-        """Leader: shards of some ranks; publishes once all are there."""
+        """Leader's side: add shards of some ranks, and publish once all are there."""
         assert self._leads, "only the leader gathers shards"
         async with self._lock:
             gathering = self._gatherings.get(agreement, Gathering(self._world, step)).add(step, shards)
@@ -244,7 +244,7 @@ class Keeper:
     async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
             published = await self._report(ShardReport(agreement, step, shards))
-        except Exception as error:  # the leader may be away for a while: asked again until it answers
+        except Exception as error:  # the leader may be away for a while: retried until it answers
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
             return
@@ -263,7 +263,7 @@ def _describe_either(unfinished: Path, published: Path) -> Described:
 
 
 def publish_here(tmp: Path, final: Path, fields: dict[str, Any]) -> None:
-    """What a launcher does, for when there is none: manifest, fsyncs, rename. Raises StorageError."""
+    """Publish in place of a launcher: manifest, fsyncs, rename. Raises StorageError."""
     path = tmp / "MANIFEST.json"
     try:
         with open(path, "w") as file:

@@ -1,8 +1,7 @@
-"""Where checkpoints of a job lie on storage, what their names say, and which of them exist.
+"""Layout of a job's checkpoints on storage, the storage token, and free space.
 
-A checkpoint exists when its directory has its final name `STEP-EPOCH` and a readable manifest: the rename is the truth.
-
-Whether this node sees the storage everybody means, and whether a checkpoint still fits there.
+A checkpoint exists when its directory has its final name `STEP-EPOCH` and a readable manifest: the rename decides. The
+token proves that this node sees the cluster's storage.
 """
 
 from __future__ import annotations
@@ -118,13 +117,13 @@ def token_found(storage: Path | None) -> str:
 
 
 def room_missing(storage: Path, size_bytes: int) -> int:
-    """Bytes that lack for a checkpoint of this size; 0 when it fits, or when the file system does not say."""
+    """Return the bytes missing for a checkpoint of this size; 0 if it fits or the file system does not report it."""
     free = free_bytes(storage)
     return 0 if free is None else max(0, size_bytes * _ROOM_NUMERATOR // _ROOM_DENOMINATOR - free)
 
 
 def free_bytes(storage: Path) -> int | None:
-    """None when the file system does not say."""
+    """Return the free bytes; None if the file system does not report them."""
     try:
         state = os.statvfs(storage)
     except OSError:

@@ -1,6 +1,6 @@
-"""When the shards of a checkpoint make it complete, and what its manifest says; the launcher writes and renames.
+"""Shards of a checkpoint, their completeness, and the manifest; the launcher writes and renames.
 
-Contents of shard files. A job wrote them, so no size that they state makes this process allocate much memory.
+A job writes the shard files, so no size that they state makes this process allocate much memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gathering:
     shards: Mapping[int, Shard] = field(default_factory=dict)
 
     def add(self, step: int, shards: tuple[Shard, ...]) -> Gathering:
-        """With these shards too. Shards of another step do not belong together: the newer step begins afresh."""
+        """Return the gathering with these shards added. Shards of a newer step replace those of an older one."""
         if step < self.step:
             return self
         known = dict(self.shards) if step == self.step else {}
@@ -89,7 +89,7 @@ def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float
 
 
 def directories(storage: Path, job_uid: str, epoch: int, step: int) -> tuple[Path, Path]:
-    """(where the ranks write, what the rename makes of it)."""
+    """Return the directory that ranks write to, and its final name."""
     parent = checkpoints_directory(storage, job_uid)
     final = parent / str(CheckpointName(step, epoch))
     return final.with_name(final.name + ".tmp"), final

@@ -1,10 +1,9 @@
-"""Which checkpoints may go: all but the newest complete ones, those the master would start the job from, and what is
-still being written.
+"""Retention and schedule of a gang's checkpoints.
 
-Newer is what a later epoch wrote, whatever its step: a job that had to go back to an older checkpoint leaves unreadable
-ones of higher steps behind, and those must not crowd out the good ones.
-
-When the next checkpoint of a running gang is due. Only the gang's leader asks; members hear of it by the relay.
+All checkpoints are removed but the newest complete ones, those the master may start the job from, and those being
+written. A checkpoint of a later epoch is newer, whatever its step: a job that went back to an older checkpoint leaves
+unreadable ones of higher steps, which must not replace the good ones. Only the gang's leader requests checkpoints; the
+relay carries the request to members.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _TRASH = ".trash-"
 def surplus(
     names: Collection[CheckpointName], newest: CheckpointName, wanted: Collection[CheckpointName] = ()
 ) -> tuple[CheckpointName, ...]:
-    """What to remove once `newest` is published, oldest first.
+    """Return the checkpoints to remove once `newest` is published, oldest first.
 
-    `wanted`: checkpoints the master would start the job from, as its newest desired set names them. The first one
+    `wanted`: checkpoints the master may start the job from, as its newest desired set names them. The first one
     published since stays, too: the master may have recorded it although its answer was lost.
     """
     ordered = sorted(names, key=_age)
@@ -47,8 +46,8 @@ def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
 
 
 def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
-    """Removes surplus checkpoints, leftovers and old trash from one job's directory, `newest` being just published;
-    names removed.
+    """Remove surplus checkpoints, leftovers and old trash from a job's directory once `newest` is published; return the
+    removed names.
 
     A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
     """
@@ -94,7 +93,7 @@ class Schedule:
 
 
 def due(schedule: Schedule, now: float, interval_seconds: float, request: int) -> bool:
-    """Whether to ask for a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
+    """Return whether to request a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
     if request > schedule.served:
         return True
     return interval_seconds > 0 and now - schedule.last >= interval_seconds

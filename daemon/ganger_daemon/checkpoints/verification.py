@@ -1,6 +1,6 @@
-"""The complete checkpoints that a job has on storage, whether or not the master has recorded them.
+"""Complete checkpoints of a job on storage, recorded by the master or not, and their verification.
 
-Whether a checkpoint on storage can be trusted. Which older one is taken when it cannot is for the master to say.
+If one is damaged, the master decides which older one is used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """`is_lasting` is false for what storage may get over: a server that is away says nothing about the files."""
+    """A checkpoint that cannot be read. `is_lasting`: false if the cause may pass, as a storage server that is away."""
 
     path: Path
     why: str
@@ -70,9 +70,10 @@ class Unreadable:
 
 
 def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
-    """Checks manifest, sizes and digests, and that each shard is the one its manifest names; only the shards that
-    `ranks` start from are read where that is given: in a larger world than the one that saved, more than one from the
-    same. Blocks."""
+    """Check manifest, sizes and digests, and that each shard is the one its manifest names. Blocks.
+
+    `ranks`: only the shards that these ranks start from are read. In a larger world than the one that saved, several
+    ranks start from one shard."""
     try:
         manifest = read_manifest(directory)
         name = parse_final(directory.name)

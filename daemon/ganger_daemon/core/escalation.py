@@ -1,4 +1,4 @@
-"""When a job that does not obey is dealt with more firmly: the ladder from an order to the kill of its group.
+"""Escalation of an order that a job does not obey: the ladder from the order to the kill of its group.
 
 An order gets `patience` (30 s, or twice its measured iteration if that is longer); then the agent is asked for the
 stacks of its threads; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without
@@ -27,7 +27,7 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """One order's climb. Times are seconds; `extended` is time spent in phases without boundaries."""
+    """State of one order's escalation. Times are seconds; `extended`: time spent in phases without boundaries."""
 
     ordered_at: float
     patience: float
@@ -53,17 +53,17 @@ def begin(
 
 
 def begin_stop(now: float, grace: float) -> Ladder:
-    """The ladder of a STOP: SIGTERM is the first thing that happens."""
+    """Return the ladder of a STOP, which begins with SIGTERM."""
     return Ladder(now, 0.0, 0.0, grace, Rung.TERMINATE, terminated_at=now)
 
 
 def extend(ladder: Ladder, seconds: float) -> Ladder:
-    """Time spent in a phase without boundaries, within the bound."""
+    """Return the ladder with time in a phase without boundaries added, within the bound."""
     return replace(ladder, extended=min(EXTENSION_SECONDS, ladder.extended + max(0.0, seconds)))
 
 
 def climb(ladder: Ladder, now: float) -> Ladder:
-    """The ladder with the highest rung due at `now`, one rung a call; the same ladder when nothing is due."""
+    """Return the ladder one rung higher if that rung is due at `now`; else the same ladder."""
     waited = now - ladder.ordered_at - ladder.extended
     if ladder.rung is Rung.NONE and waited >= ladder.patience:
         return replace(ladder, rung=Rung.DUMP)

@@ -1,4 +1,4 @@
-"""One gang's local part: from what its pages and exits say, the phase to report and what is left to do.
+"""Judgement of one gang's local part: from its pages and exits, the phase to report and the work left to do.
 
 Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
 only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
@@ -82,7 +82,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class GangPart:
-    """The facts `judge` decides from. Times are seconds of one monotonic clock."""
+    """Facts that `judge` decides from. Times are seconds of one monotonic clock."""
 
     wanted: DesiredOrder
     ranks: tuple[Rank, ...] = ()
@@ -91,21 +91,21 @@ class GangPart:
     world: int = 1
     no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
     restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
-    frozen: bool = False  # every process stands still
+    frozen: bool = False  # every process is frozen
     launch_failure: PartOutcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
     memory_freed: bool = False  # device memory seen free since this stop
     published_step: int | None = None  # a checkpoint of this stop is on storage
-    refusal: str = ""  # why the wanted level cannot be had: a rank said so, or its checkpoint cannot be published
+    refusal: str = ""  # why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
     escalated: bool = False  # killed because it ignored an order
     out_of_memory: bool = False
-    damage: str = ""  # what its job did to a control page: the gang is killed for it
+    damage: str = ""  # how its job damaged a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
     settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
 
 
 class Todo(IntEnum):
-    """What the shell does next; the order of the values is the order of doing."""
+    """Work for the shell, in the order of the values."""
 
     LAUNCH = 1
     VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
@@ -124,7 +124,7 @@ class Judgement:
 
 
 def judge(gang: GangPart, now: float) -> Judgement:
-    """The phase to report and what to do, from the facts alone."""
+    """Return the phase to report and the work to do, from the facts alone."""
     if gang.launch_failure is not None:
         outcome = gang.settled or gang.launch_failure
         return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
@@ -137,7 +137,7 @@ def judge(gang: GangPart, now: float) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP:
         return _stopping(gang)
     if _first_failure(gang) is not None:
-        # the others would wait for it in a collective: the gang stops whole
+        # the other ranks would wait for it in a collective: the whole gang stops
         todo = () if gang.stop_signalled else (Todo.TERMINATE,)
         return Judgement(PartPhase.STOPPING, todo=todo)
     if gang.wanted.intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
@@ -148,8 +148,10 @@ def judge(gang: GangPart, now: float) -> Judgement:
 
 
 def may_be_on_devices(wanted: DesiredOrder, judged_order: DesiredOrder, judgement: Judgement) -> bool:
-    """Whether processes that were launched run, or may any moment: that they rested by a former order says nothing of
-    one that sends them on, be it to their next boundary only."""
+    """Return whether launched processes run or may run at any moment.
+
+    That they were parked by an earlier order proves nothing once a newer order resumes them, if only to their next
+    boundary."""
     if judgement.phase is not PartPhase.PARKED:
         return judgement.phase is not PartPhase.ENDED
     if wanted.intent in (OrderIntent.RUN, OrderIntent.PREPARE):
@@ -161,7 +163,7 @@ def _before_launch(gang: GangPart) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP:
         outcome = PartOutcome(PartOutcomeKind.STOPPED, message="stopped before it was launched")
         return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
-    # parked before it was launched: it starts with the stop in its page and rests before its first step
+    # parked before it was launched: it starts with the stop in its page and parks before its first step
     return Judgement(PartPhase.STARTING, todo=(Todo.LAUNCH,))
 
 
@@ -190,21 +192,21 @@ def _stopping(gang: GangPart) -> Judgement:
 
 
 def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
-    """Whether nothing in this rank can obey an order at a boundary, as far as can be told."""
+    """Return whether, as far as known, nothing in this rank can obey an order at a boundary."""
     has_waited = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
     return rank.opaque or (has_waited and not gang.restores and not rank.hello)
 
 
 def is_busy(gang: GangPart) -> bool:
-    """Whether some live rank does what takes its time and has no boundaries: its order's clock waits for it."""
+    """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
     phases = (RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.REPLAY)
     states = (RankState.SAVING, RankState.RESTORING)
     return any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
 
 
 def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
-    """PAUSE of a job without boundaries: it stands still where it is. Only where all of its ranks are on this node, and
-    so stop together: on several, some would wait in a collective operation for others that stopped earlier."""
+    """Return whether PAUSE is done by freezing: for a job without boundaries whose ranks are all on this node, and so
+    stop together. On several nodes some would wait in a collective operation for others that stopped earlier."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     if (
         gang.wanted.intent is not OrderIntent.PARK
@@ -217,7 +219,7 @@ def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
 
 
 def is_beyond(gang: GangPart) -> bool:
-    """Whether the present order asks for more than a job without boundaries can do: it will never be carried out."""
+    """Return whether the order demands more than a job without boundaries can do, and so is never carried out."""
     deeper = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
@@ -233,8 +235,8 @@ def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool |
 
 
 def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> bool:
-    """Whether the processes must stand still now: PAUSE without boundaries, or no lease and no agent that minds it.
-    Until this daemon knows of a lease, frozen processes stay frozen."""
+    """Return whether the processes must be frozen now: for a PAUSE without boundaries, or after the lease if no agent
+    obeys it. Until this daemon has a lease, frozen processes stay frozen."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     if not live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled:
         return False
@@ -242,7 +244,7 @@ def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> boo
         return True
     if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
-    # An order that it cannot carry out: it stands still until that is reported.
+    # An order that it cannot carry out: it is frozen until that is reported.
     return is_paused_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang))
 
 
@@ -267,7 +269,7 @@ def _parking(gang: GangPart, now: float) -> Judgement:
 def _preparing(gang: GangPart) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
     if all(rank.state == RankState.READY for rank in live):
-        # the master commits only what stands where the source stopped
+        # the master commits the migration only if the step is that at which the source stopped
         steps = {rank.reached_step for rank in live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
     # the source trains on while memory is made ready here; once it stops, every page would cost it time
@@ -288,7 +290,7 @@ def _run_phase(gang: GangPart, now: float) -> PartPhase:
 
 
 def reached_step(gang: GangPart) -> int | None:
-    """The step at which all live local ranks rest for the present order, or None while one does not."""
+    """Return the step at which all live local ranks are parked for the present order; None while one is not."""
     resting = {
         OrderIntent.HAND_OVER: (RankState.HANDED_OVER, RankState.OFFLOADED),
         OrderIntent.PARK: {
@@ -307,7 +309,8 @@ def reached_step(gang: GangPart) -> int | None:
 
 
 def _rest(gang: GangPart) -> Judgement | None:
-    """PARKED where the live ranks all rest at one step, at the level they share, whatever was wanted; else None."""
+    """Return PARKED if all live ranks are parked at one step, at their common level, whatever was ordered; else
+    None."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     steps = {rank.step for rank in live}
     if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):
@@ -320,8 +323,8 @@ _AT_REST = (RankState.PAUSED, RankState.OFFLOADED)
 
 
 def refuses(gang: GangPart, rank: Rank) -> bool:
-    """Whether a rank that reported an error under the present order rests without having carried it out. What it met on
-    the way (a checkpoint begun earlier) counts no more once it has."""
+    """Return whether a rank that reported an error under the present order is parked without having carried it out. An
+    error on the way, as of an earlier checkpoint, no longer counts once it has."""
     parks = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
     saves = gang.wanted.intent is OrderIntent.STOP and gang.wanted.checkpoint_first
     behind = rank.reached_sequence < gang.wanted.order.number
@@ -349,7 +352,7 @@ def _first_failure(gang: GangPart) -> Rank | None:
 
 
 def _is_good(rank: Rank, ending: RankExit) -> bool:
-    # the code alone says nothing: a job may use it for something of its own
+    # the code alone proves nothing: a job may use it for its own purposes
     yielded = ending.code == EXIT_YIELDED and rank.let_go
     return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
 
@@ -362,7 +365,7 @@ def awaits_publication(gang: GangPart) -> bool:
 
 
 def settle(gang: GangPart) -> PartOutcome:
-    """How the local part ended, once every process is gone. The rank that failed first names the outcome."""
+    """Return the outcome of the local part, once every process is gone. The rank that failed first determines it."""
     if gang.settled is not None:
         return gang.settled
     if gang.escalated:

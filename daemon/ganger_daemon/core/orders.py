@@ -1,4 +1,4 @@
-"""Which of two orders is obeyed, and what an order says: the daemon's own words for what `agent.proto` carries."""
+"""Orders for gangs and their ranking, as pure values of the messages in `agent.proto`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 @dataclass(frozen=True, slots=True, order=True)
 class OrderKey:
-    """Rank of an order, compared field by field; the highest seen is obeyed."""
+    """Rank of an order, compared field by field; the highest received is obeyed."""
 
     epoch: int = 0
     master_sequence: int = 0
@@ -23,7 +23,7 @@ class OrderKey:
 
     @property
     def is_by_rotation(self) -> bool:
-        """Whether a switch of rows is what was ordered last."""
+        """Whether the newest part of the order is a slice switch."""
         return self.set_epoch > 0
 
 
@@ -91,7 +91,7 @@ class PartOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DesiredOrder:
-    """What is wanted of one gang here, as far as deciding needs it."""
+    """Order for one gang on this node."""
 
     job_uid: str
     order: OrderKey
@@ -113,7 +113,7 @@ class DesiredOrder:
 
 
 def hastened(wanted: DesiredOrder, is_stale: bool) -> DesiredOrder:
-    """An order to stop a stale gang gives it no time; all other orders stay as they are."""
+    """Return the order without grace if it stops a stale gang; else unchanged."""
     if wanted.intent is not OrderIntent.STOP or not is_stale:
         return wanted
     return replace(wanted, grace_seconds=0.0, checkpoint_first=False, stop_sequence=0)

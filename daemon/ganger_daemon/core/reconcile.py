@@ -17,7 +17,7 @@ GangId = tuple[str, int]
 
 
 class Absence(Enum):
-    """Why an unmentioned gang may be stopped."""
+    """Why a gang that the desired set lacks may be stopped."""
 
     OLDER_EPOCH = "the master has a newer epoch of this job"
     NO_LONGER_WANTED = "an earlier desired set of this session wanted it"
@@ -25,7 +25,7 @@ class Absence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """One gang as it is here: the highest order obeyed, and whether all its processes are gone."""
+    """A gang on this node: the highest order obeyed, and whether all its processes are gone."""
 
     job_uid: str
     order: OrderKey
@@ -69,7 +69,7 @@ class StopAbsent:
 
 @dataclass(frozen=True, slots=True)
 class ReportGone:
-    """Wanted, but nothing of it is here and it must not start: say so, so that the master can decide."""
+    """Report a desired gang as gone: nothing of it is here and it must not start; the master decides."""
 
     wanted: DesiredOrder
 
@@ -87,8 +87,7 @@ Action = Start | Obey | StopAbsent | ReportGone | Forget
 def reconcile(
     desired: Iterable[DesiredOrder], observed: Observed, acknowledged: frozenset[int] = frozenset()
 ) -> tuple[Action, ...]:
-    """Actions that bring what is here to what is wanted; stops before starts, for a start may need what a stop
-    frees."""
+    """Return the actions that bring the observed to the desired state; stops first, since they free devices."""
     newest = _newest_order_of_each(desired)
     stops: list[Action] = []
     starts: list[Action] = []

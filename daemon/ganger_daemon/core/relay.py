@@ -1,7 +1,7 @@
-"""What two daemons of one gang tell each other while a stop is undecided, and how what is heard is merged.
+"""Boundary points that the daemons of one gang exchange while a stop is undecided, and their merging.
 
-A point never goes back: a step only rises, and an ack for a stop, once heard, stays. An ack is never shown without
-the step it belongs to, because a point carries both.
+A point never goes back: its step only rises, and an acknowledgement of a stop stays. A point carries the
+acknowledgement together with its step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class RelayedPoint:
 
 
 def merge(known: RelayedPoint, heard: RelayedPoint) -> RelayedPoint:
-    """What is known of one rank after hearing this. Points of a rank arrive in the order it wrote them, so between two
-    acks at one step the one heard last is the newer; their numbers say nothing (checkpoints and stops count apart)."""
+    """Return the newer state of a rank. Its points arrive in the order it wrote them, so of two acks at one step the
+    last received is newer; their numbers do not show it, since checkpoints and stops are counted apart."""
     assert known.rank == heard.rank, "points of different ranks never merge"
     newer = heard if heard.ack_sequence and heard.ack_step >= known.ack_step else known
     step = max(known.step, heard.step, known.ack_step, heard.ack_step)
@@ -41,7 +41,7 @@ def merge_all(
 
 
 def decided(points: Mapping[int, RelayedPoint], stop_sequence: int) -> int | None:
-    """K of a stop once every rank has acked, else None. A world of one stops at its ack."""
+    """Return the step K of a stop once every rank has acknowledged it, else None. A world of one stops at its ack."""
     acks = []
     for point in points.values():
         if point.ack_sequence == stop_sequence:

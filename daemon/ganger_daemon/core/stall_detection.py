@@ -1,7 +1,7 @@
-"""Whether a gang gets on: hangs, gangs that do nothing, and ranks that hold back the others, from their counters.
+"""Stall detection from counters: hanging gangs, idle gangs, and ranks that hold back the others.
 
-Judged of one node's ranks, of what they did and not of what they say: steps, time spent waiting for data, and of jobs
-without boundaries the processor time of their processes. Nothing is done about it: people are told.
+The counters of one node's ranks are steps and time spent waiting for data; for jobs without boundaries, the CPU time of
+their processes. The result is a report for users; nothing is done about it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ganger.units import format_duration
 
 from ganger_daemon.core.gang_judgement import RankPhase
 
-# No step for so long, and for so many times the longest pause between two steps so far.
+# A gang hangs without a step for so long, and for so many times its longest pause between two steps so far.
 HANG_SECONDS = 60.0
 _HANG_PAUSES = 10.0
 # Evaluation and compilation have no boundaries.
@@ -23,7 +23,7 @@ _LONG_PHASE = 10.0
 # Without a first step, or without use of a processor.
 IDLE_SECONDS = 600.0
 _IDLE_SHARE = 0.01
-# What is compared between ranks is so many steps and seconds of each.
+# Least steps and seconds of a window in which ranks are compared.
 _WINDOW_SECONDS = 30.0
 _WINDOW_STEPS = 20
 # A rank holds back the others if it waits for data by so much more of the time, or makes so few of their steps.
@@ -33,7 +33,7 @@ _FEWER_STEPS = 0.7
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """Of one rank at one time."""
+    """Counters of one rank at one time."""
 
     step: int
     phase: int = RankPhase.TRAINING
@@ -42,8 +42,8 @@ class RankCounters:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What was seen of the ranks since the gang last began to run. Times are seconds of one monotonic clock. `window`:
-    counters at its begin; `held_back`: what the last whole window said."""
+    """Observations of the ranks since the gang was last started or resumed. Times are seconds of one monotonic clock.
+    `window`: counters at the begin of the window; `held_back`: result of the last complete window."""
 
     since: float
     ranks: Mapping[int, RankCounters] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Watched:
 
 
 def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
-    """After a look at the counters of all local ranks."""
+    """Return the observations with the counters of all local ranks added."""
     if _slowest(ranks) > _slowest(watched.ranks):
         longest = watched.longest_pause
         if watched.stepped_at is not None:
@@ -75,7 +75,7 @@ def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Wat
 
 
 def used(watched: Watched, processor_seconds: float, now: float) -> Watched:
-    """After a look at the processor time of all processes of a job that has no boundaries."""
+    """Return the observations with the CPU time of all processes of a job without boundaries added."""
     if watched.busy_at is None:
         return replace(watched, busy_at=now, busy_seconds=processor_seconds)
     if abs(processor_seconds - watched.busy_seconds) > _IDLE_SHARE * (now - watched.busy_at):
@@ -84,7 +84,7 @@ def used(watched: Watched, processor_seconds: float, now: float) -> Watched:
 
 
 def stall_reason(watched: Watched, now: float) -> str:
-    """What keeps the gang from getting on, for people; empty while all is well."""
+    """Return why the gang makes no progress, as a text for users; empty while all is well."""
     if watched.stepped_at is not None:
         return _hang(watched, watched.stepped_at, now) or watched.held_back
     if watched.busy_at is not None:
@@ -116,7 +116,7 @@ def _hang(watched: Watched, stepped_at: float, now: float) -> str:
 
 
 def _held_back(steps: Mapping[int, int], waits: Mapping[int, float]) -> str:
-    """The worst one of several ranks."""
+    """Return which rank holds back the others most, as a text; empty if none does."""
     if len(steps) < 2:
         return ""
     rank = min(steps, key=lambda one: (steps[one], one))

@@ -1,6 +1,6 @@
-"""Which devices this node has: declared ones, recorded ones, those of the driver, or none.
+"""Choice of this node's devices: declared, recorded, those of the driver, or none.
 
-A node without devices: cores and memory only. Legal, and what is left when the driver's library is missing.
+A node without devices offers cores and memory only, as where the driver's library is missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the daemon asks of the devices of its node, whatever they are.
+"""Interface to the devices of a node.
 
-`nvml` (real GPUs), `virtual` (declared, for machines without any), `recorded` (a server as it was written down, with
-scripted faults) and `none` keep this contract; one conformance suite holds for all.
+`nvml` (real GPUs), `virtual` (declared, for machines without any), `recorded` (a recorded server with scripted faults)
+and `none` implement it; one conformance suite tests all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a node is. Does not change while the daemon runs."""
+    """Hardware of a node. It does not change while the daemon runs."""
 
     configuration_set: ConfigurationSet
     devices: tuple[Device, ...]
@@ -81,18 +81,18 @@ class Devices(Protocol):
         """Return the recent utilization of these devices by these processes, 0 to 1; None if it is not reported."""
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        """A rank said hello. Virtual devices count what it uses from here on; the value a daemon had noted
-        (`baseline`) is given again after its restart."""
+        """Attach a rank at its hello. Virtual devices count the memory that it uses above its baseline, which is given
+        after a restart of the daemon as it was noted."""
 
     def baseline(self, pid: int) -> int | None: ...
 
     def detach(self, pid: int) -> None: ...
 
     def environment(self, device_mask: int) -> dict[str, str]:
-        """What a rank needs in its environment to see these devices and no others."""
+        """Return the variables that make just these devices visible to a rank."""
 
     def take_events(self) -> tuple[HealthEvent, ...]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
 
     def faults(self) -> dict[int, str]:
         """Devices out of service, by index, and why."""

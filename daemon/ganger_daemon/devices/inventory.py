@@ -1,7 +1,5 @@
-"""A GPU server as its driver describes it, and the inventory that follows from it. Pure; shared by `nvml`, which asks
-the driver, and `recorded`, which reads what a driver once said.
-
-From what was found on a server to its configuration set: device type, groups by level, sockets, a name. Pure.
+"""Description of a GPU server by its driver, and the configuration set made of it: device type, groups by locality
+level, sockets, name. Pure; used by `nvml`, which reads the driver, and by `recorded`, which reads a recording.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from msgspec.structs import replace
 from ganger_daemon.devices.contract import Device, HealthEvent, HealthKind, Inventory
 from ganger_daemon.node.core_table import CoreMap
 
-# What the driver says is the closest common ancestor of two devices, as a level.
+# Locality level by the driver's code of the closest common ancestor of two devices.
 ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {
     0: LocalityLevel.SWITCH,  # on one board
     10: LocalityLevel.SWITCH,  # one PCIe switch

@@ -1,4 +1,4 @@
-"""What the machine itself is, read from the kernel: sockets, physical cores with their thread siblings, memory."""
+"""Hardware of the machine, as the kernel reports it: sockets, physical cores with thread siblings, memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A server as it was written down: for tests, for trying Ganger on the shape of a machine one does not have, and the
-source of the scripted faults (an XID, an ECC error, a lost device at a given second)."""
+"""Devices of a recorded server, with scripted faults (an XID, an ECC error, a lost device at a given second), for
+tests and to try Ganger on the shape of another machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """What happens `at_seconds` after the start."""
+    """A scripted event, `at_seconds` after the start."""
 
     at_seconds: float
     event: HealthEvent

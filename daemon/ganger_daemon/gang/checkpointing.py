@@ -1,6 +1,6 @@
-"""When a gang's state goes to storage, and from when on its ranks may end because it is there.
+"""Checkpoints of one gang: requests to its ranks, publication by the keeper, and the release of ranks that saved.
 
-The agreement on a step is the ranks' business (pages), the publication the keeper's; here they are brought together.
+The ranks agree on the step through their pages; the keeper publishes.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Saving:
         self._pruning: asyncio.Task[None] | None = None
 
     def recall(self, stop_sequence: int, step: int | None, wanted: Collection[str] | None) -> None:
-        """Recall what a former daemon knew. `step`: of the checkpoint that the gang ended with; `wanted`: paths of
-        those the master wanted last, None without a note of them."""
+        """Restore the state of a former daemon. `step`: of the checkpoint that the gang ended with; `wanted`: noted
+        paths of the checkpoints that the master may start the job from, None without a note."""
         self.keeper.wanted = None if wanted is None else _names(wanted)
-        # Storage may hang: what is there is reported once it has been read.
+        # Storage may hang: its checkpoints are reported once they have been read.
         self._recalling = asyncio.create_task(self._recall())
         if step is not None:
             self.keeper.handed[stop_sequence] = step
@@ -120,13 +120,13 @@ class Saving:
                 await self._host.storage.work.run(self.keeper.prune, storage, within_s=_WORK_S)
 
     def obey(self, wanted: DesiredOrder, newer: DesiredOrder) -> None:
-        """If the ranks were to save and end, and are to do something else now, that checkpoint is given up."""
+        """Abandon the checkpoint of an order to save and end, if the newer order is another one."""
         if _saves(wanted) and not _saves(newer):
             self.keeper.abandon(wanted.stop_sequence)
             self._tidy_due = True
 
     def published_step(self, wanted: DesiredOrder, settled: PartOutcome | None) -> int | None:
-        """Of the checkpoint the present stop has led to; None while there is none."""
+        """Return the step of the checkpoint that the present stop has published; None before."""
         for agreement in (wanted.stop_sequence, wanted.order.master_sequence):
             if agreement in self.keeper.handed:
                 return self.keeper.handed[agreement]
@@ -162,7 +162,7 @@ class Saving:
         is_whole: bool,
     ) -> None:
         if self._tidy_due and phase in (PartPhase.RUNNING, PartPhase.PARKED):
-            # not sooner: until they rest or run again the ranks may be saving
+            # not sooner: until they are parked or run again, the ranks may be saving
             self._tidy_due = False
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
@@ -176,7 +176,7 @@ class Saving:
         await self._hand_on_leaving(storage, wanted, found)
 
     def request(self, number: int) -> None:
-        """Asks the local ranks for checkpoint `number`; the others hear of it by the relay."""
+        """Request checkpoint `number` from the local ranks; the relay carries the request to the others."""
         storage = self._host.storage.path if self._host.storage.proved else None
         write_details(self._paths.orders, f"checkpoint-{number}", storage, self._paths.job_uid, self._paths.epoch)
         self._pages.request_checkpoint(number)
@@ -192,7 +192,7 @@ class Saving:
         if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
             return  # one agreement at a time
         if unsettled:
-            # Before the look for room: what is left of the last request takes up some.
+            # Before the check for room: files of the last request take up some.
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
         self.keeper.asked(now, request)

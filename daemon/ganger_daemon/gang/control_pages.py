@@ -1,6 +1,6 @@
-"""What an order of the master looks like in a control page, and the details that stand beside it in a file.
+"""Control pages of one gang on this node: those that local ranks write, and mirrors of ranks on other nodes.
 
-The control pages of one gang on this node: local ones that ranks write, and mirrors of ranks elsewhere.
+Orders go into every page; their details are in a file beside the pages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEVELS = {
 
 
 def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
-    """None for a STOP without a checkpoint: that one comes as a signal, not through the page."""
+    """Return an order as the page holds it; None for a STOP without a checkpoint, which is sent as a signal."""
     sequence = wanted.order.number
     match wanted.intent:
         case OrderIntent.RUN:
@@ -85,7 +85,7 @@ def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, e
 
 @dataclass(frozen=True, slots=True)
 class RunMark:
-    """When the present run was ordered and where each rank stood then; all zero for the first run of an epoch."""
+    """Time of the last order to run, and each rank's step at that time; all zero for the first run of an epoch."""
 
     ordered_ns: int = 0
     steps: Mapping[int, int] = field(default_factory=dict)
@@ -113,11 +113,11 @@ class ControlPages:
         self.local = local
         self._pages: dict[int, Page] = {}
         self._damage = ""
-        self.written: Callable[[], None] = lambda: None  # ranks that rest are to look
+        self.written: Callable[[], None] = lambda: None  # wakes parked ranks
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
     def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
-        """Makes what is missing and opens everything; run again after a crash it changes nothing."""
+        """Create missing pages and open all. Idempotent, also after a crash."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for rank in range(self.world):
             path = page_path(str(self.directory), rank)
@@ -162,7 +162,7 @@ class ControlPages:
 
     @property
     def readable(self) -> bool:
-        """Whether all are there and may be believed."""
+        """Whether all pages exist and can be trusted."""
         return len(self._pages) == self.world and not self.damage()
 
     def spoil(self, why: str) -> None:
@@ -170,7 +170,7 @@ class ControlPages:
         self._damage = self._damage or why
 
     def damage(self) -> str:
-        """What the job did to a page of its own, or "". Once damaged a page is never trusted again."""
+        """Return how the job damaged a page, or an empty text. A damaged page is never trusted again."""
         if not self._damage:
             pages = ((rank, self._pages[rank]) for rank in self.local if rank in self._pages)
             self._damage = next(filter(None, (page.damage(self.epoch, rank, self.world) for rank, page in pages)), "")
@@ -195,7 +195,7 @@ class ControlPages:
         return ProcessId(identity.pid, identity.start_ticks)
 
     def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
-        """Into every page, mirrors too, so that all ranks of this node read alike. An order already there stays."""
+        """Write an order into every page, mirrors included, so that all ranks of this node read the same."""
         for page in self._pages.values():
             if page.get(Word.ORDER_SEQ) < sequence:
                 page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
@@ -221,7 +221,7 @@ class ControlPages:
         self.written()
 
     def retune(self, threads: int) -> int:
-        """Asks every local rank for this many threads; the sequence to wait for."""
+        """Order this number of threads for every local rank; return the sequence that acknowledges it."""
         sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
         for rank in self.local:
             self[rank].retune(sequence, threads, 0)
@@ -248,11 +248,11 @@ class ControlPages:
         return self[self.local[0]].get(Word.CHECKPOINT_SEQ)
 
     def mark(self) -> RunMark:
-        """A run is ordered now."""
+        """Return the mark of a run that is ordered now."""
         return RunMark(now_ns(), {rank: self[rank].progress().step for rank in self.local})
 
     def points(self) -> dict[int, RelayedPoint]:
-        """Where every rank is, mirrors as last heard."""
+        """Return the boundary point of every rank; of other nodes, the last one received."""
         points = {}
         for rank in sorted(self._pages):
             raw = self[rank].raw_point()
@@ -265,7 +265,7 @@ class ControlPages:
                 self[point.rank].mirror(RawPoint(point.step, point.ack_sequence, point.ack_step, point.done))
 
     def ranks(self, mark: RunMark) -> tuple[Rank, ...]:
-        """Local ranks as core sees them; exits are not known here."""
+        """Return the local ranks for the core, without their exits."""
         found = []
         for rank in self.local:
             progress = self[rank].progress()

@@ -1,5 +1,4 @@
-"""What the master's message about a gang means here: its rank in the order of orders, its local ranks, their
-devices."""
+"""Desired gangs of the master, as messages: their order, and the local ranks and devices."""
 
 from __future__ import annotations
 

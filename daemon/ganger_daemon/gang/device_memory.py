@@ -1,11 +1,8 @@
-"""Device memory of one gang's ranks: baselines at hello, samples while a stop is on, and the proof that OFFLOAD
-freed it, with what cannot be freed.
+"""Device memory of one gang's ranks: proof that OFFLOAD has freed it, and the residue that cannot be freed.
 
-Whether the device memory of parked ranks is really free: what was in use before against what is now.
-
-For devices with a driver the driver's figure of each device counts. A virtual device's memory is its process's
-anonymous memory, and there the raw figure of the process is compared, for a script may have built its model before
-it said hello.
+Memory in use before a stop is compared with that after it. For devices with a driver, the driver's figure counts. A
+virtual device's memory is the anonymous memory of its processes; the raw figure of each process is compared, because a
+script may build its model before its hello.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, anonymous_bytes
 
-# Of what the ranks say they freed, this share must be seen free: the rest is rounding and context.
+# Share of the memory reported as freed that must be measured as free: the rest is rounding and context.
 SHARE = 0.95
 # Allocators keep a little; for a small model that little is more than its state.
 SLACK_BYTES = 16 << 20
@@ -118,7 +115,7 @@ class MemoryWatch:
             self._host.devices.detach(process.pid)
 
     def begin(self, processes: Mapping[int, ProcessId]) -> None:
-        """A stop, or a run, begins: nothing is known of it yet."""
+        """Forget the measurements of the stop before: a new stop or run begins."""
         self.freed = False
         self.trouble = ""
         self.residue = ()
@@ -128,7 +125,7 @@ class MemoryWatch:
         self._sampled_at = 0.0
 
     def sample(self, pages: ControlPages, processes: Mapping[int, ProcessId]) -> None:
-        """Notes the most that was in use before a rank had offloaded."""
+        """Note the peak use before ranks have offloaded."""
         now = time.monotonic()
         if self._verifying_since is not None or now - self._sampled_at < _SAMPLE_SECONDS:
             return
@@ -139,7 +136,7 @@ class MemoryWatch:
             self._before[key] = max(self._before.get(key, 0), size)
 
     def verify(self, pages: ControlPages, processes: Mapping[int, ProcessId], device_mask: int) -> None:
-        """All ranks say OFFLOADED: is the memory free? Sets `freed`, or `trouble` when it takes long."""
+        """Check whether the memory of offloaded ranks is free. Sets `freed`, or `trouble` when it takes long."""
         if self.freed:
             return
         now = time.monotonic()
@@ -185,8 +182,8 @@ class MemoryWatch:
         return -(-(working * 5 // 4 + _MARGIN_BYTES) // _MARGIN_BYTES) * _MARGIN_BYTES
 
     def _residue_by_pages(self, pages: ControlPages) -> tuple[int, ...]:
-        """Of tensors that live on, in whole MiB, for a page has figures of two moments; no more than the devices are
-        said to have, for pages say what they like."""
+        """Return the bytes by device of tensors that were not offloaded, in whole MiB, since a page has figures of two
+        moments; at most the device's memory, since a job may write any number."""
         configuration_set = self._host.inventory.configuration_set
         kept = [0] * configuration_set.devices
         for rank, mask in zip(self._part.ranks, self._part.device_masks, strict=True):

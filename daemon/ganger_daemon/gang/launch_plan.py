@@ -1,5 +1,4 @@
-"""Starting the local ranks of a gang: everything before the fork, and the fork; run again after a crash it does the
-rest.
+"""Launch of the local ranks of a gang: everything before the fork. After a crash it is run again and does the rest.
 
 What is durable comes first: gang.json, then the pages with the order in them, then the group, then the forks.
 """
@@ -45,7 +44,7 @@ class LaunchRefusedError(Exception):
 
 
 class StateUnreadableError(LaunchRefusedError):
-    """What it was to start from is damaged or gone; the message names the files."""
+    """The checkpoint to start from is damaged or gone; the message names the files."""
 
     kind = PartOutcomeKind.STATE_UNREADABLE
 
@@ -58,7 +57,7 @@ class StateOutdatedError(LaunchRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet; `port` 0 for ranks that need not meet."""
+    """Address at which the ranks meet; `port` 0 for ranks that need not meet."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -72,12 +71,12 @@ class RestorePlan:
     kind: str = ""
     path: str = ""
     step: int = 0
-    # Ranks that saved it; zero where that is no matter.
+    # Number of ranks that saved it; zero where it does not matter.
     world: int = 0
 
 
 def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment with what the devices add; never the daemon's own."""
+    """Return the user's environment with the variables of the devices; nothing of the daemon's own."""
     environment = dict(spec.environment)
     environment.setdefault("PATH", os.defpath)
     environment.setdefault("HOME", os.path.expanduser("~"))
@@ -119,12 +118,11 @@ def check_user(user: str) -> None:
 
 
 def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: LocalPart) -> RestorePlan:
-    """What the ranks start from. Raises LaunchRefusedError, StateUnreadableError.
+    """Return the state that the ranks start from. Raises LaunchRefusedError, StateUnreadableError, StateOutdatedError.
 
-    Just the checkpoint that is named: all nodes of a gang must start from the same, so none may take another one. Of
-    the shards only those of this node are read; the other nodes read theirs. The leader looks whether storage has a
-    newer one, which was written while its node was cut off from the master; then the master has to name that.
-    Raises StateOutdatedError.
+    All nodes of a gang start from the checkpoint that the master names, and none takes another one. Each node reads
+    only its own shards. The leader checks whether storage has a newer checkpoint, written while a node was cut off from
+    the master; then the master has to name that one.
     """
     source = desired.restore.WhichOneof("source")
     if source == "parked":
@@ -140,7 +138,7 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         path = storage / desired.job_uid / path
     found = verify(path, part.ranks)
     if isinstance(found, Unreadable):
-        # its token is looked at last: what is not seen because storage went away is not damaged
+        # the token is checked last: a checkpoint that vanished with its storage is not damaged
         if not found.is_lasting or not token_found(storage):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         left = _on_storage(desired, storage)
@@ -237,7 +235,7 @@ def launch_mapping(
     inject: str,
     arena_bytes: int,
 ) -> dict[str, Any]:
-    """rank-K.launch.json: all that the launcher is told of one rank."""
+    """Return the launcher's request for one rank, which is also rank-K.launch.json."""
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
     if restore.kind:

@@ -1,7 +1,4 @@
-"""What the master is told of one gang: slow truth only. Steps, rates and losses go another way.
-
-Looks whether a gang gets on: at its counters at every report, and at the processes of one without boundaries.
-"""
+"""Observed state of one gang for the master, and the detection of stalls. Steps, rates and losses go apart."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ _BYTES_LIMIT = (1 << 62) - 1
 
 
 def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
-    """The present state of a gang as one message; equal messages mean that nothing changed."""
-    # an order that came after the judgement is not yet answered by it
+    """Return the present state of a gang as one message; equal messages mean that nothing changed."""
+    # of the order that was judged: a newer one is not carried out yet
     desired, judgement, order, told = gang.desired, gang.judgement, gang.judged_order, gang.judged_master_desired
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
     takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
@@ -158,13 +155,13 @@ def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[Pa
 
 @cache
 def _booted_ns() -> int:
-    """When the clock of the pages was zero, by that of the node. Looked at once, so that what is told of a step stays
-    the same."""
+    """Return the Unix time, in ns, of zero on the clock of the pages. Read once, so that the time of a step stays the
+    same in every report."""
     return time.time_ns() - now_ns()
 
 
 def _add_where_it_stands(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
-    """What every turn would change."""
+    """Add the fields that every time slice would change."""
     found = [gang.pages.progress(rank) for rank in gang.part.ranks]
     if gang.judgement.phase in (PartPhase.PARKED, PartPhase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
@@ -231,7 +228,7 @@ _PROCESSES_SECONDS = 60.0
 
 
 class Watching:
-    """Of one gang's local ranks."""
+    """Stall detection for one gang's local ranks."""
 
     def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
         self._pages = pages
@@ -240,7 +237,8 @@ class Watching:
         self._processes_at = 0.0
 
     def stall_reason(self, is_running: bool) -> str:
-        """What keeps it from getting on. `is_running`: it is meant to, and its pages can be read."""
+        """Return why the gang makes no progress, or an empty text. `is_running`: it should run and its pages can be
+        read."""
         now = time.monotonic()
         if not is_running:
             self._watched = None
@@ -254,7 +252,7 @@ class Watching:
         return core.stall_reason(self._watched, now)
 
     async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
-        """Of a job without boundaries; once a minute."""
+        """Measure the CPU time of a job without boundaries, once a minute."""
         if self._watched is None or now - self._processes_at < _PROCESSES_SECONDS:
             return
         self._processes_at = now
@@ -264,7 +262,7 @@ class Watching:
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """What processes and all below them have used, those that have ended included where their parents saw it."""
+    """Return the CPU time in seconds of processes and their descendants, with ended ones that their parents reaped."""
     found = 0.0
     for pid in pids:
         with contextlib.suppress(psutil.Error):

@@ -1,5 +1,4 @@
-"""How the ranks of one gang come into being, and what is cleared away after them; the launcher forks, this one
-prepares."""
+"""Launch of one gang's local ranks through a launcher, and the cleanup after their end."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ _READING_QUIET_S = 5.0
 
 
 class Launching:
-    """Steps of one gang's launch. Idempotent: what a former daemon had done is found and kept."""
+    """Steps of one gang's launch. Idempotent: the work of a former daemon is found and kept."""
 
     REFUSALS = (LaunchRefusedError, LauncherError, OSError)
 
@@ -132,7 +131,7 @@ class Launching:
     async def launch(
         self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages
     ) -> dict[int, ProcessId] | None:
-        """Processes by rank; None when the pieces are not free yet. Raises one of REFUSALS."""
+        """Return the processes by rank; None while devices, cores or storage are not ready. Raises one of REFUSALS."""
         assert self.gang is not None, "set before the first launch"
         if not self._host.serves_all_users:
             check_user(desired.user)
@@ -244,7 +243,7 @@ class Launching:
     def legs(
         self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages
     ) -> tuple[RankTransfer, ...]:
-        """How each rank's state travels here, from as far as it had come."""
+        """Return the transfer of each rank's state to this node, from the bytes already received on."""
         assert self.gang is not None, "set before the first launch"
         ahead = bytes_ahead_per_rank(self.gang.desired, len(self._part.ranks), self._arena_bytes)
 
@@ -279,7 +278,7 @@ class Launching:
             try:
                 return launcher.arena(name)
             except LauncherError:
-                # one that was started for others in place of a dead one does not know these ranks yet
+                # a launcher that other gangs had started in place of a dead one does not have these ranks yet
                 self.adopt_all(launcher)
                 return launcher.arena(name)
         except LauncherError as error:
@@ -298,7 +297,7 @@ class Launching:
         return launcher
 
     def adopt_all(self, launcher: Launcher) -> None:
-        """Tells a launcher of ranks it does not know. Blocks."""
+        """Register the live ranks with a launcher that does not have them. Blocks."""
         assert self.gang is not None, "set before the first launch"
         known = children_of(launcher)
         for rank, process in self.gang.deaths.processes.items():
@@ -322,7 +321,7 @@ class Launching:
             self._adopt_anew()
 
     async def clean(self) -> None:
-        """What the ranks leave: their group, cores, arenas. The run directory goes with the gang's outcome."""
+        """Remove the group, cores and arenas of ended ranks. The run directory goes with the gang's outcome."""
         group = self._paths.group
         await asyncio.to_thread(self._host.cgroups.kill, group)
         if self._host.cgroups.variant is Variant.NONE:
@@ -355,7 +354,7 @@ class Launching:
             time.sleep(_STRAYS_LOOK_SECONDS)
 
     def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
-        """What is missing of them, or empty."""
+        """Reserve cores; return the shortage as a text, or an empty text."""
         host, source = self._host, desired.restore.parked
         is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != self._part.world
         former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
@@ -420,8 +419,7 @@ class Launching:
         return Rendezvous(host, port, store=has_store)
 
     async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]]) -> Rendezvous:
-        """What the leader says; not waited for any longer once the gang is to stop, for its leader may be over it
-        already and would let us wait."""
+        """Return the leader's rendezvous. An order to stop ends the wait: the leader's part may have ended before."""
         assert self.gang is not None, "set before the first launch"
         task = asyncio.ensure_future(asking)
         try:

@@ -1,9 +1,4 @@
-"""Steps per second and share of time spent waiting, from two looks at the page: at no cost to the job.
-
-How much of what its devices can do a gang uses: between two reports, at no cost to the job.
-
-How fast a gang goes, from what its pages say between two looks.
-"""
+"""Rates of a gang between two samples of its pages: steps per second, data-wait share, and device utilization."""
 
 from __future__ import annotations
 
@@ -25,11 +20,11 @@ class PageSample:
     samples: int
     data_wait_ns: int
     loss: float = math.nan
-    restored_step: int = 0  # where this attempt began: what lies before was not done here
-    step_age_seconds: float = 0.0  # how long ago the step was done
-    since_age_seconds: float | None = None  # and the first one since it began to run or went on; None: not yet
-    training_epoch: int = 0  # passes over its data that are behind it
-    training_epochs: int = 0  # and in all; 0: it does not say
+    restored_step: int = 0  # step at which this attempt began
+    step_age_seconds: float = 0.0  # time since the last step
+    since_age_seconds: float | None = None  # time since the first step after the start or resume; None: none yet
+    training_epoch: int = 0  # finished passes over the data
+    training_epochs: int = 0  # planned passes over the data; 0: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class Rate:
 
 
 def rate_between(earlier: PageSample | None, later: PageSample) -> Rate:
-    """Mean over the interval; zero for an empty one, or after a restart set the counters back."""
+    """Return the mean rate over the interval; zero if it is empty, or if a restart has reset the counters."""
     if earlier is None or later.time_seconds <= earlier.time_seconds or later.step < earlier.step:
         return Rate(0.0, 0.0)
     seconds = later.time_seconds - earlier.time_seconds
@@ -54,8 +49,10 @@ def iteration_seconds(rate: Rate) -> float:
 
 
 class Using:
-    """Of a gang's part on this node. A virtual device that is bound to cores is as busy as these cores; of another one
-    the driver says what each process used of it, and where it does not, a job that waits for no data counts as busy."""
+    """Device utilization of a gang's part on this node.
+
+    A virtual device with a CPU limit is as busy as its cores. For other devices the driver reports the use of each
+    process; where it does not, the time that the job does not wait for data counts as busy."""
 
     def __init__(self, host: NodeContext, group: str, device_mask: int) -> None:
         self._host = host
@@ -64,7 +61,7 @@ class Using:
         self._seen: tuple[float, float] | None = None
 
     def forget(self) -> None:
-        """It rests between its turns: that is no part of how busy it keeps its devices."""
+        """Drop the last sample, since time in which the gang is parked does not count."""
         self._seen = None
 
     def measure(self, data_wait_share: float) -> float | None:
@@ -92,16 +89,17 @@ class StepRate:
         self.iteration_seconds = 0.0  # as last measured
 
     def forget(self) -> None:
-        """It rests between its turns: that is no part of how fast it goes."""
+        """Drop the last sample, since time in which the gang is parked does not count."""
         self._look = None
 
     def measure(self) -> tuple[PageSample, float, float] | None:
-        """(newest look, steps per second, share of waiting) since the last call; None before the first boundary."""
+        """Return the newest sample, steps per second and data-wait share since the last call; None before the first
+        boundary."""
         found = [self._pages.progress(rank) for rank in self._ranks]
         if not any(progress.step for progress in found):
             return None
         if any(progress.phase == RankPhase.REPLAY for progress in found):
-            self._look = None  # steps done before are walked through, not made
+            self._look = None  # replayed steps are no progress
             return None
         slowest = min(found, key=lambda progress: progress.step)
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
