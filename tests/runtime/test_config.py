@@ -138,6 +138,6 @@ def test_file_that_is_no_toml_is_named() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/operating.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/settings.md").read_text()
     for name in (field.name.removesuffix("_seconds") for field in fields(Config)):
         assert f"| `{name}` | `{PREFIX}{name.upper()}` |" in page
