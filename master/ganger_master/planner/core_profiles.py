@@ -1,23 +1,16 @@
-"""What running jobs show of themselves: their rates with the cores they have, trials with others, and what is known by
-that for a policy that tunes.
+"""Measured curves of rate by CPU cores, and the trials of core counts that complete them.
 
-Whoever plans feeds it every job that changed and every report of progress, and asks it now and then to look around.
-All of it may be lost at any time: it is measured again.
+The planner reports every changed job and every progress report, and calls `update_trials` periodically. All of it may
+be lost at any time: it is measured again.
 
-What is known of what cores do to one job: what was measured of it, and before that what those before it tell.
+Users submit series of the same program, so a job starts with the curve of the last job of its series. Another batch
+size changes the rate, but hardly how it depends on cores. The inherited curve is scaled to the rates measured of the
+job itself, and its points are replaced one by one.
 
-People submit series of the same program, so the next one begins with the curve of the last one. How fast it is may
-differ (another batch size), how it depends on cores hardly: the curve is brought to the height of the first rate that
-is measured of the job itself, and what is measured replaces it point by point.
-
-Which number of cores to try next with a job, and what a trial has shown.
-
-Probes are chosen by optimal experiment design (`estimators.cpu_design`) among what the job has and what is free beside
-it:
-nobody else gives anything for a trial. Each is measured in windows against those just before it, and judged as every
-other change (`policies.trial_test`). A gain that is not to be seen counts as none, and a loss likewise: the point
-is put where the rate was before, the curve is flat there, and the tuning takes the cores back that it gains nothing
-by. So a change is kept or undone by the tuning, from what was measured.
+Probes are chosen by optimal experiment design (`estimators.cpu_design`) among the job's cores and the free cores of its
+nodes. The windows of a probe are compared with those just before it, as for every trial (`policies.trial_test`). A gain
+or loss below significance counts as none: the curve is flat there, and the tuning takes back the cores that gain
+nothing. So the tuning keeps or reverts each change, by what was measured.
 """
 
 from __future__ import annotations
@@ -43,14 +36,14 @@ from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVe
 from ganger_master.policies.tunings import Profiles
 from ganger_master.policies.tunings.demand import NOTHING, Known
 
-# A rate this far from what was measured or expected before says that the job is another one now, or never was like
-# those before it.
+# A relative deviation above this from a measured or predicted rate shows that the job has changed, or differs from the
+# earlier jobs of its series.
 SURPRISE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class CoreProfile:
-    """Points with cores for each GPU and steps per second, in the order in which they were measured."""
+    """Points of one job: cores per GPU and steps/s, in the order in which they were measured."""
 
     own: tuple[CpuPoint, ...] = ()
     # Of the last job of the series.
@@ -58,39 +51,39 @@ class CoreProfile:
 
     @property
     def points(self) -> tuple[CpuPoint, ...]:
-        """All there is to go by, at most one for each number of cores."""
-        known = {point.cores for point in self.own}
-        height = self._height
-        others = [CpuPoint(one.cores, height * one.rate) for one in self.inherited if one.cores not in known]
+        """Own points and scaled inherited ones, at most one for each number of cores."""
+        measured = {point.cores for point in self.own}
+        scale = self._scale
+        others = [CpuPoint(one.cores, scale * one.rate) for one in self.inherited if one.cores not in measured]
         return (*others, *self.own)
 
     @property
     def model(self) -> CpuModel | None:
-        """None before there are two points: of one nobody knows whether more cores help."""
+        """Curve through the points; None for fewer than two, which do not show whether more cores help."""
         points = self.points
         return fitted(points) if len(points) > 1 else None
 
     @property
     def least_cores(self) -> float:
-        """That were measured; infinite for none."""
+        """Least number of cores per GPU among the points; infinite without points."""
         return min([point.cores for point in self.points], default=math.inf)
 
     def at(self, cores: float) -> float | None:
-        """What was measured with so many."""
+        """Return the rate measured with this number of cores per GPU, in steps/s; None if there is none."""
         return next((point.rate for point in self.own if point.cores == cores), None)
 
     def measured(self, point: CpuPoint) -> CoreProfile:
-        """With one point more. One that is a surprise makes those before it void."""
-        known = self.at(point.cores)
-        if known is not None:
-            return self if _is_like(point.rate, known) else CoreProfile((point,))
+        """Return the profile with one more point. A surprising point makes earlier ones void."""
+        rate = self.at(point.cores)
+        if rate is not None:
+            return self if _is_like(point.rate, rate) else CoreProfile((point,))
         if self.own and self.inherited and not _is_like(point.rate, self._rate(point.cores)):
             return replace(self, own=(*self.own, point), inherited=())
         return replace(self, own=(*self.own, point))
 
     @property
-    def _height(self) -> float:
-        """Of this job against the one before it: the geometric mean over what was measured of it."""
+    def _scale(self) -> float:
+        """Rate of this job relative to the inherited curve: the geometric mean over its own points."""
         model = fitted(self.inherited) if self.inherited else None
         if model is None or not self.own:
             return 1.0
@@ -104,7 +97,7 @@ class CoreProfile:
 
 @lru_cache(4096)
 def fitted(points: tuple[CpuPoint, ...]) -> CpuModel | None:
-    """Jobs of one series ask for the same curve."""
+    """Return the curve through these points. It is cached, since jobs of one series share points."""
     return fit_cpu(points)
 
 
@@ -112,17 +105,24 @@ def _is_like(rate: float, other: float) -> bool:
     return abs(rate - other) <= SURPRISE * max(rate, other)
 
 
-# Below that nobody can tell a gain from chance in a minute.
+# A smaller gain cannot be told from noise within a minute.
 LEAST_GAIN: Final = 0.02
-# So many times the most cores that were measured are worth a trial of their own.
+# Free cores are worth a trial beyond this multiple of the most cores measured.
 _FAR: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class TrialPace:
-    """How long things take, in seconds. `warm_s`: from the start of a stretch until it runs as it will; `settle_s`:
-    from a change of cores until threads, caches and loaders have followed it; a window is at least `window_s` long and
-    `window_steps` steps. After `most_s` a trial is over. Of its running time a job spends at most `share` in trials."""
+    """Durations of measurements and trials.
+
+    Args:
+        warm_s: Time from the start of an epoch until its rate is steady.
+        settle_s: Time from a change of cores until threads, caches and data loaders have followed it.
+        window_s: Least length of a window.
+        window_steps: Least number of steps of a window.
+        most_s: Longest duration of a trial.
+        share: Largest share of its running time that a job spends in trials.
+    """
 
     warm_s: float = 30.0
     settle_s: float = 5.0
@@ -134,8 +134,10 @@ class TrialPace:
 
 @dataclass(frozen=True, slots=True)
 class CoresTrial:
-    """`millicores` for each GPU are tried by a job that had `held`, and did so well with them: `before` are rates of
-    windows, in steps per second."""
+    """A trial of `millicores` per GPU by a job that had `held` per GPU.
+
+    `before` are the windows with the held cores, in steps/s.
+    """
 
     millicores: int
     held: int
@@ -145,37 +147,50 @@ class CoresTrial:
 
 @lru_cache(16_384)
 def next_cores(profile: CoreProfile, held_millicores: int, free_millicores: int) -> int | None:
-    """Whole cores for each GPU to try next with a job that holds so much for each and could have so much more; None if
-    enough is known, or what is to be known next cannot be had now."""
-    there_are = (held_millicores + free_millicores) // 1000
+    """Return the whole number of cores per GPU to try next; None if no trial is worthwhile or possible now.
+
+    Args:
+        profile: Points of the job.
+        held_millicores: Cores that the job holds per GPU.
+        free_millicores: Free cores per GPU that it could get besides.
+    """
+    available = (held_millicores + free_millicores) // 1000
     points = profile.points
-    if not points or there_are < 1:
+    if not points or available < 1:
         return None
     if profile.inherited and len(profile.own) == 1:
-        check = _check(profile, held_millicores / 1000, there_are)
+        check = _check(profile, held_millicores / 1000, available)
         if check is not None:
             return check
     largest = max(point.cores for point in points)
     _, enough = sweet_point_bracket(points)
-    # Beyond a plateau that was seen nothing is to be found, and what is free comes and goes.
-    is_far = there_are > _FAR * largest and enough >= largest
-    found = next_probe(points, there_are if is_far else max(1, round(largest)))
-    if found is None or found > there_are or found * 1000 == held_millicores:
+    # More cores gain nothing beyond a measured plateau, and the number of free cores fluctuates.
+    is_far = available > _FAR * largest and enough >= largest
+    found = next_probe(points, available if is_far else max(1, round(largest)))
+    if found is None or found > available or found * 1000 == held_millicores:
         return None
     return found
 
 
-def _check(profile: CoreProfile, held: float, there_are: int) -> int | None:
-    """One look, as far away as can be, at whether the curve of the one before holds for this job: else it might keep
-    for ever what another one made the most of."""
-    known = {round(point.cores) for point in profile.inherited}
-    reach = sorted(cores for cores in known if 1 <= cores <= there_are and cores != held)
-    return max(reach, key=lambda cores: abs(log(cores / held)), default=None)
+def _check(profile: CoreProfile, held: float, available: int) -> int | None:
+    """Return the inherited point farthest from the held cores per GPU; None if none can be reached.
+
+    One such probe checks whether the inherited curve holds for this job. Without it the job might keep the optimum of
+    another job for ever.
+    """
+    inherited = {round(point.cores) for point in profile.inherited}
+    within_reach = sorted(cores for cores in inherited if 1 <= cores <= available and cores != held)
+    return max(within_reach, key=lambda cores: abs(log(cores / held)), default=None)
 
 
-def shown(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
-    """What the trial has shown; None as long as that cannot be said. `is_last`: there will be no more windows, so what
-    is open yet is not to be seen."""
+def conclude(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
+    """Return the point that a trial has measured; None while it is inconclusive.
+
+    Args:
+        trial: The trial.
+        after: Windows with the cores under trial, in steps/s.
+        is_last: No window will follow, so an inconclusive gain or loss counts as none.
+    """
     is_more = trial.millicores > trial.held
     threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
     verdict = judge([TrialRates(trial.before, after)], threshold).verdict
@@ -185,28 +200,32 @@ def shown(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) ->
     return CpuPoint(trial.millicores / 1000, median(after if is_other else trial.before))
 
 
-# Of ended series so many are remembered, those that were measured last.
+# Number of series whose points are kept, the most recently measured ones.
 _MOST_SERIES: Final = 4096
 _DEFAULT: Final = TrialPace()
 _NO_WINDOWS: Final = RateWindows()
 
-# What a rate hangs on: the incarnation, and the cores of each piece.
+# What a rate depends on: the epoch, and the millicores of each claim by socket.
 _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One job. `millicores`: for each GPU of the piece that has the fewest; zero while it does not run."""
+class _ProfiledJob:
+    """Profile and trial of one job.
+
+    `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `tried_s` is the time
+    spent in ended trials.
+    """
 
     submitted_s: float
     signature: int
     profile: CoreProfile
-    may_try: bool = False
+    can_try: bool = False
     running: _Running | None = None
     nodes: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
     millicores: int = 0
-    # From when on reports count: it has got used to running so.
+    # Reports count from then on: the job has settled.
     since_s: float = float("inf")
     windows: RateWindows = _NO_WINDOWS
     trial: CoresTrial | None = None
@@ -215,130 +234,145 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class RememberedProfiles:
-    """By number, and the points of ended series by signature."""
+    """State of `CoreProfiles`: jobs by number, and points of series by signature."""
 
-    jobs: Mapping[int, _Seen] = field(default_factory=dict)
+    jobs: Mapping[int, _ProfiledJob] = field(default_factory=dict)
     series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
 
 
 class CoreProfiles:
-    """Now is by the master's clock, which all times of jobs are of."""
+    """Profiles and trials of all live jobs, by job number.
+
+    `now` is in seconds of the master's clock, like all times of jobs.
+    """
 
     def __init__(self, pace: TrialPace = _DEFAULT) -> None:
         self._pace = pace
-        self._jobs: dict[int, _Seen] = {}
+        self._jobs: dict[int, _ProfiledJob] = {}
         self._series: dict[int, tuple[CpuPoint, ...]] = {}
         self._known = NOTHING
         self._is_stale = False
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
-        """A job as it is now; one that has ended is only remembered by its series."""
+        """Record a job's current state. Of a job that has ended only the points of its series are kept."""
         number = job.number
         if job.state.is_finished:
             self.forget(number)
             return
-        seen = self._jobs.get(number)
-        if seen is None or seen.submitted_s != job.create_time:
+        profiled = self._jobs.get(number)
+        if profiled is None or profiled.submitted_s != job.create_time:
             inherited = self._series.get(signature, ())
-            seen = _Seen(job.create_time, signature, CoreProfile(inherited=inherited))
+            profiled = _ProfiledJob(job.create_time, signature, CoreProfile(inherited=inherited))
             self._is_stale = self._is_stale or bool(inherited)
-        # Who has no agent neither reports steps nor changes its threads.
+        # A job without an agent neither reports steps nor adapts its threads.
         has_agent = job.capabilities.checkpoint or job.capabilities.offload
-        seen = replace(seen, may_try=job.spec.preemptible and has_agent)
+        profiled = replace(profiled, can_try=job.spec.preemptible and has_agent)
         claims = _running_claims(job, gang)
         running = (job.epoch, tuple([claim.millicores for claim in claims])) if claims else None
-        if running != seen.running:
-            seen = self._changed(seen, job, claims, running, now)
-        self._jobs[number] = seen
+        if running != profiled.running:
+            profiled = self._changed(profiled, job, claims, running, now)
+        self._jobs[number] = profiled
 
     def forget(self, number: int) -> None:
+        """Remove a job that has ended."""
         if self._jobs.pop(number, None) is not None:
             self._is_stale = True
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Forgets all others: nobody said how they ended."""
+        """Remove all jobs that are not live. Their ends were not reported."""
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
 
     def record(self, number: int, step: int, time_s: float, now: float) -> None:
-        """A report of progress that says of when it is; clocks of nodes may differ."""
-        seen = self._jobs.get(number)
-        if seen is None or now < seen.since_s:
+        """Record a progress report: `step` was done at `time_s` by the node's clock, which may differ from `now`'s."""
+        profiled = self._jobs.get(number)
+        if profiled is None or now < profiled.since_s:
             return
         pace = self._pace
-        windows = seen.windows.after(ProgressSample(time_s, step), pace.window_s, pace.window_steps)
-        if windows is seen.windows:
+        windows = profiled.windows.after(ProgressSample(time_s, step), pace.window_s, pace.window_steps)
+        if windows is profiled.windows:
             return
-        is_full = windows.rates is not seen.windows.rates
-        seen = replace(seen, windows=windows)
-        self._jobs[number] = self._judged(seen, now) if is_full else seen
+        is_full = windows.rates is not profiled.windows.rates
+        profiled = replace(profiled, windows=windows)
+        self._jobs[number] = self._judged(profiled, now) if is_full else profiled
 
     def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        """Begins and ends trials; whether there is anything new to plan by. `running_s`: for how long jobs have
-        run, by number."""
+        """Begin and end trials. Return whether curves or trials have changed since the last plan.
+
+        Args:
+            view: The cluster, for the free cores of the jobs' nodes.
+            running_s: Total running time of the jobs, by number.
+            now: Current time.
+        """
         before = self.trials
-        for number, seen in self._jobs.items():
-            if seen.trial is not None and now > seen.trial.began_s + self._pace.most_s:
-                self._jobs[number] = self._over(self._shown(seen, seen.trial, is_last=True) or seen, now)
-        busy = {node for seen in self._jobs.values() if seen.trial is not None for node in seen.nodes}
+        for number, profiled in self._jobs.items():
+            if profiled.trial is not None and now > profiled.trial.began_s + self._pace.most_s:
+                self._jobs[number] = self._ended(
+                    self._concluded(profiled, profiled.trial, is_last=True) or profiled, now
+                )
+        busy = {node for profiled in self._jobs.values() if profiled.trial is not None for node in profiled.nodes}
         for number in sorted(self._jobs):
-            seen = self._jobs[number]
-            if busy.isdisjoint(seen.nodes) and (trial := self._next(seen, view, running_s.get(number, 0.0), now)):
-                self._jobs[number] = replace(seen, trial=trial)
-                busy.update(seen.nodes)
+            profiled = self._jobs[number]
+            if busy.isdisjoint(profiled.nodes) and (
+                trial := self._next_trial(profiled, view, running_s.get(number, 0.0), now)
+            ):
+                self._jobs[number] = replace(profiled, trial=trial)
+                busy.update(profiled.nodes)
         return self._is_stale or before != self.trials
 
     @property
     def remembered(self) -> RememberedProfiles:
-        """For one that goes on from there."""
+        """State from which `recall` continues."""
         return RememberedProfiles(self._jobs, self._series)
 
     def recall(self, remembered: RememberedProfiles) -> None:
-        """What one before this remembered."""
+        """Continue from what an earlier instance `remembered`."""
         self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
         self._is_stale = True
 
     @property
     def trials(self) -> dict[int, int]:
-        """Millicores for each GPU that jobs are to have for a trial."""
-        return {number: seen.trial.millicores for number, seen in self._jobs.items() if seen.trial is not None}
+        """Millicores per GPU that jobs are to have for their trials, by job number."""
+        return {
+            number: profiled.trial.millicores for number, profiled in self._jobs.items() if profiled.trial is not None
+        }
 
     @property
     def known(self) -> Known:
-        """For a policy that tunes: the curves of all jobs of which enough was measured."""
+        """Curves of all jobs with enough points, for a tuning policy."""
         if self._is_stale:
             self._known, self._is_stale = self._curves(), False
         return self._known
 
     def describe(self, number: int) -> str:
-        """What a change of a job's cores rests on; nothing where nothing was measured."""
-        seen = self._jobs.get(number)
-        if seen is None:
+        """Return the measurements behind a change of a job's cores, as text; empty without measurements."""
+        profiled = self._jobs.get(number)
+        if profiled is None:
             return ""
-        points = sorted(seen.profile.points, key=lambda point: point.cores)
+        points = sorted(profiled.profile.points, key=lambda point: point.cores)
         rates = ", ".join([f"{point.rate:.3g} with {point.cores:g}" for point in points])
-        what = f"steps/s by cores for each GPU: {rates}" if points else ""
-        if seen.trial is None:
-            return what
-        return f"a trial of {seen.trial.millicores / 1000:g} cores for each GPU; {what}"
+        curve = f"steps/s by cores for each GPU: {rates}" if points else ""
+        if profiled.trial is None:
+            return curve
+        return f"a trial of {profiled.trial.millicores / 1000:g} cores for each GPU; {curve}"
 
     # -- one job -------------------------------------------------------------------------------------------------------
 
     def _changed(
-        self, seen: _Seen, job: JobRecord, claims: tuple[Claim, ...], running: _Running | None, now: float
-    ) -> _Seen:
-        """It runs otherwise than before, or not any more."""
-        is_same_stretch = seen.running is not None and running is not None and seen.running[0] == running[0]
-        wait_s = self._pace.settle_s if is_same_stretch else self._pace.warm_s
+        self, profiled: _ProfiledJob, job: JobRecord, claims: tuple[Claim, ...], running: _Running | None, now: float
+    ) -> _ProfiledJob:
+        """Return the job after its cores or epoch have changed, or it has stopped running."""
+        is_same_epoch = profiled.running is not None and running is not None and profiled.running[0] == running[0]
+        wait_s = self._pace.settle_s if is_same_epoch else self._pace.warm_s
         gpus = tuple([claim.device_mask.bit_count() for claim in claims])
         millicores = min([sum(claim.millicores) // count for claim, count in zip(claims, gpus, strict=True)], default=0)
         since_s = max(now, job.running_since) + wait_s if running is not None else float("inf")
-        trial = seen.trial
+        trial = profiled.trial
         if trial is not None and millicores != trial.millicores:
-            # It was given something else, or nothing: others needed it.
-            seen = self._over(seen, now)
+            # The plan gave it other cores than those of the trial, since other jobs needed them.
+            profiled = self._ended(profiled, now)
         return replace(
-            seen,
+            profiled,
             running=running,
             nodes=tuple([claim.node for claim in claims]),
             gpus=gpus,
@@ -347,58 +381,59 @@ class CoreProfiles:
             windows=_NO_WINDOWS,
         )
 
-    def _judged(self, seen: _Seen, now: float) -> _Seen:
-        """After a window more."""
-        trial = seen.trial
-        if not seen.windows.is_enough:
-            return seen
+    def _judged(self, profiled: _ProfiledJob, now: float) -> _ProfiledJob:
+        """Return the job after one more full window."""
+        trial = profiled.trial
+        if not profiled.windows.is_enough:
+            return profiled
         if trial is None:
-            return self._with(seen, CpuPoint(seen.millicores / 1000, seen.windows.rate))
-        done = self._shown(seen, trial)
-        return seen if done is None else self._over(done, now)
+            return self._with_point(profiled, CpuPoint(profiled.millicores / 1000, profiled.windows.rate))
+        concluded = self._concluded(profiled, trial)
+        return profiled if concluded is None else self._ended(concluded, now)
 
-    def _shown(self, seen: _Seen, trial: CoresTrial, is_last: bool = False) -> _Seen | None:
-        """With what its trial has shown, once that can be said; not while it does not run so."""
-        if seen.millicores != trial.millicores:
+    def _concluded(self, profiled: _ProfiledJob, trial: CoresTrial, is_last: bool = False) -> _ProfiledJob | None:
+        """Return the job with the point of its trial; None while that is inconclusive or the job lacks its cores."""
+        if profiled.millicores != trial.millicores:
             return None
-        point = shown(trial, seen.windows.rates, is_last)
-        return None if point is None else self._with(seen, point)
+        point = conclude(trial, profiled.windows.rates, is_last)
+        return None if point is None else self._with_point(profiled, point)
 
-    def _with(self, seen: _Seen, point: CpuPoint) -> _Seen:
-        profile = seen.profile.measured(point) if point.rate > 0.0 else seen.profile
-        if profile == seen.profile:
-            return seen
+    def _with_point(self, profiled: _ProfiledJob, point: CpuPoint) -> _ProfiledJob:
+        profile = profiled.profile.measured(point) if point.rate > 0.0 else profiled.profile
+        if profile == profiled.profile:
+            return profiled
         self._is_stale = True
-        self._series.pop(seen.signature, None)
-        self._series[seen.signature] = profile.points
+        self._series.pop(profiled.signature, None)
+        self._series[profiled.signature] = profile.points
         if len(self._series) > _MOST_SERIES:
             del self._series[next(iter(self._series))]
-        return replace(seen, profile=profile)
+        return replace(profiled, profile=profile)
 
-    def _over(self, seen: _Seen, now: float) -> _Seen:
-        assert seen.trial is not None, "there is a trial"
-        return replace(seen, trial=None, tried_s=seen.tried_s + max(0.0, now - seen.trial.began_s))
+    def _ended(self, profiled: _ProfiledJob, now: float) -> _ProfiledJob:
+        """Return the job without its trial."""
+        assert profiled.trial is not None, "there is a trial"
+        return replace(profiled, trial=None, tried_s=profiled.tried_s + max(0.0, now - profiled.trial.began_s))
 
-    def _next(self, seen: _Seen, view: View, ran_s: float, now: float) -> CoresTrial | None:
-        if not seen.may_try or seen.trial is not None or not seen.windows.is_enough:
+    def _next_trial(self, profiled: _ProfiledJob, view: View, running_s: float, now: float) -> CoresTrial | None:
+        if not profiled.can_try or profiled.trial is not None or not profiled.windows.is_enough:
             return None
-        if seen.tried_s > self._pace.share * ran_s or seen.profile.at(seen.millicores / 1000) is None:
+        if profiled.tried_s > self._pace.share * running_s or profiled.profile.at(profiled.millicores / 1000) is None:
             return None
-        slots = [view.slots.get(node) for node in seen.nodes]
+        slots = [view.slots.get(node) for node in profiled.nodes]
         free = [
             sum(view.millicores[slot]) // count if slot is not None else 0
-            for slot, count in zip(slots, seen.gpus, strict=True)
+            for slot, count in zip(slots, profiled.gpus, strict=True)
         ]
-        cores = next_cores(seen.profile, seen.millicores, min(free))
-        return None if cores is None else CoresTrial(1000 * cores, seen.millicores, seen.windows.rates, now)
+        cores = next_cores(profiled.profile, profiled.millicores, min(free))
+        return None if cores is None else CoresTrial(1000 * cores, profiled.millicores, profiled.windows.rates, now)
 
     # -- all jobs ------------------------------------------------------------------------------------------------------
 
     def _curves(self) -> Known:
         found = [
-            (number, (model, seen.profile.least_cores))
-            for number, seen in sorted(self._jobs.items())
-            if (model := seen.profile.model) is not None
+            (number, (model, profiled.profile.least_cores))
+            for number, profiled in sorted(self._jobs.items())
+            if (model := profiled.profile.model) is not None
         ]
         if not found:
             return NOTHING
@@ -409,14 +444,19 @@ class CoreProfiles:
 
 
 def _running_claims(job: JobRecord, gang: Gang | None) -> tuple[Claim, ...]:
-    """Nothing of who does not run, or has pieces without devices: by those nobody tunes."""
+    """Return the claims of a running job; none if it does not run, or has claims without devices, which no policy
+    tunes."""
     if gang is None or job.state is not JobState.HOLDING or gang.intent is not GangIntent.RUN or not job.running_since:
         return ()
     return gang.claims if all(claim.device_mask for claim in gang.claims) else ()
 
 
 def _profiles(curves: Sequence[tuple[CpuModel, float]]) -> Profiles:
-    """On whole cores. Below the least that was measured every core counts in full: less is for a trial to find out."""
+    """Return the curves at whole numbers of cores, as a tuning policy reads them.
+
+    `curves` are pairs of a model and the least number of cores measured. Below that number the rate is taken to fall in
+    proportion to the cores: only a trial may show that it falls more slowly.
+    """
     most = max(int(np.ceil(max(model.knee, least))) for model, least in curves)
     cores = np.arange(1.0, max(2, most) + 1.0)
     rates = [
@@ -426,9 +466,11 @@ def _profiles(curves: Sequence[tuple[CpuModel, float]]) -> Profiles:
     return Profiles(cores, np.ones(1), np.maximum.accumulate(np.array(rates)[:, :, None], axis=1))
 
 
-def _position_of(known: Integers, positions: Integers) -> Callable[[Integers], Integers]:
+def _position_of(sorted_numbers: Integers, positions: Integers) -> Callable[[Integers], Integers]:
+    """Return a function from job numbers to the positions of their curves, -1 for jobs without one."""
+
     def position(numbers: Integers) -> Integers:
-        at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
-        return np.where(known[at] == numbers, positions[at], -1)
+        at = np.minimum(np.searchsorted(sorted_numbers, numbers), len(sorted_numbers) - 1)
+        return np.where(sorted_numbers[at] == numbers, positions[at], -1)
 
     return position

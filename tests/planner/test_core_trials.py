@@ -1,5 +1,5 @@
-"""Jobs whose rates depend on their cores, planned second by second: who uses cores gets them, who does not gives them
-back, and a change that gained nothing is undone."""
+"""Trials of cores, planned second by second: cores go to the jobs that gain by them, and a change that gains nothing is
+reverted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PACE = TrialPace(warm_s=3.0, settle_s=2.0, window_s=1.0, window_steps=2, most_s=
 
 
 def needs(cores: float) -> Curve:
-    """Up to so many cores each makes it as much faster."""
+    """Return a rate that is proportional to the cores per GPU, up to this number."""
     return lambda given: 20.0 * min(given, cores)
 
 
-class Watched(Planned):
-    """A cluster of 4 GPUs and 16 cores on one node whose jobs report how far they are, every second."""
+class Profiled(Planned):
+    """A node of 4 GPUs and 16 cores whose jobs report their steps every second."""
 
     def __init__(self, policy: str = "las+predictor", noise: float = 0.02) -> None:
         super().__init__(policy=policy)
@@ -58,7 +58,7 @@ class Watched(Planned):
         return number
 
     def cores(self, number: int) -> float:
-        """For each GPU."""
+        """Return the cores per GPU."""
         claims = self.state.gangs[self.job(number).epoch].claims
         return min(sum(claim.millicores) / claim.device_mask.bit_count() for claim in claims) / 1000
 
@@ -103,35 +103,35 @@ class Watched(Planned):
                 self.plan()
 
 
-def test_cores_go_from_who_cannot_use_them_to_who_can() -> None:
-    drive = Watched()
+def test_cores_go_from_jobs_that_cannot_use_them_to_jobs_that_can() -> None:
+    drive = Profiled()
     idle, hungry, modest, fair = (drive.add(needs(cores)) for cores in (1, 7, 2, 4))
     assert [drive.cores(number) for number in (idle, hungry, modest, fair)] == [4, 4, 4, 4]
     drive.spend(900)
-    # The slower half of the hungry one's wish is all that the others leave.
+    # The other jobs leave at least the seven cores that the hungry one can use.
     assert [drive.cores(number) for number in (idle, modest, fair)] == [1, 2, 4]
     assert drive.cores(hungry) >= 7
     assert any("a trial of 1 cores for each GPU; steps/s by cores for each GPU: " in reason for reason in drive.reasons)
-    # Once enough is known nothing is tried any more.
-    known = len(drive.changes)
+    # Complete profiles need no more trials.
+    changes = len(drive.changes)
     drive.spend(300)
-    assert drive.changes[known:] == []
+    assert drive.changes[changes:] == []
 
 
 def test_more_cores_that_gain_nothing_are_taken_back() -> None:
-    drive = Watched()
+    drive = Profiled()
     number = drive.add(needs(4))
     assert drive.cores(number) == 4
     drive.spend(400)
     tried = [millicores for changed, millicores in drive.changes if changed == number]
-    assert max(tried) == 16_000, "all that is free was tried"
+    assert max(tried) == 16_000, "all free cores were tried"
     assert drive.cores(number) == pytest.approx(4, abs=1)
     rate = drive.curves[number](drive.cores(number))
     assert rate >= 0.95 * needs(4)(16)
 
 
-def test_nobody_gets_less_than_was_measured_but_for_a_trial() -> None:
-    drive = Watched()
+def test_a_job_gets_fewer_cores_than_it_was_measured_with_only_for_a_trial() -> None:
+    drive = Profiled()
     number = drive.add(lambda cores: 20.0 if cores >= 3 else 2.0 * cores)
     least = 4.0
     for _ in range(300):
@@ -144,11 +144,11 @@ def test_nobody_gets_less_than_was_measured_but_for_a_trial() -> None:
     assert drive.cores(number) == pytest.approx(3, abs=1)
 
 
-def test_memory_of_who_runs_stays_as_it_is_where_nobody_knows_what_it_does() -> None:
-    drive = Watched("las+bind")
+def test_memory_of_a_running_job_stays_where_the_profile_covers_cores_alone() -> None:
+    drive = Profiled("las+bind")
     number = drive.add(needs(4), job_of(1, 0))
     (claim,) = drive.state.gangs[drive.job(number).epoch].claims
-    # An arena was set aside meanwhile, say: everybody's share is less now.
+    # Less free memory, as after an arena was set aside, lowers the share of every job.
     view = drive.state.view.copy()
     view.take(structs.replace(claim, device_mask=0, millicores=(0, 0), memory_bytes=8 * GIB))
     table = LiveTable()
@@ -161,8 +161,8 @@ def test_memory_of_who_runs_stays_as_it_is_where_nobody_knows_what_it_does() -> 
     )
 
 
-def test_the_next_job_of_a_series_starts_with_what_is_known_of_the_last_one() -> None:
-    drive = Watched()
+def test_the_next_job_of_a_series_starts_with_the_curve_of_the_last_one() -> None:
+    drive = Profiled()
     drive.add(needs(1), signature=7)
     drive.spend(300)
     second = drive.add(lambda cores: 3.0 * needs(1)(cores), signature=7)
@@ -170,14 +170,14 @@ def test_the_next_job_of_a_series_starts_with_what_is_known_of_the_last_one() ->
     stranger = drive.add(needs(1), signature=8)
     assert drive.cores(stranger) == 4
     drive.spend(200)
-    # One look at whether that holds for it too, and back.
+    # One probe checks whether the inherited curve holds, then the cores go back.
     changes = [millicores for number, millicores in drive.changes if number == second]
     assert len(changes) == 2
     assert (changes[0] > 1_000, changes[1]) == (True, 1_000)
 
 
-def test_a_job_that_is_not_like_the_last_one_of_its_series_is_measured_by_itself() -> None:
-    drive = Watched()
+def test_a_job_that_differs_from_its_series_gets_a_curve_of_its_own() -> None:
+    drive = Profiled()
     drive.add(needs(1), signature=7)
     drive.spend(300)
     other = drive.add(needs(6), signature=7)
@@ -186,11 +186,11 @@ def test_a_job_that_is_not_like_the_last_one_of_its_series_is_measured_by_itself
     assert drive.cores(other) >= 6
 
 
-@pytest.mark.parametrize("why", ["not preemptible", "opaque"])
-def test_nothing_is_tried_with_jobs_that_do_not_want_it_or_cannot_follow(why: str) -> None:
-    drive = Watched()
+@pytest.mark.parametrize("kind", ["not preemptible", "opaque"])
+def test_jobs_that_are_not_preemptible_or_report_no_steps_get_no_trials(kind: str) -> None:
+    drive = Profiled()
     spec = job_of(1)
-    if why == "not preemptible":
+    if kind == "not preemptible":
         number = drive.add(needs(1), structs.replace(spec, preemptible=False))
     else:
         number = drive.add(needs(1), spec)
@@ -201,39 +201,39 @@ def test_nothing_is_tried_with_jobs_that_do_not_want_it_or_cannot_follow(why: st
     assert drive.changes == []
 
 
-def test_who_changes_while_it_runs_is_measured_anew() -> None:
-    drive = Watched()
+def test_a_job_whose_rates_change_while_it_runs_is_measured_anew() -> None:
+    drive = Profiled()
     number = drive.add(needs(1))
     drive.spend(300)
     assert drive.cores(number) == 1
-    # Another phase: what it does now takes longer, and more cores.
+    # In its next phase the job is slower and uses more cores.
     drive.curves[number] = lambda cores: 4.0 * min(cores, 3.0)
     drive.spend(900)
     assert drive.cores(number) == pytest.approx(3, abs=1)
 
 
-def test_trials_take_no_more_of_a_jobs_time_than_they_may() -> None:
-    drive = Watched()
+def test_trials_take_no_more_than_their_share_of_running_time() -> None:
+    drive = Profiled()
     drive.measured = CoreProfiles(replace(PACE, share=0.1))
     number = drive.add(lambda cores: 10.0 * math.log2(1.0 + cores))
     slow = 0
     for _ in range(600):
         drive.spend(1)
         slow += number in drive.measured.trials
-    # The last one may have begun just before it was due.
+    # The last trial may have begun just before the share was used up.
     assert 0 < slow <= 0.1 * 600 + PACE.most_s
 
 
-def test_without_cores_to_spare_everybody_keeps_a_share_until_something_is_known() -> None:
+def test_without_spare_cores_every_job_keeps_its_share_until_it_is_measured() -> None:
     for tuning in ("predictor", "synergy-greedy", "synergy-tune", "synergy-opt", "shared"):
-        drive = Watched(f"las+{tuning}")
+        drive = Profiled(f"las+{tuning}")
         numbers = [drive.add(needs(4)) for _ in range(4)]
         assert [drive.cores(number) for number in numbers] == [4] * 4, tuning
 
 
 @pytest.mark.parametrize("tuning", ["synergy-tune", "synergy-greedy", "exact"])
-def test_synergy_goes_by_measured_profiles_too(tuning: str) -> None:
-    drive = Watched(f"las+{tuning}")
+def test_synergy_tunes_by_measured_profiles(tuning: str) -> None:
+    drive = Profiled(f"las+{tuning}")
     idle, hungry = drive.add(needs(1)), drive.add(needs(7))
     drive.spend(600)
     assert drive.curves[idle](drive.cores(idle)) >= 0.95 * 20
@@ -246,15 +246,15 @@ def test_synergy_goes_by_measured_profiles_too(tuning: str) -> None:
     st.sampled_from(["predictor", "synergy-tune", "synergy-greedy"]),
     st.floats(0.0, 0.1),
 )
-def test_whatever_jobs_do_all_changes_fit_and_once_it_is_forgotten_everybody_has_its_share_again(
+def test_all_changes_fit_and_without_profiles_every_job_has_its_share_again(
     jobs: list[tuple[int, float, int]], tuning: str, noise: float
 ) -> None:
-    drive = Watched(f"las+{tuning}", noise)
+    drive = Profiled(f"las+{tuning}", noise)
     started = []
     for gpus, cores, signature in jobs:
         if sum(drive.job(number).spec.gpus for number in started) + gpus <= 4:
             started.append(drive.add(needs(cores), job_of(gpus), signature))
-    # Every change was approved (`plan`), and each step leaves the state whole (`Drive.step`).
+    # `plan` asserts that every change is approved, `Drive.step` that the state stays consistent.
     drive.spend(300)
     drive.measured = CoreProfiles(replace(PACE, share=0.0))
     drive.plan()
