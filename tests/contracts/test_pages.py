@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from guards.source_files import tracked_files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -28,6 +29,17 @@ PAGES = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if "design" n
 PAGES = sorted(page for page in PAGES if page.name != "CHANGELOG.md")
 
 
+# Scripts of the reader's own, in examples of commands.
+EXAMPLES = {"train.py", "far_apart.py"}
+
+
+def named_modules(text: str) -> Iterator[str]:
+    """Yield what a page names in backquotes as a module: `moves.py`, `core/moves.py`."""
+    for quoted in re.findall(r"`([\w/-]+\.py)`", text):
+        if quoted not in EXAMPLES:
+            yield quoted
+
+
 def named_paths(text: str) -> Iterator[str]:
     """Yield the repository paths in backquotes."""
     for quoted in re.findall(r"`([\w./-]+)`", text):
@@ -45,6 +57,15 @@ def links(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in named_paths(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    modules = [f"/{name}" for name in tracked_files(ROOT)]
+    missing = [
+        name for name in named_modules(page.read_text()) if not any(module.endswith(f"/{name}") for module in modules)
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
