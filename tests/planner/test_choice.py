@@ -29,7 +29,7 @@ def asked_of(
 
 
 @given(st.data(), live_jobs(most=8), st.sampled_from(["las", "srtf", "ganger-alone", "fifo", "fifo-backfill"]))
-def test_who_runs_is_chosen_and_nobody_else_where_nobody_comes(data: st.DataObject, facts: Facts, name: str) -> None:
+def test_who_runs_is_chosen_and_nobody_else_where_is_unchanged(data: st.DataObject, facts: Facts, name: str) -> None:
     order = (
         with_aging(ORDERS[name], data.draw(st.sampled_from([5.0, 40.0]))) if data.draw(st.booleans()) else ORDERS[name]
     )
@@ -49,7 +49,7 @@ def test_who_runs_is_chosen_and_nobody_else_where_nobody_comes(data: st.DataObje
     of = asked_of(order, facts, gpus, waiting, units if max(units) >= 0 else None)
     choice = choose(of)
     assert of.line.tolist() == choice.told.tolist()
-    if of.nobody_comes:
+    if of.is_unchanged:
         assert choice.is_chosen.tolist() == facts.is_running.tolist()
 
 
@@ -60,5 +60,5 @@ def test_a_large_gang_comes_once_enough_of_those_behind_it_may_go(attained_s: fl
         {**running, "attained_s": 500.0}, {**running, "attained_s": attained_s}, {"gpus": 8, "attained_s": 50.0}
     )
     of = asked_of(ORDERS["las"], facts, 8, [True] * 3)
-    assert of.nobody_comes is not comes
+    assert of.is_unchanged is not comes
     assert bool(choose(of).is_chosen[2]) is comes

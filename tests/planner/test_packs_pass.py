@@ -200,7 +200,7 @@ def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_th
     seen = tried.together(SLOWER)
     assert tried.plan(Seen(seen.now, seen.mates, windows=0)) == [("SUSPEND", guest)]
     (stopped,) = told(tried, "suspend_ordered")
-    assert stopped["detail"].startswith("what the pack that it is in was to bring is not known")
+    assert stopped["detail"].startswith("the expected gain of its co-location is lost")
 
 
 def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tried: Tried) -> None:

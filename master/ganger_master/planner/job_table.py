@@ -1,6 +1,6 @@
-"""The live jobs as columns that are kept, not made anew: a plan looks at all of them, an event changes few.
+"""The live jobs as columns, updated with each event: a plan reads all jobs, an event changes few.
 
-Whoever plans feeds it every job that changed; it makes no difference in which order, or how often.
+The order and number of updates make no difference: the last state of each job counts.
 """
 
 from __future__ import annotations
@@ -25,49 +25,51 @@ from ganger_master.policies.service_history import NO_HISTORY, ServiceHistory
 if TYPE_CHECKING:
     from ganger_master.estimators.run_time import ServiceMemory
 
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+# Python 3.11 needs as long for the lookup of an enumeration member as for a call, and `put` runs for every event.
 _RUN, _PARK, _STOP, _PARKED = GangIntent.RUN, GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
-# Ended jobs that a history is made from, and by what share it may be behind.
+# The service history: ended jobs that it is made from, and the share of them by which it may lag behind.
 _HISTORY, _STALE = 20_000, 0.05
 
 
 class LiveTable:
-    """One row per live job. `positions` are rows; a row is reused once its job has ended. `learns`: somebody will ask
-    for indices, or for the remaining time that is to be expected. `quotas`: as `Settings.quota_devices`; who would take
-    its user beyond is as if it were not there until others of its user have gone."""
+    """One row per live job. `positions` are rows; a row is reused once its job has ended.
+
+    learns: the order reads service indices or expected remaining times.
+    quotas: as `Settings.quota_devices`. A pending job that would exceed its user's quota is left out of the table's
+        views until other jobs of that user have returned devices.
+    """
 
     def __init__(self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS) -> None:
         self.jobs: list[JobRecord | None] = []
-        # The gang a job holds or is giving back, None while it has none.
+        # The gang that a job holds or returns; None while it has none.
         self.gangs: list[Gang | None] = []
         self._row_of: dict[int, int] = {}
         self._vacant: list[int] = []
         self._users: dict[str, int] = {}
         self._live = np.zeros(_FIRST_ROOM, bool)
         self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
-        # From the sixth on: run for, running since, waiting since, started, waited before; what has not begun begins at
-        # infinity.
+        # Rows 5 to 9: run time, running since, pending since, first start, wait before the present run; infinity for
+        # a time that has not come.
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
-        # Rows of those who could be started, of those who are giving back what they hold, and of those who run on
-        # devices that others may be on, too.
+        # Rows of jobs that could start, that return their devices, and that run on devices which may be shared.
         self._waiting: dict[int, None] = {}
         self._going: set[int] = set()
         self._sharing: set[int] = set()
-        # None: somebody has come to others, or left them, since somebody asked. The same by row.
+        # None: to be computed again, for a gang has joined or left shared devices. `_units` is the same by row.
         self._mates: Mates | None = None
         self._units = np.zeros(0, np.int64)
-        # By row of a job that shares devices: the GPUs that it and its mates hold together.
+        # By row of a job that shares devices: the GPUs that it and its co-located jobs hold together.
         self._unit_gpus: dict[int, int] = {}
         self._unknown = _unknown(_FIRST_ROOM)
-        # None: nobody is bounded.
+        # None: no user has a quota.
         self.quotas = QuotaUse(quotas) if quotas else None
-        # What jobs like the live ones took, by row, and the GPU-seconds of those that ended last.
+        # Run times by kind of job, with the rows of live jobs; GPU-seconds of the jobs that ended last.
         self.memory = _memory() if learns else None
         self._services: deque[float] = deque(maxlen=_HISTORY)
         self._history, self._since_history = NO_HISTORY, 0
@@ -76,73 +78,48 @@ class LiveTable:
         return len(self._row_of)
 
     def row(self, number: int) -> int:
-        """KeyError for a job that is not live."""
+        """Return the row of a live job. KeyError if it is not live."""
         return self._row_of[number]
 
     def get(self, number: int) -> tuple[JobRecord, Gang | None] | None:
-        """A live job as it was put last, and its gang."""
+        """Return a live job and its gang as last put; None if it is not live."""
         row = self._row_of.get(number)
         job = None if row is None else self.jobs[row]
         return None if row is None or job is None else (job, self.gangs[row])
 
     def put(self, job: JobRecord, gang: Gang | None) -> None:
-        """A job as it is now, with the gang of its present epoch if there is one."""
+        """Record a job as it is now, with the gang of its present epoch if it has one."""
         number = job.number
         row = self._row_of.get(number)
         if job.state.is_finished:
             if row is not None:
-                if self.memory is not None:
-                    self.memory.end(row, job.run_seconds)
-                self._services.append(job.run_seconds * job.spec.gpus)
-                self._since_history += 1
-                self._drop(number, row)
+                self._end(job, row)
             return
         if job.held or is_backing_off(job):
-            # Nobody looks for a place for it: it waits for another job or for its time, not for devices.
+            # It waits for another job or for a time, not for devices.
             if row is not None:
                 self.forget(number)
             return
-        spec = job.spec
         if row is None:
-            row = self._take_row(number)
-            user = self._users.setdefault(job.user, len(self._users))
-            self._integers[:, row] = number, job.gpus, spec.priority, user
-            self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
-            self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
-            if self.memory is not None:
-                self.memory.begin(row, (user, spec.gpus))
+            row = self._enter(job)
         else:
-            if spec.is_elastic:
-                self._integers[1, row] = job.gpus
-            before = self.jobs[row]
-            if before is not None and before.spec is not spec:
-                # It may have been updated: its priority at any time, its wishes before it starts.
-                self._integers[2, row] = spec.priority
-                if not job.start_time:
-                    self._numbers[1:3, row] = _amounts(spec)
+            self._update_request(job, row)
         held_before = self.gangs[row]
         self.jobs[row] = job
         self.gangs[row] = gang
-        waiting_since = self._numbers.item(7, row)
-        if job.pending_since:
-            self._numbers[9, row] = 0.0
-        elif waiting_since < _NEVER and gang is not None:
-            # The wait that ended when this gang was approved or resumed; a table made anew does not know it.
-            self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
-        began = job.running_since or _NEVER, job.pending_since or _NEVER, job.start_time or _NEVER
-        self._numbers[5:9, row] = job.run_seconds, *began
-        # One that has not said yet what it can may be able to.
+        self._put_times(job, gang, row)
+        # A job that has not reported its capabilities yet may be preemptible.
         is_preemptible = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
         holds = gang is not None and gang.intent is _RUN and job.ending is None and job.state is _HOLDING
-        rests = gang is None or (gang.intent is _PARK and gang.phase is _PARKED)
-        waits = job.state is _PENDING and rests and job.ending is None and not job.next_epoch
-        goes = gang is not None and _gives_back(gang)
-        self._flags[:, row] = is_preemptible, holds, waits, goes
+        is_parked = gang is None or (gang.intent is _PARK and gang.phase is _PARKED)
+        waits = job.state is _PENDING and is_parked and job.ending is None and not job.next_epoch
+        returns_devices = gang is not None and _returns_devices(gang)
+        self._flags[:, row] = is_preemptible, holds, waits, returns_devices
         if waits:
             self._waiting[row] = None
         else:
             self._waiting.pop(row, None)
-        if goes:
+        if returns_devices:
             self._going.add(row)
         else:
             self._going.discard(row)
@@ -151,13 +128,54 @@ class LiveTable:
                 self._share(row)
         elif row in self._sharing:
             self._share(row, False)
-        # Who rests for its user wants nothing.
-        self._live[row] = job.state is not _SUSPENDED or goes
+        # A job that its user has suspended wants no devices.
+        self._live[row] = job.state is not _SUSPENDED or returns_devices
         if self.quotas is not None:
             self._keep_out(self.quotas, self.quotas.put(job, gang, waits))
 
+    def _enter(self, job: JobRecord) -> int:
+        """Return a row for a job that has become live."""
+        spec = job.spec
+        row = self._take_row(job.number)
+        user = self._users.setdefault(job.user, len(self._users))
+        self._integers[:, row] = job.number, job.gpus, spec.priority, user
+        self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
+        self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
+        if self.memory is not None:
+            self.memory.begin(row, (user, spec.gpus))
+        return row
+
+    def _update_request(self, job: JobRecord, row: int) -> None:
+        """Take over the size of an elastic job and what `ganger update` may change: the priority at any time, the
+        other requests before the start."""
+        spec = job.spec
+        if spec.is_elastic:
+            self._integers[1, row] = job.gpus
+        before = self.jobs[row]
+        if before is not None and before.spec is not spec:
+            self._integers[2, row] = spec.priority
+            if not job.start_time:
+                self._numbers[1:3, row] = _amounts(spec)
+
+    def _put_times(self, job: JobRecord, gang: Gang | None, row: int) -> None:
+        waiting_since = self._numbers.item(7, row)
+        if job.pending_since:
+            self._numbers[9, row] = 0.0
+        elif waiting_since < _NEVER and gang is not None:
+            # The wait that ended when this gang was approved or resumed; unknown in a table that is new since then.
+            self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
+        began = job.running_since or _NEVER, job.pending_since or _NEVER, job.start_time or _NEVER
+        self._numbers[5:9, row] = job.run_seconds, *began
+
+    def _end(self, job: JobRecord, row: int) -> None:
+        if self.memory is not None:
+            self.memory.end(row, job.run_seconds)
+        self._services.append(job.run_seconds * job.spec.gpus)
+        self._since_history += 1
+        self._drop(job.number, row)
+
     def forget(self, number: int) -> None:
-        """A live job of which nobody said how it ended. KeyError for another one."""
+        """Remove a live job whose end was not reported. KeyError if it is not live."""
         row = self._row_of[number]
         if self.memory is not None:
             self.memory.leave(row)
@@ -165,7 +183,7 @@ class LiveTable:
 
     @property
     def history(self) -> ServiceHistory:
-        """What the jobs that ended last took; made anew once there are a twentieth more."""
+        """Return the GPU-seconds of the jobs that ended last, renewed after every twentieth part of them."""
         self._renew_history()
         return self._history
 
@@ -174,7 +192,7 @@ class LiveTable:
             self._history, self._since_history = ServiceHistory.of(self._services), 0
 
     def look(self, now: float, order: JobOrder) -> None:
-        """Learns what such an order would, asked now."""
+        """Learn from the jobs as a plan with this order would at `now`."""
         if order.with_history is not None:
             self._renew_history()
         if order.learns and self.memory is not None:
@@ -189,8 +207,12 @@ class LiveTable:
         expects: bool = False,
         remaining_s: Callable[[Integers], Floats] | None = None,
     ) -> tuple[Integers, Facts]:
-        """Rows of all live jobs, and what may be known of them. `learned`: with indices; `expects`: with the remaining
-        time that is to be expected; `remaining_s`: with what an oracle says of the jobs of these numbers."""
+        """Return the rows of all live jobs, and their facts at `now`.
+
+        learned: with service indices.
+        expects: with expected remaining times.
+        remaining_s: an oracle's remaining seconds, by job number.
+        """
         rows = self._live.nonzero()[0]
         number, gpus, priority, user = self._integers.take(rows, axis=1)
         numbers = self._numbers.take(rows, axis=1)
@@ -200,10 +222,10 @@ class LiveTable:
         attained = ran + stretch
         index = expected = remaining = self._unknown[: len(rows)]
         if learned:
-            assert self.memory is not None, "nobody was to ask for indices"
+            assert self.memory is not None, "a table without `learns` has no service indices"
             index = self.memory.index(rows, attained) / np.maximum(gpus, 1)
         if expects:
-            assert self.memory is not None, "nobody was to ask for what is to be expected"
+            assert self.memory is not None, "a table without `learns` expects no remaining times"
             expected = self.memory.remaining_s(rows, attained)
         if remaining_s is not None:
             remaining = remaining_s(number)
@@ -230,36 +252,36 @@ class LiveTable:
         )
 
     def are_among(self, rows: Integers, numbers: Collection[int]) -> Flags:
-        """By row: whether it is that of one of these; some may not be live. Of few numbers, of many rows, all live."""
+        """Return by row whether its job is one of `numbers`. `rows` are live; `numbers` need not be."""
         found = np.zeros(len(self._live), bool)
         found[[row for number in numbers if (row := self._row_of.get(number)) is not None]] = True
         among: Flags = found[rows]
         return among
 
     def is_waiting(self, rows: Integers) -> Flags:
-        """Whether they could be started: pending, with nothing left anywhere, or at rest where they are."""
+        """Return by row whether the job could start: it is pending and holds no devices, or is parked."""
         waiting: Flags = self._flags[2, rows]
         return waiting
 
     @property
     def last_stop_s(self) -> float:
-        """When the last of those who have run before began to wait; minus infinity if none waits."""
+        """Return when the last preempted job became pending; minus infinity if none waits."""
         stopped = self._flags[2] & (self._numbers[5] > 0)
         return float(self._numbers[7, stopped].max(initial=-np.inf))
 
     @property
     def held_gpus(self) -> int:
-        """Of all who run, or are giving back what they hold."""
+        """Return the number of GPUs of all gangs that run or return their devices."""
         held = int(self._integers[1, self._flags[1] | self._flags[3]].sum())
         if not self._sharing:
             return held
-        # Those who share devices hold them once.
+        # Shared devices count once.
         sharing = self.sharing
         return held - sum([gang.devices for _, gang in sharing]) + len(_devices_of([gang for _, gang in sharing]))
 
     @property
     def running(self) -> list[tuple[JobRecord, Gang]]:
-        """Who holds a gang and was not told to give it back, by number."""
+        """Return the jobs that hold a gang which is to run, by number."""
         rows = np.flatnonzero(self._flags[1])
         rows = rows[np.argsort(self._integers[0, rows])].tolist()
         jobs, gangs = self.jobs, self.gangs
@@ -267,34 +289,34 @@ class LiveTable:
 
     @property
     def sharing(self) -> list[tuple[JobRecord, Gang]]:
-        """Who runs on devices that others may be on, too, by number."""
+        """Return the jobs that run on devices which may be shared, by number."""
         rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
         pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     @property
     def going(self) -> list[tuple[JobRecord, Gang]]:
-        """Who is giving back what it holds, by row."""
+        """Return the jobs that return their devices, by row."""
         pairs = [(self.jobs[row], self.gangs[row]) for row in sorted(self._going)]
         return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
     def jobs_at(self, rows: Integers) -> list[JobRecord]:
-        """In the order of the rows."""
+        """Return the jobs of these rows, in their order."""
         return [job for row in rows.tolist() if (job := self.jobs[row]) is not None]
 
     def gangs_at(self, rows: Integers) -> list[tuple[JobRecord, Gang]]:
-        """Those of them who have a gang, in the order of the rows."""
+        """Return the jobs of these rows that have a gang, in their order."""
         found = [(self.jobs[row], self.gangs[row]) for row in rows.tolist()]
         return [(job, gang) for job, gang in found if job is not None and gang is not None]
 
     @property
     def has_sharing(self) -> bool:
-        """Whether anybody runs on devices that others may be on, too."""
+        """Return whether any job runs on devices that may be shared."""
         return bool(self._sharing)
 
     @property
     def mates(self) -> Mates:
-        """Who shares devices with whom, as the master last said."""
+        """Return the groups of jobs that share devices, as the master last reported."""
         if self._mates is None:
             self._mates = mates_of(self.sharing)
             self._units = np.full(len(self._live), -1)
@@ -308,14 +330,14 @@ class LiveTable:
         return self._mates
 
     def units(self, rows: Integers) -> Integers:
-        """The row of the first of those who share devices, the same for all of them; -1: nobody is on its devices."""
+        """Return for each row the first row of its device group; -1: its devices are its own."""
         if not self.mates:
             return np.full(len(rows), -1)
         units: Integers = self._units[rows]
         return units
 
     def with_unit_gpus(self, rows: Integers, gpus: Integers) -> Integers:
-        """Return `gpus`, the GPUs of these rows, with all that it and its mates hold for a job that shares devices."""
+        """Return `gpus`, the GPUs of these rows, where a job that shares devices counts all of its device group."""
         found = gpus.copy()
         for at in np.flatnonzero(self.units(rows) >= 0).tolist():
             found[at] = self._unit_gpus[int(rows[at])]
@@ -323,7 +345,7 @@ class LiveTable:
 
     @property
     def parked(self) -> list[tuple[JobRecord, Gang]]:
-        """Who rests because a plan said so, by number."""
+        """Return the jobs that a plan has parked, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
         pairs = [(self.jobs[row], self.gangs[row]) for row in rows[np.argsort(self._integers[0, rows])].tolist()]
         return [
@@ -339,20 +361,20 @@ class LiveTable:
 
     @property
     def most_urgent_waiting(self) -> int | None:
-        """The highest priority of those that could be started; None without any."""
+        """Return the highest priority of the jobs that could start; None if there are none."""
         if not self._waiting:
             return None
         return int(self._integers[2, self._flags[2]].max())
 
     @property
     def least_urgent_running(self) -> int | None:
-        """The lowest priority of those who hold a gang and were not told to give it back; None without any."""
+        """Return the lowest priority of the running jobs; None if there are none."""
         running = self._flags[1]
         return int(self._integers[2, running].min()) if running.any() else None
 
     def asking(self, numbers: Sequence[int], most_gpus: int, least_urgent: int | None) -> list[int]:
-        """Of these, in their order, who could be started and is of no more devices than that, or of a higher priority
-        than `least_urgent`."""
+        """Return those of `numbers`, in their order, that could start and have at most `most_gpus` GPUs or a priority
+        above `least_urgent`."""
         rows = np.fromiter([self._row_of.get(number, -1) for number in numbers], np.int64, len(numbers))
         _, gpus, priority, _ = self._integers[:, rows]
         may = (rows >= 0) & self._flags[2, rows] & ((gpus <= most_gpus) | (priority > _or_most(least_urgent)))
@@ -360,28 +382,28 @@ class LiveTable:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anybody could be started."""
+        """Return whether any job could start."""
         return bool(self._waiting)
 
     @property
     def least_waiting_gpus(self) -> int:
-        """Of the smallest gang that could be started; there must be one."""
+        """Return the GPUs of the smallest gang that could start. There must be one."""
         return int(self._integers[1, self._flags[2]].min())
 
     def waiting_at_most(self, gpus: int) -> list[JobRecord]:
-        """Who could be started and has a gang of no more than that."""
+        """Return the jobs that could start and have at most that many GPUs."""
         rows = np.flatnonzero(self._flags[2] & (self._integers[1] <= gpus)).tolist()
         return [job for row in rows if (job := self.jobs[row]) is not None]
 
     def waiting_jobs(self, most: int) -> list[JobRecord]:
-        """Who could be started, by priority and number; nobody if there are more than that."""
+        """Return the jobs that could start, by priority and number; none if there are more than `most`."""
         if len(self._waiting) > most:
             return []
         found = [job for row in self._waiting if (job := self.jobs[row]) is not None]
         return sorted(found, key=lambda job: (-job.spec.priority, job.number))
 
     def is_going(self, rows: Integers) -> Flags:
-        """Whether they are giving back what they hold."""
+        """Return by row whether the job returns its devices."""
         going: Flags = self._flags[3, rows]
         return going
 
@@ -399,7 +421,7 @@ class LiveTable:
         return row
 
     def _share(self, row: int, is_shared: bool = True) -> None:
-        """It runs on other devices than before that others may be on, too; or on none any more."""
+        """Record that a job has new devices that may be shared, or has none any more."""
         if is_shared:
             self._sharing.add(row)
         else:
@@ -407,7 +429,7 @@ class LiveTable:
         self._mates = None
 
     def _keep_out(self, quotas: QuotaUse, numbers: Iterable[int]) -> None:
-        """Of these, who wait, it may have changed whether they are kept out."""
+        """Update which of these pending jobs their users' quotas keep out."""
         for number in numbers:
             row = self._row_of[number]
             self._live[row] = self._flags[2, row] = number not in quotas.kept_out
@@ -433,7 +455,7 @@ class LiveTable:
     def _grow(self) -> None:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
-        # Each row is to have a place in it.
+        # The units by row have to grow, too.
         self._mates = None
         self._unknown = _unknown(room)
         for name in ("_integers", "_numbers", "_flags"):
@@ -444,32 +466,32 @@ class LiveTable:
 
 
 def _memory() -> ServiceMemory:
-    # For the orders that learn alone.
+    # Imported only for orders that learn.
     from ganger_master.estimators.run_time import ServiceMemory
 
     return ServiceMemory()
 
 
 def _amounts(spec: JobSpec) -> tuple[float, int]:
-    """Cores and bytes of memory in all."""
+    """Return cores and bytes of memory of the whole gang."""
     millicores = sum([role.tasks * role.shape.millicores for role in spec.roles])
     return millicores / 1000, sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
 
 
 def _or_most(priority: int | None) -> int:
-    """Of nobody who runs there is one with a lower priority."""
+    """Return the priority, or the highest possible one where no job runs."""
     return np.iinfo(np.int64).max if priority is None else priority
 
 
 def _unknown(count: int) -> Floats:
-    """What nobody knows of so many jobs; shared by all who are told so."""
+    """Return a read-only column of NaN, shared by all results that lack these facts."""
     nothing = np.full(count, np.nan)
     nothing.flags.writeable = False
     return nothing
 
 
 def _seconds_since(began: Floats, now: float) -> Floats:
-    """None since what has not begun."""
+    """Return seconds from `began` to `now`; zero for what has not begun."""
     seconds: Floats = np.maximum(now - began, 0.0)
     return seconds
 
@@ -489,7 +511,7 @@ def _devices_of(gangs: Iterable[Gang]) -> set[tuple[str, int]]:
     return {(claim.node, device) for gang in gangs for claim in gang.claims for device in bits(claim.device_mask)}
 
 
-def _gives_back(gang: Gang) -> bool:
+def _returns_devices(gang: Gang) -> bool:
     if gang.intent is _PARK:
         return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not _PARKED
     return gang.intent is _STOP

@@ -1,11 +1,9 @@
-"""Turns for a live cluster: whoever finds room starts, and who finds none joins others on their devices.
+"""Plan time slicing on a live cluster: start jobs that fit, and let the others share devices in time slices.
 
-A matrix is proposed when somebody joins; from then on the nodes switch its rows by themselves (docs/design/006). Who
-joins takes the devices with the fewest gangs, of those whose gangs can take turns with it; its first turn is the next.
-Rows are filled in the order in which gangs came, then with everybody who still fits, so that no device idles while a
-gang that is on it could run. A gang that takes turns with others although there is room elsewhere goes there.
-When nobody joins, who is beside one that has received less than its share goes to one that has more (`fairness`); off a
-node that is drained who found no free devices elsewhere goes to take turns there. Who does so where the master tells.
+A job that finds no free devices joins the devices with the fewest gangs, among gangs that can be time-sliced with it.
+The plan proposes a new slice matrix only when a job joins; the nodes then rotate its slices by themselves
+(docs/design/006-rotation.md), and the new job's slice is the next one. A time-sliced gang moves when free devices turn
+up elsewhere. When no job joins, gangs move between devices for fairness (`timeslice_stage`) or off draining nodes.
 """
 
 from __future__ import annotations
@@ -42,10 +40,11 @@ from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
 from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.slicing import Seat
 
-# Of those who wait, as many are looked at in one pass; of those who join, as many at once.
+# Limits of one pass: pending jobs that it considers, and jobs that may join time-slice groups at once.
 _WAITING_MOST: Final = 2_000
 _JOINERS_MOST: Final = 64
-# Rows of a cycle, if everybody has a turn in so many: who is to have the least waits no longer for it.
+# Slices in one cycle at most, once every gang has a slice. Longer cycles would approach the shares more closely, but
+# the gang with the smallest share would wait longer for its slice.
 _CYCLE_MOST: Final = 12
 _ANYWHERE: Final = Want()
 _SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
@@ -55,8 +54,8 @@ _Device: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SlicedJob:
-    """One who takes turns, or is to: `claims` are where it is, or is to be; `starts`: it waits, and is to begin there;
-    `purpose`: it runs elsewhere, and is to move there for this."""
+    """A job that is time-sliced, or is to be. `claims`: its devices now, or those that it is to have. `purpose`: why a
+    job that runs elsewhere is to move to `claims`."""
 
     job: JobRecord
     gang: Gang | None
@@ -69,7 +68,7 @@ class SlicedJob:
 
     @property
     def starts(self) -> bool:
-        """Whether it has nothing yet where it is to be; of what rests there only the devices are missing."""
+        """Whether it holds nothing at `claims` yet. A gang parked there holds all but the devices."""
         return self.gang is None or not same_place(self.gang.claims, self.claims)
 
     @property
@@ -78,7 +77,8 @@ class SlicedJob:
 
     @property
     def missing_claims(self) -> Claims:
-        """What it needs there beyond what its gang holds: a gang at OFFLOAD keeps less host memory than it claims."""
+        """Return what it needs there beyond its gang's holdings. A gang parked at OFFLOAD keeps less host memory than
+        it claims."""
         return self.claims if self.gang is None or self.starts else self.gang.lacking_claims
 
 
@@ -94,9 +94,13 @@ def plan_matrices(
     draining: Collection[str] = (),
     changing: Collection[int] = (),
 ) -> PlanDraft:
-    """The changes to propose now. `room` is left as it is. `quantum_s` None: nobody takes turns. `busy`: numbers of
-    those who are not to be disturbed. `draining`: names of nodes that are to be emptied. `changing`: numbers of node
-    sets whose last change is not yet made on all their nodes."""
+    """Return the changes to propose now. `room` is left unchanged.
+
+    quantum_s: seconds of a time slice; None: no time slicing.
+    busy: numbers of jobs that this pass leaves as they are.
+    draining: names of nodes to be emptied.
+    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
+    """
     room.refresh()
     filling = _Filling(placement, room)
     waiting = _waiting(table, kept_out)
@@ -111,7 +115,7 @@ def plan_matrices(
             if not (crowded or parked):
                 filling.part(joining.sharers)
             joining.leave(draining, fairness)
-            # Who waits and may join nobody is no reason to leave those who share as they are.
+            # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
             if not (filling.changes or joining.has_news):
                 joining.balance(fairness, running, now, quantum_s)
         changes = list(filling.changes)
@@ -123,17 +127,18 @@ def plan_matrices(
         filling.undo()
     line = np.array([job.number for job, _ in waiting], np.int64)
     shares = quantum_s is not None and any(gang.node_set for _, gang in running)
-    # Who has received what is looked at again.
+    # The next pass compares what the time-sliced jobs have received.
     next_s = now + quantum_s if quantum_s is not None and shares else math.inf
     return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
 
 
 def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> list[list[SlicedJob]]:
-    """Who runs at once, row by row: nobody twice on a device, nor more cores of a node than there are for a row.
+    """Return the slice matrix: the jobs that run at once, slice by slice.
 
-    A row takes those first who have had least for their weight, then everybody who still fits (stride scheduling,
-    Waldspurger and Weihl 1995). Of all cycles in which everybody has a turn, up to `_CYCLE_MOST` rows, it is the first
-    of those after which the gangs of each device are nearest to their shares.
+    Jobs of one slice share no device and need no more of a node's `cores` (millicores by socket) than it has. Stride
+    scheduling fills each slice (Waldspurger and Weihl 1995): jobs with the fewest slices for their weight come first,
+    then all others that fit. Among cycles of up to `_CYCLE_MOST` slices that contain every job, the result is the
+    shortest one that brings the gangs of each device closest to their shares.
     """
     if not sharers:
         return []
@@ -156,7 +161,7 @@ def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) ->
 
 
 def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
-    """The places in line of those who are on one device, device by device."""
+    """Return, for each device with several jobs, their indices in `sharers`."""
     found: dict[_Device, list[int]] = {}
     for index, one in enumerate(sharers):
         for device in one.devices:
@@ -165,7 +170,7 @@ def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
 
 
 def _error(had: Sequence[float], crowds: Sequence[Sequence[int]]) -> float:
-    """By which part of the largest share on its device the smallest one is short, at most."""
+    """Return the largest relative gap between the smallest and the largest share on one device, from 0 to 1."""
     apart = [(min(shares), max(shares)) for shares in ([had[index] for index in crowd] for crowd in crowds)]
     return max((1.0 - low / high for low, high in apart if high), default=0.0)
 
@@ -181,7 +186,8 @@ def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence
 
 
 def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
-    """Whether it would be let in (`core.timeslice_admission`), as far as can be told from here."""
+    """Return whether the master would let the job into a time-slice group (`core.timeslice_admission`), as far as the
+    planner can predict it."""
     if not takes_turns(job):
         return False
     offered = job.capabilities
@@ -205,7 +211,7 @@ def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[JobRecord, Gang 
 
 
 def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
-    """Whom a plan has parked in host memory."""
+    """Return jobs that a plan has parked in host memory, by number."""
     found = []
     for job, gang in zip(table.jobs, table.gangs, strict=True):
         if job is None or gang is None or job.state is not JobState.HOLDING or job.next_epoch or job.ending is not None:
@@ -216,14 +222,14 @@ def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
 
 
 class _Filling:
-    """Who finds room, with the places taken in a room, and all of it undone."""
+    """Starts and resumes jobs where they fit. Takes their places in the capacity index until `undo`."""
 
     def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
         self._placement, self._room = placement, room
         self.changes: list[Change] = []
         self._taken: list[Claims] = []
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
-        # A whole share would leave none for others.
+        # A whole share would leave no host memory for other gangs of the device.
         self.least_memory = min(shares, default=0) // MOST_ROWS
         # Host memory in bytes, by node, that is kept for jobs that rest there.
         self.kept_memory: Counter[str] = Counter()
@@ -236,8 +242,11 @@ class _Filling:
     def start(
         self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
     ) -> list[tuple[JobRecord, Gang | None]]:
-        """Starts jobs that find room, one that rests where it is if it can; the others. `may_go_on`: whether a job that
-        rests could take turns there, so that jobs after it leave it the memory; None: jobs take no turns."""
+        """Start the jobs that fit, a parked one in place if it can. Return the others.
+
+        `may_go_on`: whether a parked job could be time-sliced where it is; the memory that it lacks is then kept from
+        the jobs after it. None: no time slicing.
+        """
         crowded, vain = [], set()
         for job, gang in pairs:
             if gang is not None and is_free(self._room.view, gang.lacking_claims):
@@ -257,7 +266,7 @@ class _Filling:
         return crowded
 
     def _keep_memory(self, lacking: Claims) -> None:
-        """As much of it as there is."""
+        """Keep free what a parked job lacks, as far as the node has it."""
         view = self._room.view
         for claim in lacking:
             slot = view.slots[claim.node]
@@ -268,7 +277,7 @@ class _Filling:
             self.kept_memory[claim.node] += memory
 
     def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
-        """Who rests goes on where it was, or elsewhere, where there is room; the others."""
+        """Resume parked jobs in place, or move them to where they fit. Return the others."""
         stranded = []
         view = self._room.view
         for job, gang in parked:
@@ -285,7 +294,7 @@ class _Filling:
         return stranded
 
     def part(self, sharers: Mapping[int, SlicedJob]) -> None:
-        """One who takes turns with others although there is room for it goes there."""
+        """Move one gang out of its time-slice group if it fits on free devices."""
         staying = [one for one in sharers.values() if one.gang is not None and one.gang.phase is not GangPhase.MOVING]
         crowds = Counter(device for one in staying for device in one.devices)
         for one in staying:
@@ -306,24 +315,24 @@ class _Filling:
 
 
 class _Joining:
-    """Who takes turns, and who is to join them; places are found one after the other."""
+    """Time-sliced jobs and jobs that are to join them. Each place found counts for the next search."""
 
     def __init__(
         self, view: View, running: Iterable[tuple[JobRecord, Gang]], kept_out: KeptOut, filling: _Filling
     ) -> None:
         self._view, self._filling = view, filling
-        # Of jobs that go on where they rest once there is memory for them.
+        # Missing host memory, for each parked job that can resume once there is enough.
         self.shortages: list[Shortage] = []
         self.sharers: dict[int, SlicedJob] = {}
         self._on: dict[_Device, set[int]] = {}
-        # Devices of somebody who takes no turns.
+        # Devices of jobs that are not time-sliced.
         self._closed: set[_Device] = set()
-        # By node: host memory in bytes that joining jobs are given, and what is kept for those that lack some.
+        # Host memory by node, in bytes, that this pass gives to jobs that join or lack some.
         self._given_memory: Counter[str] = Counter()
-        # By node: what those hold together who take turns there, or may.
+        # Millicores by node and socket that the gangs hold that are time-sliced there, or may be.
         self._held_cores: dict[str, tuple[int, ...]] = {}
         self._joined: dict[int, SlicedJob] = {}
-        # Where they are to be.
+        # Time-sliced jobs with new devices.
         self._moved: dict[int, SlicedJob] = {}
         barred = {*kept_out.not_started, *kept_out.not_stopped}
         there = [SlicedJob(job, gang, gang.claims) for job, gang in running]
@@ -331,7 +340,7 @@ class _Joining:
         for one in there:
             job, gang = one.job, one.gang
             assert gang is not None, "it runs"
-            # Who shares devices at once takes no turns; a mark of those who have left says nothing.
+            # Co-located gangs are not time-sliced. A shared mask alone does not show that another gang is there now.
             is_alone = all(crowds[device] == 1 for device in one.devices)
             if gang.node_set or (is_alone and may_take_turns(job, gang) and job.number not in barred):
                 self._put(one)
@@ -346,7 +355,7 @@ class _Joining:
         return bool(self._joined or self._moved)
 
     def join(self, crowded: Sequence[tuple[JobRecord, Gang | None]]) -> None:
-        """Jobs that find no room take turns: where they rest, if they do, else with others."""
+        """Time-slice jobs that find no free devices: a parked job in place if it can, the others with other jobs."""
         for job, gang in crowded[:_WAITING_MOST]:
             if len(self._joined) >= _JOINERS_MOST:
                 return
@@ -360,7 +369,7 @@ class _Joining:
         return self._best(job) if may_take_turns(job, None) else None
 
     def may_go_on(self, job: JobRecord, gang: Gang) -> bool:
-        """Whether a job that rests may take turns where it is, if there is host memory for it."""
+        """Return whether a parked job may be time-sliced where it is, given enough host memory."""
         if job.number in self._kept_out.not_started or not takes_turns(job):
             return False
         return self._may_join(_where_it_rests(job, gang)) and all(map(self._fits_cores, gang.claims))
@@ -372,7 +381,7 @@ class _Joining:
         may_go_on = self.may_go_on(job, gang)
         if may_go_on and self._fits_memory(there):
             return there
-        # What a plan has parked goes back to where it was; a user's job is not to wait for what happens there.
+        # A job that a plan parked returns to its own devices. One that its user resumed need not wait for them.
         best = self._best(job) if job.state is JobState.PENDING and can_hand_over(job) else None
         if best is not None:
             return replace(best, gang=gang)
@@ -383,7 +392,7 @@ class _Joining:
         return None
 
     def leave(self, draining: Collection[str], fairness: Fairness) -> None:
-        """Off these nodes, onto devices of others."""
+        """Move time-sliced jobs off draining nodes onto devices of other groups."""
         for number, one in list(self.sharers.items()):
             if number in self._joined or not any(claim.node in draining for claim in one.claims):
                 continue
@@ -392,7 +401,7 @@ class _Joining:
                 self._move(replace(best, gang=one.gang, purpose=Purpose(Goal.DRAIN)))
 
     def balance(self, fairness: Fairness, pairs: Pairs, now: float, quantum_s: float) -> None:
-        """Away from who is behind, to be with who is ahead."""
+        """Move time-sliced jobs that are behind away from jobs that are ahead of them."""
         for one in going(fairness, pairs, self.sharers.keys(), self._view, now, quantum_s):
             guest, host = self.sharers[one.number], self.sharers[one.host]
             there = self._at(guest.job, seat_of(host.claims))
@@ -402,7 +411,7 @@ class _Joining:
                 self._move(replace(there, gang=guest.gang, purpose=Purpose(Goal.FAIRNESS, one.helped, detail=detail)))
 
     def _best(self, job: JobRecord) -> SlicedJob | None:
-        """On the devices with the fewest gangs."""
+        """Return the job at the admissible place with the fewest gangs."""
         for *_, seat in sorted([key for seat in self._seats(job) if (key := self._key(seat)) is not None]):
             one = self._at(job, seat)
             if one is not None and self._may_join(one):
@@ -410,7 +419,7 @@ class _Joining:
         return None
 
     def _is_settled(self, claims: Claims, fairness: Fairness) -> bool:
-        """Whether nobody who takes turns on these nodes is on its way: nothing else becomes of a set meanwhile."""
+        """Return whether no time-sliced job on these nodes is changing: a group takes one change at a time."""
         nodes = {claim.node for claim in claims}
         return not any(map(nodes.intersection, fairness.bound_for.values())) and all(
             one.gang is None or (one.gang.phase in _SETTLED and not one.job.next_epoch)
@@ -425,7 +434,8 @@ class _Joining:
         self._take_memory(one)
 
     def changes(self, quantum_s: float, changing: Collection[int]) -> list[Change]:
-        """One group for each set that somebody joins; who would join one that is changing waits until that is done."""
+        """Return one group of changes for each time-slice group that jobs join. Groups that are changing are left out
+        until that is done."""
         changes: list[Change] = []
         for present in self._sets():
             there = [one for one in present if one.number not in self._moved]
@@ -433,15 +443,15 @@ class _Joining:
             coming = [self._moved[one.number] for one in present if one.number in self._moved]
             is_moving = any(one.gang is not None and one.job.next_epoch for one in there)
             if len(numbers) > 1 or is_moving or not numbers.isdisjoint(changing):
-                # Nothing else becomes of a set while it changes, or one of it moves.
+                # A group takes no other change while it changes or one of its gangs migrates.
                 continue
-            # Who moves within the set takes turns where it is until it rests.
+            # A gang that moves within the group keeps its slices on the old devices until it is parked.
             staying = [one for one in present if one.number in self._moved and one.gang is not None]
             staying = [one for one in staying if one.gang is not None and one.gang.node_set in numbers]
             numbers.discard(0)
             members = [*there, *coming]
             if len(members) > CHANGES_LIMIT or sum([len(one.claims) for one in members]) > CLAIMS_LIMIT:
-                # The matrix of a set is one group of changes, and no plan may be longer.
+                # The matrix of a group is one group of changes, which has to fit into one plan.
                 continue
             rows = rows_of([*there, *staying, *coming], self._cores_of([*there, *staying]))
             level = SuspendLevel.PAUSE if self._all_stay([*members, *staying]) else SuspendLevel.OFFLOAD
@@ -454,7 +464,7 @@ class _Joining:
                         "ROW",
                         one.claims if one.starts or one.number in self._moved else (),
                         level=level,
-                        # A job has one change in a plan, so no other group there is of this name.
+                        # A job has one change in a plan, so the name is unique.
                         together=members[0].number,
                         node_set=max(numbers, default=0),
                         rows=own,
@@ -467,7 +477,7 @@ class _Joining:
     # -- places --------------------------------------------------------------------------------------------------------
 
     def _seats(self, job: JobRecord) -> list[Seat]:
-        """Where gangs of its size are, and on each node the devices with the fewest gangs."""
+        """Return candidate places: those of gangs of its size, and on each node the devices with the fewest gangs."""
         found = {seat_of(one.claims) for one in self.sharers.values() if one.job.gpus == job.gpus}
         for name in sorted({name for name, _ in self._on}):
             slot = self._view.slots.get(name)
@@ -490,13 +500,14 @@ class _Joining:
         return len(there) < MOST_ROWS and all(one.job.spec.priority == job.spec.priority for one in there)
 
     def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:
-        """Of places with as many gangs those that the fewest lose turns for."""
+        """Return the sort key of a place: gangs per device, then the number of gangs that get fewer slices."""
         there = [self._on.get((name, device), set()) for name, mask in seat for device in bits(mask)]
         counts = [len(gangs) for gangs in there]
         return (max(counts), sum(counts), len(set().union(*there)), seat) if counts else None
 
     def _at(self, job: JobRecord, seat: Seat) -> SlicedJob | None:
-        """A gang of one role on just these devices; None where cores or memory are missing, or that is not for it."""
+        """Return a job of one role on exactly these devices. None: cores or memory are missing, or the node is excluded
+        for this job."""
         task = job.shape.roles[0].shape
         claims = []
         for name, mask in seat:
@@ -507,7 +518,7 @@ class _Joining:
             made = topology.configuration_set
             if job.spec.device_type not in ("", made.device_type):
                 return None
-            # Of whom nothing is known it could be all that a device has.
+            # A job without a measurement may need all memory of a device.
             arena = job.arena_bytes_per_device or made.device_memory_bytes
             shape = structs.replace(thin(job.shape, self._filling.least_memory), arena_bytes_per_device=arena)
             tasks = (mask.bit_count() // task.gpus,)
@@ -522,7 +533,7 @@ class _Joining:
         return None if any(claim.node in closed for claim in claims) else SlicedJob(job, None, tuple(claims))
 
     def _free_cores(self, name: str) -> tuple[int, ...]:
-        """What a row may have of a node: what is free, and what those hold who take turns there or will."""
+        """Return the millicores by socket that one slice may use: free ones and those of time-sliced gangs there."""
         free = self._view.millicores[self._view.slots[name]]
         return tuple(
             [have + more for have, more in zip(free, self._held_cores.get(name, (0,) * len(free)), strict=True)]
@@ -566,10 +577,11 @@ class _Joining:
         for device in one.devices:
             self._on.setdefault(device, set()).add(one.number)
 
-    # -- sets ----------------------------------------------------------------------------------------------------------
+    # -- time-slice groups ---------------------------------------------------------------------------------------------
 
     def _sets(self) -> list[list[SlicedJob]]:
-        """Who takes turns together: those who join, all on their devices, and all who do so on the same nodes."""
+        """Return the groups that change: each with a joining job, all jobs on its devices and all time-sliced jobs on
+        the same nodes."""
         left = {**self._joined, **self._moved}
         spots = {**self.sharers, **self._moved}
         found = []
@@ -593,14 +605,14 @@ class _Joining:
                 members = grown
             for number in members:
                 left.pop(number, None)
-            # Who came first has the first row.
+            # The oldest job has the first slice.
             found.append(
                 sorted((self.sharers[n] for n in members), key=lambda one: (one.number in self._joined, one.number))
             )
         return found
 
     def _elsewhere(self, device: _Device) -> set[int]:
-        """Those on a device who are about to leave it."""
+        """Return the jobs that this pass moves off a device."""
         return {number for number, one in self._moved.items() if device not in one.devices}
 
     def _cores_of(self, members: Sequence[SlicedJob]) -> dict[str, tuple[int, ...]]:
@@ -616,7 +628,7 @@ class _Joining:
         return {name: tuple(cores) for name, cores in found.items()}
 
     def _all_stay(self, members: Sequence[SlicedJob]) -> bool:
-        """Whether all who take turns on a device have room there together, by what was measured or named."""
+        """Return whether all time-sliced jobs of each device fit into its memory together, as measured or requested."""
         needs: dict[_Device, int] = {}
         for one in members:
             size = one.job.shape.device_memory_bytes

@@ -1,4 +1,4 @@
-"""Who should run, by counts: the jobs in an order's line, and the first of them whose gangs fit together."""
+"""Choose the jobs that should run by counts: the first ones of the order's line whose gangs fit together."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from ganger_master.policies.orders import JobOrder, next_change_s, ranked, ranks
 from ganger_master.policies.selection import guarded, selected
 from ganger_master.policies.sorting import behind, sorted_by
 
-# So many who do not run are looked at one by one before all are ranked.
+# Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
 _FEW = 4
 
 
 class Choice(Struct, frozen=True, eq=False, gc=False):
-    """Who should run, by counts. `line`: positions of all who may, first job first; `told`: numbers of all who wait, in
-    the same order. The rest is by position; `overdue` and `passing` as `selection.guarded` has them, `changes_at` as
-    `Pass.next_change_s`."""
+    """The jobs that should run, by counts.
+
+    line: positions of all candidates, first job first.
+    queue: numbers of all pending jobs, in the same order.
+    overdue, passing: as in `selection.guarded`.
+    changes_at: as `PlanDraft.next_change_s`.
+    All else is by position.
+    """
 
     rows: Integers
     facts: Facts
     line: Integers
-    told: Integers
-    # Could be started.
+    queue: Integers
+    # Jobs that could start.
     waiting: Flags
     is_chosen: Flags
     overdue: Flags
@@ -39,9 +44,13 @@ class Choice(Struct, frozen=True, eq=False, gc=False):
 
 
 class RankedQueue(Struct, frozen=True, eq=False, gc=False):
-    """What a choice is made of. `ranks`: columns to sort the jobs by; `may`: by position, who runs, or may start;
-    `units`: by position, as `LiveTable.units`, where those who share devices are chosen together or not at all; None:
-    where they are not."""
+    """The input of a choice.
+
+    ranks: columns to sort the jobs by.
+    candidates: by position, jobs that run or may start; None: all.
+    pending: by position, jobs that wait, with those that may not start.
+    units: by position, as `LiveTable.units`, if jobs that share devices are chosen together or not at all; else None.
+    """
 
     order: JobOrder
     gpus: int
@@ -49,23 +58,23 @@ class RankedQueue(Struct, frozen=True, eq=False, gc=False):
     facts: Facts
     ranks: tuple[NDArray[Any], ...]
     waiting: Flags
-    may: Flags | None
-    told: Flags
+    candidates: Flags | None
+    pending: Flags
     units: Integers | None
     changes_at: float
 
     @property
-    def nobody_comes(self) -> bool:
-        """Whether all who run are chosen, and nobody else: where few do not run, none of whom would fit if all who rank
-        behind it were stopped. Else it may be so or not."""
+    def is_unchanged(self) -> bool:
+        """Whether exactly the running jobs are chosen. Found cheaply, where none of few other jobs would fit even if
+        all jobs behind it were preempted; False leaves it open."""
         order, facts = self.order, self.facts
-        comes = ~facts.is_running if self.may is None else self.may & ~facts.is_running
+        comes = ~facts.is_running if self.candidates is None else self.candidates & ~facts.is_running
         newcomers = comes.nonzero()[0].tolist()
         if len(newcomers) > _FEW or order.is_strict:
             return False
         if order.overdue is not None and order.overdue(facts, self.gpus).any():
             return False
-        # Those who share devices are as many, and hold them once: the first of them.
+        # Shared devices count once, for the first job of each unit.
         holds = (
             facts.is_running
             if self.units is None
@@ -80,8 +89,8 @@ class RankedQueue(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def line(self) -> Integers:
-        """Numbers of all who wait, first job first."""
-        waits = self.told.nonzero()[0]
+        """Return the numbers of all pending jobs, first job first."""
+        waits = self.pending.nonzero()[0]
         return self.facts.number[waits[sorted_by(*[column[waits] for column in self.ranks])]]
 
 
@@ -94,30 +103,32 @@ def asked(
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     as_one: bool = False,
 ) -> RankedQueue:
-    """As `target.plan` is asked. `as_one`: those who share devices are chosen together, or not at all."""
+    """Return the input of a choice; arguments as in `plan.plan`. `as_one`: jobs that share devices are chosen together
+    or not at all."""
     order, rows, facts = _known(order, table, now, remaining_s)
     columns = ranks(order, facts, now, capacity)
-    told = waiting = table.is_waiting(rows)
-    may = None
+    pending = waiting = table.is_waiting(rows)
+    candidates = None
     if kept_out.not_stopped:
         may_stop = ~table.are_among(rows, kept_out.not_stopped)
         facts = replace_of(facts, is_preemptible=facts.is_preemptible & may_stop)
     if kept_out.not_started:
         waiting = waiting & ~table.are_among(rows, kept_out.not_started)
-        may = waiting | facts.is_running
+        candidates = waiting | facts.is_running
     units = None
     if as_one:
         units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, now)
-    return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, may, told, units, changes_at)
+    return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
 
 
 def choose(of: RankedQueue) -> Choice:
+    """Return the jobs that should run."""
     order, rows, facts, leader = of.order, of.rows, of.facts, None
     line = sorted_by(*of.ranks)
-    told = facts.number[line[of.told[line]]]
-    if of.may is not None:
-        line = line[of.may[line]]
+    queue = facts.number[line[of.pending[line]]]
+    if of.candidates is not None:
+        line = line[of.candidates[line]]
     if of.units is not None:
         facts, leader = _as_one(facts, line, of.units)
     guards = guarded(order, facts, of.gpus)
@@ -125,7 +136,7 @@ def choose(of: RankedQueue) -> Choice:
     is_chosen[selected(order, facts, line, of.gpus, guards)] = True
     if leader is not None:
         is_chosen = is_chosen[leader]
-    return Choice(rows, facts, line, told, of.waiting, is_chosen, *guards, of.changes_at)
+    return Choice(rows, facts, line, queue, of.waiting, is_chosen, *guards, of.changes_at)
 
 
 def within_quotas(
@@ -136,8 +147,8 @@ def within_quotas(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: KeptOut = NOTHING_KEPT_OUT,
 ) -> KeptOut:
-    """With those, too, not to be started for whom their user's quota leaves nothing once those of its jobs have started
-    that go before them: nobody is to be stopped for who could not start then."""
+    """Return `kept_out` with the jobs that may not start because earlier jobs of their user use up its quota: no job is
+    preempted for one that could not start then."""
     quotas = table.quotas
     if quotas is None or not quotas.are_contested:
         return kept_out
@@ -151,22 +162,22 @@ def within_quotas(
 def _known(
     order: JobOrder, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
 ) -> tuple[JobOrder, Integers, Facts]:
-    """The order as what is known now makes it, and the rows and facts of all who are live."""
+    """Return the order with the history of the table, and the rows and facts of all live jobs."""
     if order.with_history is not None:
         order = order.with_history(table.history)
-    assert not order.knows_durations or remaining_s is not None, f"{order.name} asks an oracle, and there is none"
+    assert not order.knows_durations or remaining_s is not None, f"{order.name} needs an oracle of remaining times"
     rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
     return order, rows, facts
 
 
 def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:
-    """The devices of those who share them are those of the first of them in line, and can be taken from all or none;
-    and by position who that is: itself of everybody else. `units`: by position, as `LiveTable.units`."""
+    """Return facts in which each unit's devices belong to its first job in line, and can be taken from all of its jobs
+    or none; and by position the first job of its unit, or itself. `units`: by position, as `LiveTable.units`."""
     leader = np.arange(len(facts))
     sharing = line[units[line] >= 0]
     unit = units[sharing]
     first = np.empty(unit.max(initial=-1) + 1, np.int64)
-    # Of several the last one counts: the first in line.
+    # The last assignment counts: the first job in line.
     first[unit[::-1]] = sharing[::-1]
     leader[sharing] = first[unit]
     others = sharing[leader[sharing] != sharing]

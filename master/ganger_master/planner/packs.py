@@ -1,11 +1,11 @@
-"""Packs of `gandiva`: which of those who run are tried on one device together, and which of them stay so.
+"""Co-locations of `gandiva` (Xiao et al., OSDI 2018, section 3.3): try two running gangs on the same devices, and keep
+or end each co-location by the measured rates.
 
-Only while more is wanted than there is, and only of gangs that were measured alone, be it in their turns: those leave
-them first (`planner.leaving`). A guest moves to its host's devices
-and both are given half of the cores; once their rates together tell, the pack is kept or undone
-(`introspect.packing`), and it is watched as long as it lasts. Who has to go is parked, and takes turns again. What was
-measured is said with every change, for the history of the jobs. What the pass remembers is a value, and outlives its
-process (`planner.memory`); where it is lost all the same, packs that there are come apart, to be tried anew.
+Trials begin only while the cluster is oversubscribed, and only with gangs that were measured alone, if only in their
+time slices. Such gangs leave their time-slice groups first (`planner.leaving`). The guest moves to the host's devices,
+and each gets half of the host's cores. The measured rates decide whether the co-location is kept; a kept one is watched
+for as long as it lasts. When one ends, its guest is parked and time-sliced again. The state is a value that survives
+restarts (`planner.memory`); without it, existing co-locations are undone and may be tried anew.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from ganger_master.policies.colocation_choice import (
 from ganger_master.policies.slicing import Seat
 from ganger_master.policies.trial_test import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
 
-# Of all devices, one in so many is in a trial at once at most.
+# One of so many devices at most is in a trial at once.
 _DEVICES_PER_TRIAL: Final = 8
-# A trial in which somebody does not get on well enough to be judged by then is over.
+# A trial without enough windows by then has failed.
 _LONGEST_TRIAL_S: Final = 3600.0
-# A pack that was kept goes by its latest windows: interference that has come is not to be outvoted by what was before.
+# A kept co-location is judged by its latest windows, so that older ones do not hide new interference.
 _WATCHED_WINDOWS: Final = 16
 _NO_ROOM: Final = "jobs that rest on their devices keep so much memory there that both have no room any more"
 
 
 class JobRates(Protocol):
-    """What is measured of the jobs, by number. Rates are windows of several mini-batches each, in steps a second."""
+    """Measurements of jobs, by number. Rates are windows of several steps each, in steps per second."""
 
     def alone(self, number: int) -> tuple[float, ...]:
-        """When it last ran with a device of its own; empty if it has not for long enough."""
+        """Return the windows when it last had its devices to itself; empty if that was too short."""
         ...
 
     def present(self, number: int) -> tuple[float, ...]:
-        """Since who runs beside it changed last, without the first of them."""
+        """Return the windows since its co-located jobs changed last, without the first one."""
         ...
 
     def beside(self, number: int) -> frozenset[int]:
-        """Who runs on its devices, too."""
+        """Return the numbers of the jobs on its devices, without its own."""
         ...
 
     def utilisation(self, number: int) -> float:
-        """Of its device, while alone."""
+        """Return the utilization of its devices while alone, from 0 to 1."""
         ...
 
     def signature(self, number: int) -> str:
-        """What behaves like it."""
+        """Return the key of jobs that behave alike."""
         ...
 
 
@@ -86,7 +86,7 @@ class Pack:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Hosts first."""
+        """Return the numbers of its jobs, hosts first."""
         berths = self.proposal.host, self.proposal.guest
         return tuple([one.number for berth in berths for one in berth.residents])
 
@@ -97,7 +97,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Who is to be packed takes turns, and leaves them first."""
+    """A job that leaves its time-slice group before it is co-located."""
 
     proposal: ColocationProposal
     since_s: float
@@ -117,7 +117,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The host of a pack that was undone gets its cores back once its guest rests."""
+    """A co-location that was undone: its host gets its cores back once the guest is parked."""
 
     host: int
     guest: int
@@ -126,7 +126,7 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """`tried` and `kept` count decisions."""
+    """Co-locations, trials and planned ones. `tried` and `kept` count decisions."""
 
     packs: tuple[Pack, ...] = ()
     leaving: tuple[Leaving, ...] = ()
@@ -142,12 +142,12 @@ class Packs:
 
     @property
     def is_trying(self) -> bool:
-        """Whether anybody is `on_trial`."""
+        """Return whether any co-location is `on_trial`."""
         return bool(self.leaving or self.parting) or any(not pack.is_kept for pack in self.packs)
 
     @property
     def on_trial(self) -> frozenset[int]:
-        """And who is on the way there, or back: nobody else is to disturb them."""
+        """Return the numbers of jobs in trials, and of those on their way into or out of one."""
         if not self.is_trying:
             return frozenset()
         trying = [pack.numbers for pack in self.packs if not pack.is_kept]
@@ -167,10 +167,13 @@ def plan_packs(
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> tuple[tuple[Change, ...], Packs, tuple[TrialFinding, ...]]:
-    """The changes to propose now, what to remember if they are proposed, and what was found. `is_crowded`: somebody
-    waits for room. `in_turns`: whoever has to leave a pack takes turns with its host again; if not, it waits for room,
-    and rests on storage; nobody is in a pack whose time is limited, or beside one of another priority. `wanted`: of the
-    devices that a guest would leave, how many somebody waits for."""
+    """Return the changes to propose now, the state if they are proposed, and the findings of trials.
+
+    is_crowded: the cluster is oversubscribed.
+    in_turns: a guest whose co-location ends is time-sliced with its host; else it is parked on storage and waits. Then
+        jobs with a time limit, and jobs of different priorities, are not co-located.
+    wanted: how many of the devices that a guest would leave pending jobs want.
+    """
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
     changes: list[Change] = []
@@ -183,7 +186,7 @@ def plan_packs(
         if stays is not None and not (limited and _is_together(pack, running)):
             left.append(stays)
         elif _is_together(pack, running):
-            detail = "the time of a job has a limit by now" if limited else "what it gains could not be measured"
+            detail = "a job has a time limit now" if limited else "its gain could not be measured"
             detail = found[0].detail if found else detail
             changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
             packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
@@ -214,8 +217,9 @@ def plan_packs(
 
 
 def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[int] = frozenset()) -> Packs:
-    """What to remember if changes of these jobs were refused: who was not let in was not tried, and who was not parked
-    is in its pack as before. `barred`: those of them who would be again, so that others are tried."""
+    """Return the state after the master refused changes of these jobs: a trial whose guest was not admitted did not
+    begin, and one whose guest was not parked goes on. `barred`: jobs for which asking again would fail, so that others
+    are tried."""
     if not refused:
         return planned
     known = {pack.numbers for pack in before.packs}
@@ -223,7 +227,7 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[
     begun = [p for p in planned.packs if p.numbers not in known and not refused.isdisjoint(p.numbers)]
     undone = [p for p in before.packs if p.numbers not in there and p.guest in refused]
     left = tuple([pack for pack in planned.packs if pack not in begun])
-    # Who has left its turns for nothing is not to do so again and again.
+    # A job that left its time slices in vain does not do so again at once.
     failed, on_their_way = planned.failed, []
     for pack in begun:
         if not barred.isdisjoint(pack.numbers):
@@ -246,14 +250,14 @@ def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[
 
 
 def parking(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
-    """It rests in host memory if it can, else on storage."""
+    """Return the change that parks a gang: in host memory if it can, else on storage."""
     has_arena = job.capabilities.offload and has_arenas(gang)
     level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
     return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
 def _suspending(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
-    """It waits as everybody else does."""
+    """Return the change that parks a gang on storage, where it waits as a pending job."""
     return Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=purpose)
 
 
@@ -263,28 +267,28 @@ def _strangers(
     seen: JobRates,
     rests: Callable[[JobRecord, Gang, Purpose], Change],
 ) -> Iterator[Change]:
-    """Who shares devices, and nobody knows for what: whoever came last has to go."""
+    """Yield the changes that separate jobs whose trial is not in the state: the job that came last is parked."""
     for number, (job, gang) in running.items():
         mates = seen.beside(number)
         if not mates or number in busy or not mates.isdisjoint(busy) or not is_settled(job, gang):
             continue
         epochs = [running[mate][1].epoch for mate in mates if mate in running]
         if gang.epoch > max(epochs, default=0):
-            detail = "what the pack that it is in was to bring is not known any more"
+            detail = "the expected gain of its co-location is lost"
             yield rests(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
 def whole_again(
     running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
-    """Who has its devices to itself again gets the cores that go with them, as far as they are free."""
+    """Yield the changes that give jobs alone on their devices the cores that belong to these, as far as free."""
     free: dict[str, tuple[int, ...]] = {}
-    # In a crowd those are few: there is nothing to be had beside most.
+    # Few nodes of an oversubscribed cluster have free cores: skip all others early.
     with_cores = {view.nodes[slot] for slot in view.columns().millicores.nonzero()[0].tolist()}
     for number, (job, gang) in running.items():
         if with_cores.isdisjoint(gang.nodes):
             continue
-        # Cores of those who take turns are of all of them.
+        # Time-sliced gangs share their cores.
         if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
             continue
         claims, shape = [], job.shape
@@ -312,29 +316,29 @@ def _judged(
     now: float,
     seen: JobRates,
 ) -> tuple[Packs, Pack | None, list[TrialFinding]]:
-    """The pack if it stays, what was learned, and what is to be told of it."""
+    """Return the updated state, the co-location if it goes on, and the findings to report."""
     proposal, numbers = pack.proposal, pack.numbers
     alone = [seen.alone(number) for number in numbers]
     if not all(alone):
-        # Somebody has ended.
+        # One of its jobs has ended.
         return packs, None, []
-    everybody = {*numbers}
-    if not all(seen.beside(number) == everybody - {number} for number in numbers):
+    members = {*numbers}
+    if not all(seen.beside(number) == members - {number} for number in numbers):
         guest = table.get(pack.guest)
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
-            # It would rest for as long as its host runs, which makes what it would in turns.
+            # It would stay parked while its host runs; a time-sliced job gets its share.
             parting = (*packs.parting, Parting(pack.numbers[0], pack.guest, now))
             told = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
             return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, told
         if pack.is_kept:
-            # Who rests for its user may do so for long.
+            # A job that its user has suspended may stay so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
             apart = rests or all(number in running and is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
             return packs, None if apart or left else pack, []
         if guest is not None and _is_coming(*guest) and now < pack.since_s + _LONGEST_TRIAL_S:
             return packs, pack, []
-        # It was refused, or somebody was stopped meanwhile.
+        # The master refused it, or one of its jobs was preempted meanwhile.
         return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
     first = -_WATCHED_WINDOWS if pack.is_kept else 0
     rates = {n: TrialRates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
@@ -342,7 +346,7 @@ def _judged(
         if still_pays(proposal.residents, rates):
             return packs, pack, []
         packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
-        return packs, None, _told(numbers, rates, is_kept=False)
+        return packs, None, _trial_findings(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
     judged = verdict(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
     found = judged.verdict
@@ -354,7 +358,7 @@ def _judged(
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
     is_open = found is TrialVerdict.MEASURE or judged.is_open
-    told = _told(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
+    told = _trial_findings(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
     if found is TrialVerdict.KEEP:
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
         return packs, replace(pack, is_kept=True), told
@@ -362,23 +366,23 @@ def _judged(
 
 
 def _is_kept_out(job: JobRecord, gang: Gang | None, host: tuple[JobRecord, Gang] | None, view: View) -> bool:
-    """Whether who rests in its turn cannot go on beside its host: others have come to rest on their devices meanwhile,
-    and keep memory there."""
+    """Return whether a guest parked in its time slice cannot resume beside its host, because gangs parked on their
+    devices since then hold memory there."""
     if gang is None or host is None or job.state is not JobState.HOLDING or not is_settled(*host):
         return False
     return is_resting(job, gang) and not fits_beside(job, gang.parked_claims, [host[0]], view)
 
 
 def _is_coming(job: JobRecord, gang: Gang | None) -> bool:
-    """Handed over, it has still to say that it runs."""
+    """Return whether a migrated guest has not reported yet that it runs."""
     holds = gang is not None and gang.intent is GangIntent.RUN and job.state is JobState.HOLDING
     return bool(job.next_epoch) or (holds and not job.running_since)
 
 
-def _told(
+def _trial_findings(
     numbers: Sequence[int], rates: Mapping[int, TrialRates], is_kept: bool, is_open: bool = False
 ) -> list[TrialFinding]:
-    """For the history of everybody in the pack."""
+    """Return the outcome of a trial for the history of each of its jobs."""
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
@@ -397,14 +401,14 @@ def is_settled(job: JobRecord, gang: Gang) -> bool:
 
 
 def is_resting(job: JobRecord, gang: Gang) -> bool:
-    """In host memory, until it is told to go on."""
+    """Return whether it is parked in host memory until it is ordered to resume."""
     parked = gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and not job.next_epoch
     return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
 def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> Berth | None:
-    """A gang alone on its devices that was measured there. Where packs come apart into turns, who takes none is in no
-    pack: its guest could not go on where the host is."""
+    """Return a gang alone on its devices with measured rates, as a candidate; None if it is not one. With `in_turns`
+    only jobs that can be time-sliced are candidates: a guest has to resume on the host's devices when a trial ends."""
     if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not in_turns):
         return None
     can_turn = takes_turns(job) and job.capabilities.offload
@@ -421,14 +425,15 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: boo
 
 
 def may_be_slower(job: JobRecord) -> bool:
-    """Whether it may be packed where nobody takes turns, if it can be stopped: else its time would run out on it."""
+    """Return whether it may be co-located without time slices: it is preemptible, and has no time limit that a lower
+    rate would make it exceed."""
     return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
 
 
 def _feasible(
     running: Mapping[int, tuple[JobRecord, Gang]], view: View, in_turns: bool
 ) -> Callable[[Berth, Berth], bool]:
-    """There has to be room for the guest, and nobody else may take turns on the devices of a pack."""
+    """Return the test whether a guest fits beside a host. No third job may be time-sliced on the host's devices."""
 
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
@@ -457,7 +462,8 @@ def _feasible(
 def move_in(
     proposal: ColocationProposal, at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
 ) -> Sequence[Change]:
-    """The host gives half of its cores to the guest, who comes; nothing where the guest's gang is of another make."""
+    """Return the changes that give half of the host's cores to the guest and move it there; empty if its tasks do not
+    divide the host's devices."""
     found = _beside(at, comes, view)
     if found is None:
         return ()
@@ -477,7 +483,8 @@ def move_in(
 def _beside(
     at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
 ) -> tuple[list[Claim], list[Claim]] | None:
-    """What the host keeps and the guest takes, who has as much host memory as before; None: there is no room for it."""
+    """Return the claims that the host keeps and those of the guest, with its present host memory; None if it does not
+    fit."""
     shape = as_held(comes[0].shape, comes[1])
     gpus_of_task = shape.roles[0].shape.gpus
     kept: list[Claim] = []

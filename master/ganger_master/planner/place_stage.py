@@ -1,7 +1,8 @@
-"""Where gangs fit, one after the other: places taken in a room, who is stopped for them, and all undone in the end.
+"""Place pending gangs one after the other, with the jobs that are preempted for them.
 
-Who finds no place as it is has others stopped who are leaving anyhow, or a hole made among those who stay; places that
-somebody has to leave first, or that are kept for who has waited too long, are passed over by all behind.
+A gang that fits nowhere gets devices of jobs that leave anyway, else devices of chosen jobs that are
+preempted or moved. Jobs further back do not take devices that are to be returned first, or that are kept for overdue jobs. The
+capacity index is left as it was.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from ganger_master.policies.placements import PlacementPreference, Want
 
 _ANYTHING = Want()
 _NOWHERE: frozenset[str] = frozenset()
-# So many who wait for others to leave have their places kept; first job first.
+# So many jobs that wait for devices to be returned have their places kept, first job first.
 _MOST_KEPT = 8
 
 
 class Fitting:
-    """Fits gangs into a room, which first follows what has happened, and undoes it. Where the placement counts, neither
-    is done before more than counts matters."""
+    """Takes places in the capacity index until `undo`. Where the placement needs only counts, the index is neither
+    refreshed nor changed before more than counts matters."""
 
     def __init__(
         self,
@@ -49,12 +50,12 @@ class Fitting:
     ) -> None:
         self._placement = placement
         self._what_if = room
-        # None: the room says what is free, and follows.
+        # None: the capacity index counts, and is up to date.
         self._counted = None if placement.counts is None else placement.counts(room.view)
         if self._counted is None:
             room.refresh()
-        # Places that the room does not show yet: all that were found by counts, else the last one, for of the last one
-        # of all nobody asks.
+        # Places that the index does not show yet: all that were found by counts, else only the newest one, because no
+        # search follows the last placement of a pass.
         self._unseen: list[Claims] = []
         self._table = table
         self._now = now
@@ -62,15 +63,15 @@ class Fitting:
         self._terms = terms
         self._starts: list[Change] = []
         self._stops: list[Change] = []
-        # By number: who is stopped and has no other place.
+        # Numbers of preempted jobs without another place.
         self.displaced: set[int] = set()
-        # Held in the room (None), or given back by nodes of these affinities, though nothing happened yet; in this
-        # order.
+        # In order: claims taken in the index (None), or returned by nodes of these affinities, though neither has
+        # happened yet.
         self._done: list[tuple[Claims, list[int] | None]] = []
-        # Nodes where pieces are somebody's who leaves, or are kept for somebody.
+        # Nodes with claims that are to be returned first, or that are kept for a job.
         self._busy: set[str] = set()
-        # By number: who has waited too long, and who may start past them; those of the former who are waited for, and
-        # the nodes where they could be.
+        # By number: overdue jobs, and jobs that may start before them. `waited_for`: overdue jobs that would fit on an
+        # empty cluster; `_kept`: the nodes that could hold them.
         self._overdue: Set[int] = frozenset()
         self._passing: Set[int] = frozenset()
         self.waited_for: set[int] = set()
@@ -78,7 +79,7 @@ class Fitting:
 
     @property
     def _room(self) -> CapacityIndex:
-        """With all that is held in it by now."""
+        """The capacity index with all claims of this pass."""
         self._see()
         return self._what_if
 
@@ -92,7 +93,7 @@ class Fitting:
         self._unseen.clear()
 
     def _mark(self) -> int:
-        """To `undo` to."""
+        """Return the point that `undo` returns to."""
         self._see()
         return len(self._done)
 
@@ -109,11 +110,11 @@ class Fitting:
         self.displaced.update(job.number for job, _ in unit)
 
     def keep_for(self, overdue: Set[int], passing: Set[int]) -> None:
-        """Once one of the `overdue` finds no room only the `passing` start where it could be."""
+        """Once one of the `overdue` jobs fits nowhere, only the `passing` ones start where it could run."""
         self._overdue, self._passing = overdue, passing
 
     def starts_all(self, jobs: Iterable[JobRecord]) -> bool:
-        """Whether all of them find room; if so, they start."""
+        """Start all jobs, and return whether they all fit. If not, the caller undoes the pass."""
         for job in jobs:
             claims = self._hold(job, _NOWHERE, set())
             if claims is None:
@@ -124,8 +125,8 @@ class Fitting:
     def start(
         self, jobs: Iterable[JobRecord], beside_others: bool = False, going: Sequence[tuple[JobRecord, Gang]] = ()
     ) -> list[JobRecord]:
-        """Starts who finds room; the others. `beside_others`: not on nodes where others leave or will come. Who is
-        `going` makes room: the first ones that wait for it have it kept."""
+        """Start the jobs that fit; return the others. `beside_others`: not on nodes where other jobs leave or will
+        come. `going`: jobs that return their devices, which are kept for the first jobs that wait for them."""
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
         crowded = []
         vain: set[GangShape] = set()
@@ -143,7 +144,7 @@ class Fitting:
             elif is_held_up:
                 continue
             crowded.append(job)
-            # Whoever is like one before it comes after it.
+            # An equal shape is behind the first one, and would wait for the same devices.
             if len(kept) < most_kept and (shape := self._terms.shape(job)) not in kept:
                 kept.add(shape)
                 avoid |= self._comes_to(job, going, avoid)
@@ -156,8 +157,9 @@ class Fitting:
         going: Sequence[tuple[JobRecord, Gang]],
         staying: Staying | None,
     ) -> list[JobRecord]:
-        """Stops who is `leaving` and in the way of the crowded, in order, and who is `staying` where that is not
-        enough; who of these finds no place even so. Who is `going` has been told already."""
+        """Preempt jobs for `crowded`, which found no free devices: the `leaving` ones that are in the way, and of
+        `staying` where that is not enough. Return the jobs that fit nowhere even so. `going`: jobs that already return
+        their devices."""
         if self._placement.by_counts and self._takes_all(crowded, leaving, going):
             for unit in leaving:
                 self._displace(unit)
@@ -190,7 +192,7 @@ class Fitting:
     def _takes_all(
         self, crowded: Iterable[JobRecord], leaving: Iterable[Unit], going: Iterable[tuple[JobRecord, Gang]]
     ) -> bool:
-        """By counts: whether there is room for the crowded, but for none beside them of those who are leaving."""
+        """Return whether, by counts, the crowded jobs fit if all leaving ones are preempted, and only then."""
         held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in held_of(gang)]
         taken = sum([self._terms.shape(job).gpus for job in crowded])
@@ -198,7 +200,7 @@ class Fitting:
         return 0 <= free + sum(held) + sum(gone) - taken < min(held, default=math.inf)
 
     def undo(self, mark: int = 0) -> None:
-        """All is as it was at a mark, or in the beginning."""
+        """Restore the state at a mark, or the initial one."""
         if self._counted is not None:
             for claims in self._unseen:
                 self._counted.give(claims)
@@ -213,8 +215,8 @@ class Fitting:
                 room.take((claim,), affinity)
 
     def _make_hole(self, job: JobRecord, staying: Staying, wanted: set[str]) -> Claims | None:
-        """Stops those who are in the way of one who ranks higher, or can be elsewhere; its place, taken in the room as
-        theirs are. Their nodes become `wanted`."""
+        """Preempt or move lower-ranked jobs for `job`. Return its claims; all new claims are taken, and their nodes
+        added to `wanted`."""
         shape = self._terms.shape(job)
         locality = replace(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
@@ -239,11 +241,11 @@ class Fitting:
     def _comes_to(
         self, job: JobRecord, going: Iterable[tuple[JobRecord, Gang]], avoid: frozenset[str]
     ) -> frozenset[str]:
-        """The nodes where a job will be once those have gone who were told to; none if that is not enough."""
+        """Return the nodes that the job will use once the `going` gangs are gone; empty if it does not fit then."""
         return self._would_be(job, [held_of(gang) for _, gang in going], avoid)
 
     def _would_be(self, job: JobRecord, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
-        """The nodes where a job would be if these were given back; none if that is not enough."""
+        """Return the nodes that the job would use if `given` were returned; empty if it does not fit even then."""
         mark = self._mark()
         for back in given:
             self._give(back)
@@ -252,10 +254,10 @@ class Fitting:
         return frozenset(claim.node for claim in claims or ())
 
     def _wait_for(self, job: JobRecord) -> None:
-        """Keeps what gets free where a job could be, if it would be somewhere once all who run are gone."""
+        """Keep free the nodes where an overdue job could run, if it would fit on an empty cluster."""
         self._see()
         done = self._done.copy()
-        # Some of what they hold may have been given back, and taken by others, in this room already.
+        # This pass may have given claims of running jobs to others already.
         self.undo()
         there = self._would_be(job, held_by_all(self._table, self._terms.held), _NOWHERE)
         for claims, affinities in done:
@@ -268,7 +270,7 @@ class Fitting:
         return max(0.0, self._now - job.pending_since)
 
     def _hold(self, job: JobRecord, avoid: frozenset[str], vain: set[GangShape]) -> Claims | None:
-        """A place for a job, taken in the room; None where it finds none. `vain`: shapes that found none before."""
+        """Find a place for a job and take it. None if it does not fit. `vain`: shapes that did not fit before."""
         shape = self._terms.shape(job)
         closed = self._closed.get(job.number, _NOWHERE)
         if not (job.epoch or closed or shape.locality.wish):
@@ -289,13 +291,13 @@ class Fitting:
             if claims is None:
                 return None
             if gang is not None and same_place(claims, parked):
-                # What it keeps there is its own.
+                # It holds a part of the place already.
                 self._give(held_of(gang))
         self._take(claims)
         return claims
 
     def _are_free(self, claims: Claims) -> bool:
-        """Whether there is room for all of these, which were there together before."""
+        """Return whether all of these claims, which were there together before, fit again."""
         view = self._room.view
         masks: dict[int, int] = {}
         memory: Counter[int] = Counter()
@@ -329,7 +331,7 @@ class Fitting:
 
 
 def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
-    """Where pieces of such a gang could be, whoever is there now."""
+    """Return the nodes whose devices suit the gang, whatever runs there now."""
     kind = shape.device_type if all(role.shape.gpus for role in shape.roles) else ""
     there = zip(view.nodes, view.topologies, strict=True)
     return frozenset(name for name, topology in there if name and kind in ("", topology.configuration_set.device_type))

@@ -1,12 +1,12 @@
-"""One pass of the planner: who should run where, and the changes of one plan that lead there.
+"""One pass of the planner: choose the jobs that should run, and make the plan that leads there.
 
-Jobs are ranked by the policy's order and chosen by counts; who runs and stays chosen keeps its place. The others are
-placed in order: into what is free, else into what would be free without those who were not chosen, who are stopped only
-where they are in the way. Who finds no place even so has a hole made by stopping those that rank lower, as few GPUs of
-them as will do: else a large gang would wait for ever behind fragments. Under an order that regroups others make room
-first, whoever they are, if they find places elsewhere, where they start in a later pass. What somebody has to leave
-first waits for a later pass, too, and nobody who ranks lower starts there meanwhile. Where somebody who has waited too
-long could be, nobody takes what gets free who could not be stopped for it again. The pass remembers nothing.
+The policy's order ranks the jobs, and they are chosen by counts of devices. Running jobs that stay chosen keep their
+devices. The others are placed in order: on free devices, then on devices of jobs that were not chosen, which are
+preempted only where they are in the way. If both fail, the pass preempts the smallest set of lower-ranked jobs that
+makes room; else fragments would keep a large gang pending for ever. Under an order that regroups, jobs of any rank are
+moved first, if they fit elsewhere. Jobs that move or wait for devices to be returned start in a later pass, and no
+lower-ranked job takes those devices meanwhile. Devices that an overdue job could use go only to preemptible jobs.
+The pass keeps no state.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ from ganger_master.policies.placements import PlacementPreference, Want
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """`waits`: somebody chosen has no place yet, so a later pass may find it one though nothing happens.
-    `next_change_s`: when the order may change by itself; infinite if it does not in jumps. `line`: numbers of all who
-    waited, first job first, the started ones among them. `unplaced`: numbers of chosen ones for whom no place was
-    found, whoever were stopped for them; without leave to stop anybody, of those known to be such. `follow`: numbers of
-    those who have a place once all that it stops is gone, first job first. `displaced`: under an order of which they
-    rest for that, numbers of those it stops who have no other place. `resizing`: what to remember of changes of
-    size if it is proposed; None: what was before."""
+    """The changes of one pass, and what the planner needs for the next one.
+
+    waits: a chosen job has no place yet, so a later pass may find one without any event.
+    next_change_s: when the order may change by itself, in Unix seconds; infinite if it changes only with events.
+    line: numbers of all pending jobs in the order of the policy, with those that start now.
+    unplaced: numbers of chosen jobs that fit nowhere, whatever is preempted. A pass that may not preempt lists those
+        that an earlier pass found to be such.
+    follow: numbers of jobs that start once the preempted ones have left, in order.
+    displaced: numbers of preempted jobs that fit nowhere else, under an order that parks them for that.
+    resizing: the resizes under way if the plan is proposed; None: as before.
+    """
 
     changes: tuple[Change, ...] = ()
     waits: bool = False
@@ -55,14 +59,14 @@ class PlanDraft:
 
     @property
     def leaves_waiting(self) -> bool:
-        """Whether anybody waits whom it does not start, chosen or not."""
+        """Return whether a pending job, chosen or not, does not start in this plan."""
         return len(self.line) > sum(change.kind == "START" for change in self.changes)
 
 
 NOTHING_TO_DO = PlanDraft()
 
 _ANYTHING = Want()
-# To place so many in vain takes less than to rank all who are live.
+# Up to so many pending jobs, trying to place them all is cheaper than ranking all live jobs.
 _FEW = 8
 
 
@@ -78,20 +82,23 @@ def plan(
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     terms: PassTerms = AS_ASKED,
 ) -> PlanDraft:
-    """The changes to propose now. `room` is as it is now and is left so. Without `may_stop` only those start who find
-    room as it is. `remaining_s` gives an oracle's seconds by number, for orders that ask for one. `kept_out`: what was
-    found not to be possible for some, whatever else is free. `terms`: others than what was asked and is held."""
+    """Return the changes to propose now. `room` is left unchanged.
+
+    may_stop: jobs may be preempted; else only jobs that fit on free devices start.
+    remaining_s: an oracle's remaining seconds by job number, for orders that need them.
+    kept_out: jobs and nodes that recent refusals exclude.
+    terms: the shapes and holdings to plan with.
+    """
     if not table.has_waiting:
         return NOTHING_TO_DO
     few = table.waiting_jobs(_FEW) if kept_out is NOTHING_KEPT_OUT else []
     if few and sum([job.gpus for job in few]) <= _free_devices(placement, room):
-        # Where there is room for all who wait, it makes no difference who goes first.
+        # If all pending jobs fit, their order makes no difference.
         found = started(few, placement, table, now, room, kept_out, terms)
         if found is not None:
             return found
     of = asked(order, table, now, capacity, remaining_s, kept_out, bool(terms.mates))
-    if of.nobody_comes:
-        # Nobody leaves but for somebody who comes.
+    if of.is_unchanged:
         return PlanDraft(next_change_s=of.changes_at, line=of.line)
     return carried_out(choose(of), order, placement, table, now, room, may_stop, kept_out, terms)
 
@@ -105,7 +112,7 @@ def started(
     kept_out: KeptOut = NOTHING_KEPT_OUT,
     terms: PassTerms = AS_ASKED,
 ) -> PlanDraft | None:
-    """The pass that starts these jobs, which wait, in this order, and no others; None if one of them finds no room."""
+    """Return the plan that starts exactly these pending jobs, in this order; None if one of them does not fit."""
     fitting = Fitting(placement, room, table, now, kept_out, terms)
     if fitting.starts_all(jobs):
         return PlanDraft(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
@@ -127,8 +134,8 @@ def may_start(
     terms: PassTerms = AS_ASKED,
     resting: Collection[int] = (),
 ) -> bool:
-    """Whether anybody may find room as it is but those who are `resting`, by number. If not, `plan` starts nobody
-    without leave to stop others, whoever goes first."""
+    """Return whether a pending job, other than `resting` (numbers), may fit on free devices. If not, `plan` without
+    `may_stop` starts no job, whatever the order."""
     room.refresh()
     vain: set[GangShape] = set()
     for job in table.waiting_at_most(room.free_devices):
@@ -136,7 +143,7 @@ def may_start(
             continue
         shape = terms.shape(job)
         if job.epoch or shape.locality.wish:
-            # Where it rests, and for how long it has wished, make a difference.
+            # Where it is parked, or how long it has waited for its preferred locality, matters.
             return True
         if shape not in vain:
             if placement.place(room, shape, _ANYTHING) is not None:
@@ -159,13 +166,16 @@ def carried_out(
     placing: Integers | None = None,
     going: Sequence[tuple[JobRecord, Gang]] | None = None,
 ) -> PlanDraft:
-    """The changes that lead to a choice, made by `order`, or as if by it. `resized`: who runs and is stopped to start
-    with another size; they count as neither running nor chosen. `placing`: the chosen ones who wait, first one first,
-    if not in the order of the line. `going`: who gives back what, if not whoever the table says does all it holds."""
+    """Return the changes that lead to a choice of jobs, made by `order` or in its place.
+
+    resized: running jobs that stop to start with another size; they count as neither running nor chosen.
+    placing: positions of the chosen pending jobs in the order of placement; None: that of the line.
+    going: jobs that return devices, with gangs of what they return; None: those of the table.
+    """
     rows, line, waiting, is_chosen = choice.rows, choice.line, choice.waiting, choice.is_chosen
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     if not (len(first) or resized):
-        return PlanDraft(next_change_s=choice.changes_at, line=choice.told)
+        return PlanDraft(next_change_s=choice.changes_at, line=choice.queue)
     fitting = Fitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     if np.count_nonzero(choice.overdue):
@@ -176,7 +186,7 @@ def carried_out(
     going = [*going, *resized]
     crowded = fitting.start(table.jobs_at(rows[first]), going=going)
     if not crowded:
-        return PlanDraft(fitting.changes, next_change_s=choice.changes_at, line=choice.told)
+        return PlanDraft(fitting.changes, next_change_s=choice.changes_at, line=choice.queue)
     unplaced = frozenset(job.number for job in crowded if job.number in kept_out.unplaced)
     follow: tuple[int, ...] = ()
     if may_stop:
@@ -184,11 +194,11 @@ def carried_out(
         staying = Staying(order, table, choice, terms, room) if order.preempts else None
         left = fitting.make_way(crowded, leaving, going, staying)
         if left and not order.is_strict:
-            # What they cannot use serves those behind them.
+            # Jobs further back may use what these cannot.
             fitting.start(table.jobs_at(rows[line[(waiting & ~is_chosen)[line]]]), beside_others=True)
         unplaced = frozenset(job.number for job in left)
         follow = tuple([job.number for job in crowded if job.number not in unplaced])
     fitting.undo()
     unplaced -= fitting.waited_for
     displaced = frozenset(fitting.displaced) if order.rests else frozenset[int]()
-    return PlanDraft(fitting.changes, True, choice.changes_at, choice.told, unplaced, follow, displaced)
+    return PlanDraft(fitting.changes, True, choice.changes_at, choice.queue, unplaced, follow, displaced)

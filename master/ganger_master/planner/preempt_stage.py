@@ -1,4 +1,4 @@
-"""Who runs, was chosen, and could be stopped for somebody who ranks higher, or be elsewhere."""
+"""Preemption candidates: chosen running jobs that a higher-ranked job may preempt or move."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference
 
-# So many who wait for others to leave have holes made for them; first job first.
+# So many pending jobs of a pass get a make-room search, first job first.
 _MOST_HOLES = 8
 
 
 class Staying:
-    """Who runs, was chosen and could be stopped for somebody who ranks higher."""
+    """Running, preemptible jobs of a choice, and the search for the fewest of them to preempt or move."""
 
     def __init__(
         self, order: JobOrder, table: LiveTable, choice: Choice, terms: PassTerms, room: CapacityIndex
@@ -32,13 +32,13 @@ class Staying:
         self._table, self._choice, self._terms, self._room = table, choice, terms, room
         self._regroups = order.regroups
         self._holes = 0
-        # Of which none was found: whoever ranks lower finds none either.
+        # Shapes whose search failed; a lower-ranked job of that shape has fewer candidates.
         self._vain: set[GangShape] = set()
         self._stopped: set[int] = set()
 
     @cached_property
     def units(self) -> dict[int, Unit]:
-        """By number of the first of them in line."""
+        """Return the jobs or groups of co-located jobs, by the number of the first one in line."""
         choice = self._choice
         may_stop = choice.facts.is_running & choice.is_chosen & choice.facts.is_preemptible
         positions = choice.line[may_stop[choice.line]]
@@ -58,7 +58,8 @@ class Staying:
         return self._priced(move=1.0, stop=math.inf)
 
     def _priced(self, move: float, stop: float) -> Movables:
-        """By the GPU: either way a checkpoint and a start of each process. Who shares devices goes nowhere else."""
+        """Return the candidates with costs per GPU: to move or to preempt means a checkpoint and a start of every
+        process. Co-located jobs cannot be moved."""
         gangs = []
         for number, unit in self.units.items():
             shape, held = unit[0][0].shape, [self._terms.held(gang) for _, gang in unit]
@@ -73,8 +74,8 @@ class Staying:
         return int(np.bitwise_count(self._room.view.columns().free).sum())
 
     def hole(self, placement: PlacementPreference, job: JobRecord, shape: GangShape, avoid: Set[str]) -> Hole | None:
-        """Whom to stop for this job, and where those will be who find room elsewhere. Under an order that regroups
-        those are looked for first, who rank higher among them, but of no higher priority: nobody waits for it."""
+        """Return the jobs to preempt for this job, and the new places of those that fit elsewhere; None if there are
+        none. Under an order that regroups, the search first moves jobs of any rank and at most equal priority."""
         if shape in self._vain or self._holes == _MOST_HOLES:
             return None
         self._holes += 1

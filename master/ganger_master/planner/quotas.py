@@ -1,7 +1,7 @@
-"""Whom its user's quota lets start, of those who wait: kept as jobs come and go.
+"""Pending jobs that their users' quotas keep out, updated with every change of a job.
 
-Who would take its user beyond it waits for other jobs of its user, not for devices. Jobs count as they do for the
-master (`core.approval.rules`), which decides.
+A job that would exceed its user's quota waits for other jobs of that user, not for devices. Jobs count as the master
+counts them (`core.approval.rules`), which decides.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Final
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.user_usage import Shares, limit_of
 
-# More GPUs than there are anywhere.
+# More GPUs than any cluster has.
 _ANY_NUMBER: Final = 1 << 60
 
 
 class QuotaUse:
-    """`limits`: as `core.settings.Settings.quota_devices`."""
+    """Quota use by user. `limits`: as `core.settings.Settings.quota_devices`."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._limits = limits
         self._shares = Shares()
-        # GPUs that those ask for who wait, by user and number.
+        # GPUs of pending jobs, by user and job number.
         self._asked: dict[str, dict[int, int]] = {}
-        # Numbers of those of them who would take their user beyond its quota.
+        # Numbers of pending jobs that would exceed their user's quota.
         self.kept_out: set[int] = set()
 
     def put(self, job: JobRecord, gang: Gang | None, waits: bool) -> list[int]:
-        """The job as it is now. Numbers of those of its user for whom it has changed by that whether they are kept out,
-        its own among them if it is."""
+        """Record a job as it is now. Return the numbers of its user's jobs that are kept out or let in by that; its own
+        one if it is kept out."""
         number, user = job.number, job.user
         asked, before = self._asked.setdefault(user, {}), self._free(user)
         self._shares.charge(number, user, 0 if gang is None else job.gpus)
@@ -44,25 +44,25 @@ class QuotaUse:
         return changed
 
     def left(self, job: JobRecord) -> int:
-        """GPUs that its user's quota leaves to a job, those included that it has."""
+        """Return the GPUs that its user's quota leaves to a job, including those that it has."""
         return self._left(job.number, job.user)
 
     @property
     def are_contested(self) -> bool:
-        """Whether some who wait could start, each by itself, but not all of them."""
+        """Return whether for some user each of several pending jobs could start, but not all of them."""
         return any(
             sum([gpus for number, gpus in asked.items() if number not in self.kept_out]) > self._free(user)
             for user, asked in self._asked.items()
         )
 
     def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
-        """Numbers of those who would take their user beyond its quota once those before them in the line have started;
-        of those who wait, first job first."""
+        """Return the numbers of the jobs in `line` (pending, first job first) that would exceed their user's quota once
+        the jobs before them have started."""
         free: dict[str, int] = {}
         found = []
         for job in line:
             left = free.setdefault(job.user, self._free(job.user))
-            # What it rests on counts already.
+            # The devices where it is parked count already.
             more = job.gpus - self._shares.of(job.number)
             if more > left:
                 found.append(job.number)

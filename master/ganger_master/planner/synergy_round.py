@@ -90,7 +90,7 @@ def plan_packed(
     tuned = fitted(view, stays, starts)
     stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
     started = sum(change.kind == "START" for change in tuned.changes)
-    return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.told)
+    return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.queue)
 
 
 def _jobs(table: LiveTable, choice: Choice, positions: Integers) -> list[JobRecord]:

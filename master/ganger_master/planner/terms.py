@@ -1,4 +1,4 @@
-"""What a pass goes by: with which shape a job is placed, what a gang counts as holding, and who shares devices."""
+"""The terms of a pass: shapes to place, holdings of gangs, and groups of jobs that share devices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ def held_of(gang: Gang) -> Claims:
 
 
 def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> list[Claims]:
-    """What everybody holds who runs, which counts as `held`, or is giving it back."""
+    """Return the claims of all running gangs, by `held`, and of all that are being returned."""
     return [*[held(gang) for _, gang in table.running], *[held_of(gang) for _, gang in table.going]]
 
 
 class PassTerms(Struct, frozen=True):
-    """What a pass goes by: the shape that a waiting job is placed with, what a gang counts as holding, and who shares
-    devices."""
+    """What a pass plans with.
+
+    shape: the shape that a pending job is placed with.
+    held: what a running gang holds.
+    mates_now: the present groups of jobs that share devices.
+    """
 
     shape: Callable[[JobRecord], GangShape] = lambda job: job.shape
     held: Callable[[Gang], Claims] = held_of
@@ -39,7 +43,7 @@ class PassTerms(Struct, frozen=True):
         return self.mates_now()
 
     def held_by(self, unit: Unit) -> Claims:
-        """What all of them hold."""
+        """Return what all gangs of a unit hold."""
         return tuple([claim for _, gang in unit for claim in self.held(gang)])
 
 
