@@ -48,7 +48,7 @@ def test_who_runs_is_chosen_and_nobody_else_where_is_unchanged(data: st.DataObje
     waiting = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     of = asked_of(order, facts, gpus, waiting, units if max(units) >= 0 else None)
     choice = choose(of)
-    assert of.line.tolist() == choice.told.tolist()
+    assert of.line.tolist() == choice.queue.tolist()
     if of.is_unchanged:
         assert choice.is_chosen.tolist() == facts.is_running.tolist()
 
