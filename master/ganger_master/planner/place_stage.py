@@ -1,6 +1,6 @@
 """Place pending gangs one after the other, with the jobs that are preempted for them.
 
-A gang that fits nowhere gets devices of jobs that leave anyway, else devices of chosen jobs that are preempted or moved.
+A gang that fits nowhere gets devices of jobs that leave anyway, else of chosen jobs that are preempted or moved.
 Jobs further back do not take devices that are to be returned first, or that are kept for overdue jobs. The capacity
 index is left as it was.
 """
