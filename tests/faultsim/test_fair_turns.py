@@ -14,9 +14,9 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationTerms, Moving
-from ganger_master.planner.rate_registry import Attained
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
+from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
+from ganger_master.planner.rate_registry import AttainedService
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.policies import policy_named
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
@@ -37,8 +37,8 @@ class Shared:
             self.cluster.add_node(f"n{number}", SERVER, {"rotation": "yes"}, lambda one: DaemonTurns(one, turns))
         self.cluster.run_for(5.0)
         self.remembered = NOTHING
-        self.moving = Moving()
-        self.attained = Attained()
+        self.moving = MigrationMemory()
+        self.attained = AttainedService()
         self.together = ColocationRates()
         self.steps: dict[int, int] = {}
         self.cluster.engine.after(PASS_S, self._plan)
@@ -91,7 +91,7 @@ class Shared:
             moved, self.moving, _, _ = plan_moves(
                 lambda kept_out, may_stop, found=found: found, terms, table, now, CapacityIndex(state.view.copy()),
                 self.moving,
-                NOTHING_KEPT_OUT, False,
+                NONE_EXCLUDED, False,
             )  # fmt: skip
             found = moved
         if found.changes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.rate_registry import Attained
+from ganger_master.planner.rate_registry import AttainedService
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from ganger_master.planner.rate_registry import Attained
     ids=["one report", "steps all the time", "rests between", "steps that take long", "and rests", "goes back"],
 )
 def test_only_the_time_in_which_it_stepped_counts(reports: list[tuple[int, float]], seconds: float) -> None:
-    attained = Attained()
+    attained = AttainedService()
     for step, time_s in reports:
         attained.record(7, step, time_s)
     assert attained.received_s == {7: pytest.approx(seconds)}
 
 
 def test_who_has_ended_is_forgotten() -> None:
-    attained = Attained()
+    attained = AttainedService()
     for number in (7, 8):
         attained.record(number, 1, 1.0)
     attained.forget(7)

@@ -25,9 +25,9 @@ from ganger_master.core.model import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
-from ganger_master.planner.place_stage import Fitting
+from ganger_master.planner.place_stage import GangFitting
 from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.planner.terms import AS_ASKED, Claims
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.orders.registry import ORDERS
@@ -162,7 +162,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
     view, table = view_of(servers), LiveTable(learns=False)
     rows = [replace(row, version=0) for row in view.rows()]
     twins = [
-        Fitting(one, CapacityIndex(view.copy()), table, NOW, NOTHING_KEPT_OUT, AS_ASKED)
+        GangFitting(one, CapacityIndex(view.copy()), table, NOW, NONE_EXCLUDED, AS_ASKED)
         for one in (BY_COUNTS, IN_A_ROOM)
     ]
     held: list[Claims] = []
@@ -187,6 +187,6 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
 def test_who_accepts_fewer_devices_finds_them_where_the_counts_have_too_few() -> None:
     room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
     placement = _yielding(BY_COUNTS, {job.shape: 2})
-    fitting = Fitting(placement, room, LiveTable(learns=False), NOW, NOTHING_KEPT_OUT, AS_ASKED)
+    fitting = GangFitting(placement, room, LiveTable(learns=False), NOW, NONE_EXCLUDED, AS_ASKED)
     (claim,) = fitting._hold(job, frozenset(), set()) or ()
     assert claim.device_mask == 0b0111

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from core.drive import job_of
 from ganger_master.core.model import JobRecord
-from ganger_master.planner.job_estimates import MOST_POINTS, Foreseen, LossReport
+from ganger_master.planner.job_estimates import MOST_POINTS, JobEstimates, LossReport
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate
 from msgspec.structs import replace
 
@@ -30,16 +30,16 @@ def job(least_decrease: float = 0.0, passes: int = 1, number: int = 1) -> JobRec
     return JobRecord(number, "", "", spec, 0.0)
 
 
-def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, float] | None = None) -> Foreseen:
+def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, float] | None = None) -> JobEstimates:
     """A job whose loss falls from 1.1 to a tenth, by half of the rest in ten passes of a hundred steps."""
-    foreseen = Foreseen(Measured({1: 10.0, 2: 18.0} if rates is None else rates))
+    foreseen = JobEstimates(Measured({1: 10.0, 2: 18.0} if rates is None else rates))
     for step in range(every, steps + 1, every):
         loss = 1.0 / (0.1 * step / PASS + 1.0) + 0.1
         foreseen.record(1, LossReport(step, loss, step // PASS, in_all))
     return foreseen
 
 
-def belief(foreseen: Foreseen, of: JobRecord) -> OptimusEstimate:
+def belief(foreseen: JobEstimates, of: JobRecord) -> OptimusEstimate:
     (found,) = foreseen.believed(4)([(of, None)])
     return found
 
@@ -111,7 +111,7 @@ def test_a_loss_that_is_none_is_no_point() -> None:
 
 
 def test_who_was_first_heard_of_in_a_pass_is_taken_to_be_in_its_middle_until_the_next_begins() -> None:
-    foreseen = Foreseen(Measured({1: 10.0}))
+    foreseen = JobEstimates(Measured({1: 10.0}))
     foreseen.record(1, LossReport(460, 0.5, 4, 10))
     assert belief(foreseen, job()).steps_left == pytest.approx(10 * 460 / 4.5 - 460)
     foreseen.record(1, LossReport(500, 0.5, 5, 10))

@@ -17,10 +17,10 @@ from ganger_master.core.model import Gang, JobRecord, JobSpec, ObservedPhase
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.job_estimates import Foreseen, LossReport
+from ganger_master.planner.job_estimates import JobEstimates, LossReport
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
@@ -46,7 +46,7 @@ class Weighed(World):
     def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
         return [OptimusEstimate(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
-    def changes(self, may_stop: bool = True, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[Change]:
+    def changes(self, may_stop: bool = True, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[Change]:
         """Of a pass, all of which must be approved."""
         table = LiveTable()
         for job in self.state.jobs.values():
@@ -75,7 +75,7 @@ class Weighed(World):
         self.resizing = found.resizing
         return list(found.changes)
 
-    def proposed(self, may_stop: bool = True, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int, int]]:
+    def proposed(self, may_stop: bool = True, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int, int]]:
         return [(one.kind, one.number, devices_of(one.claims)) for one in self.changes(may_stop, kept_out)]
 
     def rests(self, number: int) -> None:
@@ -110,7 +110,7 @@ class Reporting(Weighed):
     def __init__(self) -> None:
         super().__init__()
         self.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=2.0, window_steps=5))
-        self.foreseen = Foreseen(self.speeds)
+        self.foreseen = JobEstimates(self.speeds)
         self.halves: dict[int, float] = {}
         self.done: dict[int, float] = {}
 
@@ -286,4 +286,4 @@ def test_room_that_is_not_on_its_way_is_not_kept_from_newcomers() -> None:
 def test_who_is_on_an_errand_does_not_grow_meanwhile() -> None:
     drive = Weighed()
     drive.running(elastic(1, 1, 4))
-    assert drive.proposed(kept_out=KeptOut(not_stopped={1})) == []
+    assert drive.proposed(kept_out=ExcludedJobs(not_stopped={1})) == []

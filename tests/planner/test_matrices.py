@@ -33,7 +33,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SlicedJob, plan_matrices, rows_of
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING, Fairness
 from ganger_master.policies import policy_named
 from ganger_master.rpc import plan_messages
@@ -75,7 +75,7 @@ class Sharing(Drive):
         return [self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in found]
 
     def plan(
-        self, quantum_s: float | None = 60.0, kept_out: KeptOut = NOTHING_KEPT_OUT, fairness: Fairness = NOTHING
+        self, quantum_s: float | None = 60.0, kept_out: ExcludedJobs = NONE_EXCLUDED, fairness: Fairness = NOTHING
     ) -> tuple[Change, ...]:
         table = LiveTable()
         for job in self.state.jobs.values():
@@ -496,7 +496,7 @@ def test_what_was_refused_is_not_asked_again_at_once() -> None:
     drive = Sharing()
     _, second = drive.submitted(job_of(4), job_of(4))
     drive.go_on()
-    assert drive.plan(kept_out=KeptOut(not_started=frozenset({second}))) == ()
+    assert drive.plan(kept_out=ExcludedJobs(not_started=frozenset({second}))) == ()
 
 
 def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:

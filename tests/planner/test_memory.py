@@ -17,8 +17,8 @@ from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
-from ganger_master.planner.migration_context import Moving
-from ganger_master.planner.packs import Packs
+from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.packs import Colocations
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.shared import Shared
 from ganger_master.planner.speeds import SpeedsByGpus
@@ -95,12 +95,14 @@ def test_every_value_comes_back_as_it_was(seed: int) -> None:
 def test_what_was_learned_of_contention_says_the_same_afterwards() -> None:
     load = (Pressure(0.5, 1e9), Pressure(0.6, 1e9))
     known = learn(UNKNOWN_DEVICE, [ColocationTrial(load, (0.8, 0.7))])
-    (after,) = anew(PlannerMemory(Shared(packs=Packs(contention={"gpu": known})))).shared.packs.contention.values()
+    (after,) = anew(
+        PlannerMemory(Shared(packs=Colocations(contention={"gpu": known})))
+    ).shared.packs.contention.values()
     assert forecast(load, 1e11, after) == forecast(load, 1e11, known) != forecast(load, 1e11)
 
 
 def test_what_the_pass_beside_it_said_last_is_not_noted_but_asked_for_anew() -> None:
-    assert anew(PlannerMemory(moving=Moving(found=PlanDraft()))) == PlannerMemory()
+    assert anew(PlannerMemory(moving=MigrationMemory(found=PlanDraft()))) == PlannerMemory()
 
 
 # -- bad notes
@@ -240,7 +242,7 @@ def test_a_pack_of_which_the_note_does_not_know_is_taken_apart_though_the_rates_
     drive = Tried()
     (guest,) = [number for kind, number in drive.plan(test_packs_pass.Seen()) if kind == "MOVE"]
     drive.move_in(guest)
-    drive.packs = Packs()
+    drive.packs = Colocations()
     assert drive.plan(drive.together(SLOWER)) == [("SUSPEND", guest)]
 
 

@@ -17,11 +17,11 @@ from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_nobody, plan_moves
-from ganger_master.planner.migration_context import MigrationTerms, Moving
-from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.totals import capacity_of
 from msgspec.structs import replace
 from planner.test_passes import Planned
@@ -64,13 +64,13 @@ class Moved(Planned):
 
     def __init__(self, nodes: int = 2, policy: str = "fifo-backfill+first-fit+defrag") -> None:
         super().__init__(nodes, policy)
-        self.moving = Moving()
+        self.moving = MigrationMemory()
         self.again_s = float("inf")
         self.findings: tuple[TrialFinding, ...] = ()
         self.rates = Rates()
         self.per_hour: float | None = None
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> PlanDraft:
+    def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -79,7 +79,7 @@ class Moved(Planned):
         capacity, room = capacity_of(view, table), CapacityIndex(view)
         policy = self.policy
 
-        def inner(kept_out: KeptOut, may_stop: bool) -> PlanDraft:
+        def inner(kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
             return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
 
         terms = MigrationTerms(
@@ -104,7 +104,7 @@ class Moved(Planned):
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
-    def proposed(self, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
+    def proposed(self, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         found = self.found(kept_out)
         answer = self.step(ProposePlan(found.changes, promises=self.moving.promises, findings=self.findings))
         assert isinstance(answer, PlanAnswer)
@@ -340,7 +340,7 @@ def test_of_two_planners_the_second_finds_what_the_first_began() -> None:
     large = drive.submit(together(4))
     drive.now += 10.0
     ((_, moved),) = drive.proposed()
-    drive.moving = Moving()
+    drive.moving = MigrationMemory()
     assert drive.proposed() == []
     drive.moves(moved)
     assert drive.proposed() == [("START", large)]
@@ -354,7 +354,7 @@ def between(*gpus: int) -> tuple[Moved, int, list[int]]:
     assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 2
     drive.rates.rates[pair] = 10.0
     seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
-    drive.moving = Moving(brought=Brought(points={"alike": seen}))
+    drive.moving = MigrationMemory(brought=MigrationOutcomes(points={"alike": seen}))
     return drive, pair, others
 
 

@@ -11,10 +11,10 @@ from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms
-from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.shared import NOTHING, plan_shared
 from msgspec.structs import replace
 from planner.test_moves import Moved, Rates, together
@@ -35,7 +35,7 @@ class Shared(Moved):
         self.rates = Busy()
         self.remembered = NOTHING
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = False) -> PlanDraft:
+    def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = False) -> PlanDraft:
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -56,7 +56,7 @@ class Shared(Moved):
             return found
         terms = MigrationTerms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
         moved, self.moving, self.findings, self.again_s = plan_moves(
-            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NOTHING_KEPT_OUT, False
+            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NONE_EXCLUDED, False
         )
         return moved
 
@@ -68,7 +68,7 @@ def resting() -> tuple[Shared, int]:
     pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(LocalityLevel.CLUSTER)), seconds=1_000.0)
     drive.rates.rates[pair] = 10.0
     seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
-    drive.moving = dataclasses.replace(drive.moving, brought=Brought(points={"alike": seen}))
+    drive.moving = dataclasses.replace(drive.moving, brought=MigrationOutcomes(points={"alike": seen}))
     drive.ends(leaves)
     drive.running(together(2))
     drive.runs(pair)

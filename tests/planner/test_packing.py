@@ -15,7 +15,7 @@ from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import LEAST_SPEED
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
@@ -49,7 +49,7 @@ class Packed(Drive):
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
         return table
 
-    def plan(self, seen: JobRates | None = None, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
+    def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         """What is proposed, and what of it was approved is remembered."""
         before, view = self.packing, self.state.view.copy()
         changes, self.packing, self.found = plan_packing(
@@ -218,7 +218,7 @@ def test_nobody_is_packed_for_one_whom_no_device_would_help() -> None:
         assert drive.plan() == []
     drive = Packed()
     refused = drive.wait_for(4)
-    assert drive.plan(kept_out=KeptOut(not_started=frozenset({refused}))) == []
+    assert drive.plan(kept_out=ExcludedJobs(not_started=frozenset({refused}))) == []
     assert drive.plan() != []
 
 

@@ -13,7 +13,7 @@ from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import Packs, plan_packs, with_refusals
+from ganger_master.planner.packs import Colocations, plan_packs, with_refusals
 from ganger_master.policies.colocation_choice import ALONE_WINDOWS
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
@@ -54,7 +54,7 @@ class Tried(Packing):
     def __init__(self) -> None:
         super().__init__()
         self.pair = [self.run(small()), self.run(small())]
-        self.packs = Packs()
+        self.packs = Colocations()
         self.found: tuple[TrialFinding, ...] = ()
 
     def plan(self, seen: Seen, is_crowded: bool = True) -> list[tuple[str, int]]:
@@ -196,7 +196,7 @@ def test_a_trial_in_which_somebody_stops_getting_on_is_over_after_an_hour_and_wh
 
 def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_they_did_alone(tried: Tried) -> None:
     guest = tried.packs.packs[0].guest
-    tried.packs = Packs()
+    tried.packs = Colocations()
     seen = tried.together(SLOWER)
     assert tried.plan(Seen(seen.now, seen.mates, windows=0)) == [("SUSPEND", guest)]
     (stopped,) = told(tried, "suspend_ordered")
@@ -206,9 +206,9 @@ def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_th
 def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tried: Tried) -> None:
     kept = tried.packs
     (pack,) = kept.packs
-    assert with_refusals(Packs(), kept, frozenset({pack.guest})) == Packs(tried=kept.tried - 1)
-    assert with_refusals(Packs(), kept, frozenset({99})) == kept
-    undone = Packs(tried=kept.tried)
+    assert with_refusals(Colocations(), kept, frozenset({pack.guest})) == Colocations(tried=kept.tried - 1)
+    assert with_refusals(Colocations(), kept, frozenset({99})) == kept
+    undone = Colocations(tried=kept.tried)
     assert with_refusals(kept, undone, frozenset({pack.guest})).packs == (pack,)
     assert with_refusals(kept, undone, frozenset()) == undone
 

@@ -19,7 +19,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.place_stage import nodes_for
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
 from ganger_master.planner.totals import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders.aging import WEEK_S
@@ -46,7 +46,7 @@ class Planned(Drive):
         assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
-    def found(self, kept_out: KeptOut = NOTHING_KEPT_OUT, may_stop: bool = True) -> PlanDraft:
+    def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = True) -> PlanDraft:
         table = LiveTable(quotas=self.state.settings.quota_devices)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
@@ -58,7 +58,7 @@ class Planned(Drive):
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
-    def proposed(self, kept_out: KeptOut = NOTHING_KEPT_OUT) -> list[tuple[str, int]]:
+    def proposed(self, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         """What a pass proposes, all of which must be approved."""
         changes = self.found(kept_out).changes
         answer = self.step(ProposePlan(changes))
@@ -107,15 +107,15 @@ def test_who_was_stopped_for_others_rests_until_somebody_may_be_stopped_again() 
     assert resting == {large}
     assert drive.proposed() == [("SUSPEND", large)]
     drive.rests(large)
-    assert drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False).changes[0].number == small
+    assert drive.found(NONE_EXCLUDED.resting(resting), may_stop=False).changes[0].number == small
     assert drive.proposed() == [("START", small)]
     drive.step(CancelJob(small))
     drive.seen_without("n1", small)
-    found = drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False)
+    found = drive.found(NONE_EXCLUDED.resting(resting), may_stop=False)
     assert (found.changes, found.line.tolist()) == ((), [large]), "it waits in line"
     (newcomer, change) = (
         drive.submit(job_of(1)),
-        drive.found(NOTHING_KEPT_OUT.resting(resting), may_stop=False).changes[0],
+        drive.found(NONE_EXCLUDED.resting(resting), may_stop=False).changes[0],
     )
     assert (change.kind, change.number) == ("START", newcomer), "for whom there is room at once"
     drive.step(CancelJob(newcomer))
@@ -192,21 +192,23 @@ def test_what_is_kept_out_leaves_its_place_to_others() -> None:
     drive = Planned(nodes=2)
     first, second = drive.submit(job_of(4)), drive.submit(job_of(4))
     third = drive.submit(job_of(4))
-    found = drive.found(KeptOut(not_started={first}))
+    found = drive.found(ExcludedJobs(not_started={first}))
     assert [change.number for change in found.changes] == [second, third]
     assert found.line.tolist() == [first, second, third]
     (taken,) = [change for change in drive.found().changes if change.number == first]
-    closed = KeptOut(nodes={first: frozenset({taken.claims[0].node})})
+    closed = ExcludedJobs(nodes={first: frozenset({taken.claims[0].node})})
     (elsewhere,) = [change for change in drive.found(closed).changes if change.number == first]
     assert elsewhere.claims[0].node != taken.claims[0].node
-    assert not [c for c in drive.found(KeptOut(nodes={first: frozenset({"n1", "n2"})})).changes if c.number == first]
+    assert not [
+        c for c in drive.found(ExcludedJobs(nodes={first: frozenset({"n1", "n2"})})).changes if c.number == first
+    ]
 
 
 def test_who_is_not_to_be_stopped_stays_though_others_go_first() -> None:
     drive = Planned()
     old = drive.running(job_of(4), seconds=50.0)
     drive.submit(job_of(1))
-    assert drive.found(KeptOut(not_stopped={old})).changes == ()
+    assert drive.found(ExcludedJobs(not_stopped={old})).changes == ()
     assert [change.number for change in drive.found().changes] == [old]
 
 
@@ -245,7 +247,9 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     assert (found.changes, found.line.tolist()) == ((), [wide, small])
     assert found.unplaced == frozenset(), "a planner that left it out for a while would let others pass"
     # As if the nodes on which two could be had left: nobody waits for what will not come.
-    assert [change.number for change in drive.found(KeptOut(nodes={wide: frozenset({"n1", "n2"})})).changes] == [small]
+    assert [change.number for change in drive.found(ExcludedJobs(nodes={wide: frozenset({"n1", "n2"})})).changes] == [
+        small
+    ]
 
 
 def test_a_gang_that_waits_too_long_has_nothing_kept_where_it_could_not_be() -> None:
@@ -284,7 +288,7 @@ STOP, START = Change(1, 1, "SUSPEND"), Change(2, 1, "START")
 def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -> None:
     refused = RefusalBackoff()
     refused.note(START, [Refusal(Reason.STALE_REVISION)], 10.0)
-    assert refused.at(10.0) is NOTHING_KEPT_OUT
+    assert refused.at(10.0) is NONE_EXCLUDED
     assert refused.next_s == float("inf")
     refused.note(STOP, [Refusal(Reason.LEVEL_UNAVAILABLE)], 10.0)
     refused.note(START, [Refusal(Reason.QUOTA)], 12.0)
@@ -292,7 +296,7 @@ def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -
     assert refused.next_s == 15.0
     assert (refused.at(15.0).not_stopped, refused.at(15.0).not_started) == (set(), {2})
     refused.forget(2)
-    assert refused.at(15.0) is NOTHING_KEPT_OUT
+    assert refused.at(15.0) is NONE_EXCLUDED
 
 
 def test_nodes_that_are_closed_to_a_job_add_up() -> None:
@@ -301,14 +305,14 @@ def test_nodes_that_are_closed_to_a_job_add_up() -> None:
         refused.note(START, [Refusal(Reason.STORAGE_NOT_SHARED, node=node)], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1", "n2"}}
     assert refused.at(20.0).not_started == frozenset()
-    assert refused.at(911.0) is NOTHING_KEPT_OUT
+    assert refused.at(911.0) is NONE_EXCLUDED
 
 
 def test_a_node_on_which_launches_failed_is_looked_at_again_soon() -> None:
     refused = RefusalBackoff()
     refused.note(START, [Refusal(Reason.LAUNCH_FAILED, node="n1")], 10.0)
     assert refused.at(20.0).nodes == {2: {"n1"}}
-    assert refused.at(41.0) is NOTHING_KEPT_OUT
+    assert refused.at(41.0) is NONE_EXCLUDED
 
 
 def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planner.memory import PlannerMemory
-from ganger_master.planner.migration_context import Moving
+from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner_process.run import Planner
 from ganger_master.planner_process.shell import Note
 
@@ -18,7 +18,7 @@ POLICY, NOW = "gandiva", 1_000.0
 
 
 def memory(now: float) -> PlannerMemory:
-    return PlannerMemory(moving=Moving(moved_at={7: now}))
+    return PlannerMemory(moving=MigrationMemory(moved_at={7: now}))
 
 
 def recall(path: Path | None, policy: str = POLICY) -> PlannerMemory | None:

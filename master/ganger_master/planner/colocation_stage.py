@@ -24,8 +24,8 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import GangIntent, JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import JobRates, Packs, is_settled, may_be_slower, plan_packs, with_refusals
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_be_slower, plan_packs, with_refusals
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.slices import as_held
 from ganger_master.policies.colocation_choice import Berth
 from ganger_master.policies.placements import PlacementPreference, Want
@@ -49,7 +49,7 @@ class OrderColocation:
     """What is remembered. `looked_s`: when it was last looked what could be packed; `is_quiet`: nothing could.
     `halved`: numbers of those whose packs have ended, and who have not all of their cores back."""
 
-    packs: Packs = field(default_factory=Packs)
+    packs: Colocations = field(default_factory=Colocations)
     looked_s: float = -math.inf
     is_quiet: bool = False
     halved: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ def plan_packing(
     seen: JobRates,
     gpus: int,
     plan_every_s: float,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
 ) -> tuple[tuple[Change, ...], OrderColocation, tuple[TrialFinding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     Ask once other plans have nothing to change. `plan_every_s`: the least time between two plans that stop somebody.
@@ -108,7 +108,7 @@ def shape_for_two(job: JobRecord) -> GangShape:
 class _Waiting:
     """Those who wait for devices, and could use some."""
 
-    def __init__(self, table: LiveTable, view: View, gpus: int, kept_out: KeptOut) -> None:
+    def __init__(self, table: LiveTable, view: View, gpus: int, kept_out: ExcludedJobs) -> None:
         self._table, self._view = table, view
         self._lacking: dict[tuple[str, int], int] = {}
         kinds = {"", *[made.device_type for made in view.sets.values()]}
@@ -162,8 +162,8 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
 
 
 def _apart(
-    packs: Packs, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
-) -> tuple[tuple[Change, ...], Packs]:
+    packs: Colocations, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
+) -> tuple[tuple[Change, ...], Colocations]:
     """Guests go to devices of their own, as far as there are any."""
     room.refresh()
     trying = WhatIf(room)

@@ -28,7 +28,7 @@ _REFIT: Final = 1.2
 _ALIKE: Final = 0.05
 
 
-class Fits:
+class FitCache:
     """By job number. One writer."""
 
     def __init__(self) -> None:
@@ -120,12 +120,12 @@ class _Known:
 Remembered: TypeAlias = Mapping[int, _Known]
 
 
-class Foreseen:
+class JobEstimates:
     """By job number; one writer. Lost, it is measured again."""
 
     def __init__(self, rates: RatesByGpusSource) -> None:
         self._rates = rates
-        self._fits = Fits()
+        self._fits = FitCache()
         self._jobs: dict[int, _Known] = {}
 
     def record(self, number: int, report: LossReport) -> None:

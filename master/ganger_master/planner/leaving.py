@@ -20,10 +20,10 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import (
+    Colocation,
+    Colocations,
     JobRates,
-    Leaving,
-    Pack,
-    Packs,
+    TimesliceExit,
     is_resting,
     is_settled,
     move_in,
@@ -38,11 +38,13 @@ _LONGEST_S: Final = 120.0
 _Pair: TypeAlias = tuple[JobRecord, Gang]
 
 
-def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: JobRates) -> tuple[tuple[Change, ...], Packs]:
+def follow(
+    packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates
+) -> tuple[tuple[Change, ...], Colocations]:
     """The changes to propose now, and what to remember if they are proposed."""
     changes: list[Change] = []
-    leaving: list[Leaving] = []
-    begun: list[Pack] = []
+    leaving: list[TimesliceExit] = []
+    begun: list[Colocation] = []
     failed = packs.failed
     for one in packs.leaving:
         host, guest = _of(table, one.host), _of(table, one.guest)
@@ -57,7 +59,7 @@ def follow(packs: Packs, table: LiveTable, view: View, now: float, seen: JobRate
             changes.extend(_next(one, host, guest))
         elif together := move_in(one.proposal, host, guest, view):
             changes.extend(together)
-            begun.append(Pack(one.proposal, now))
+            begun.append(Colocation(one.proposal, now))
         else:
             failed = failed.noted(one.proposal.pair, now)
     parting = []
@@ -84,7 +86,7 @@ def _of(table: LiveTable, number: int) -> _Pair | None:
     return found[0], found[1]
 
 
-def _next(one: Leaving, host: _Pair, guest: _Pair) -> Sequence[Change]:
+def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[Change]:
     purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
     if _may_rest(*guest):
         return [parking(*guest, purpose)]

@@ -19,8 +19,8 @@ from msgspec.structs import replace as replace_of
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
-from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, Looked
-from ganger_master.planner.migration_plans import Errand, is_waiting
+from ganger_master.planner.migration_context import MOST_AT_ONCE, MakeRoomLook, MigrationContext
+from ganger_master.planner.migration_plans import MigrationPlan, is_waiting
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import SLACK_S
@@ -35,20 +35,20 @@ _LOWEST: Final = -1000
 # A hole that was not there is looked for again when more is free, or when the gang has waited so much longer.
 _LOOK_AGAIN: Final = 2.0
 _LEAST_LOOK_S: Final = 5.0
-_NEVER: Final = Looked(-math.inf, 0)
+_NEVER: Final = MakeRoomLook(-math.inf, 0)
 
 
-class Holes:
+class MakeRoomSearch:
     """Of one pass. `looked`: as the last pass left it."""
 
-    def __init__(self, acting: Acting, looked: Mapping[int, Looked]) -> None:
+    def __init__(self, acting: MigrationContext, looked: Mapping[int, MakeRoomLook]) -> None:
         self._acting = acting
         self._looked = dict(looked)
         # Whose hole will be worth it soon: nobody is stopped for them meanwhile.
         self.soon: set[int] = set()
 
     @property
-    def looked(self) -> dict[int, Looked]:
+    def looked(self) -> dict[int, MakeRoomLook]:
         """To be remembered."""
         return {number: looked for number, looked in self._looked.items() if is_waiting(self._acting.table, number)}
 
@@ -64,7 +64,7 @@ class Holes:
         urgent = table.most_urgent_waiting
         return table.least_waiting_gpus <= self._acting.free or (urgent is not None and urgent > least)
 
-    def given_up(self, errands: Iterable[Errand]) -> None:
+    def given_up(self, errands: Iterable[MigrationPlan]) -> None:
         for errand in errands:
             self._look_later(errand.waiting)
 
@@ -117,7 +117,7 @@ class Holes:
             is_soon = worth_s <= waited + _SOON_S
             if is_soon:
                 self.soon.add(job.number)
-            self._looked[job.number] = Looked(job.pending_since + worth_s, acting.free, is_soon)
+            self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, acting.free, is_soon)
             acting.come_back(job.pending_since + worth_s)
             return
         if acting.under_way + len(hole.moves) > MOST_AT_ONCE:
@@ -170,7 +170,7 @@ class Holes:
         if got is not None:
             waited = max(_LEAST_LOOK_S, acting.now - got[0].pending_since)
             again_s = acting.now + (_LOOK_AGAIN - 1.0) * waited
-            self._looked[number] = Looked(max(again_s, acting.now + _LEAST_LOOK_S), acting.free)
+            self._looked[number] = MakeRoomLook(max(again_s, acting.now + _LEAST_LOOK_S), acting.free)
             acting.come_back(self._looked[number].again_s)
 
 

@@ -33,7 +33,7 @@ from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
@@ -88,7 +88,7 @@ def plan_matrices(
     now: float,
     room: CapacityIndex,
     quantum_s: float | None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     busy: Collection[int] = (),
     fairness: Fairness = NOTHING_OWED,
     draining: Collection[str] = (),
@@ -198,7 +198,7 @@ def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
     return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
-def _waiting(table: LiveTable, kept_out: KeptOut) -> list[tuple[JobRecord, Gang | None]]:
+def _waiting(table: LiveTable, kept_out: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
     """Pending jobs, each with the gang in which it rests in host memory since a user suspended it, if there is one."""
     found: list[tuple[JobRecord, Gang | None]] = []
     for job in table.waiting_jobs(_WAITING_MOST):
@@ -318,7 +318,7 @@ class _Joining:
     """Time-sliced jobs and jobs that are to join them. Each place found counts for the next search."""
 
     def __init__(
-        self, view: View, running: Iterable[tuple[JobRecord, Gang]], kept_out: KeptOut, filling: _Filling
+        self, view: View, running: Iterable[tuple[JobRecord, Gang]], kept_out: ExcludedJobs, filling: _Filling
     ) -> None:
         self._view, self._filling = view, filling
         # Missing host memory, for each parked job that can resume once there is enough.

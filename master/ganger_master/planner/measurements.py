@@ -18,8 +18,8 @@ from ganger_master.planner import rate_registry as attained
 from ganger_master.planner import speeds
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
-from ganger_master.planner.job_estimates import Foreseen, LossReport
-from ganger_master.planner.rate_registry import Attained
+from ganger_master.planner.job_estimates import JobEstimates, LossReport
+from ganger_master.planner.rate_registry import AttainedService
 from ganger_master.planner.speeds import SpeedsByGpus
 
 
@@ -53,9 +53,9 @@ class Measurements:
     def __init__(self, pace: TrialPace) -> None:
         self.measured = CoreProfiles(pace)
         self.together = ColocationRates(pace)
-        self.attained = Attained()
+        self.attained = AttainedService()
         self.speeds = SpeedsByGpus(pace)
-        self.foreseen = Foreseen(self.speeds)
+        self.foreseen = JobEstimates(self.speeds)
         self.weighs_sizes = False
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:

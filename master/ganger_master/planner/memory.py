@@ -23,7 +23,7 @@ from ganger_master.planner.colocation_stage import OrderColocation
 from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.measurements import RememberedRates
-from ganger_master.planner.migration_context import Moving
+from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.shared import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
@@ -37,7 +37,7 @@ class PlannerMemory:
 
     shared: Shared = NOTHING
     packing: OrderColocation = field(default_factory=OrderColocation)
-    moving: Moving = field(default_factory=Moving)
+    moving: MigrationMemory = field(default_factory=MigrationMemory)
     growing: GrowthTrials = field(default_factory=GrowthTrials)
     resizing: Resizing = NOTHING_UNDER_WAY
     measured: RememberedRates = field(default_factory=RememberedRates)

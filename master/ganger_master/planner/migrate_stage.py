@@ -25,13 +25,13 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable, shares_devices
-from ganger_master.planner.make_room import Holes
-from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting, MigrationTerms, Moving
-from ganger_master.planner.migration_outcomes import Brought
-from ganger_master.planner.migration_plans import Errand, carry_on, is_free, keep
-from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, Tidying
+from ganger_master.planner.make_room import MakeRoomSearch
+from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory, MigrationTerms
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
+from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
+from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import KeptOut
+from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 from ganger_master.policies.placements import Want
@@ -39,7 +39,7 @@ from ganger_master.policies.placements import Want
 _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
-def drain(acting: Acting, node: str) -> None:
+def drain(acting: MigrationContext, node: str) -> None:
     """Who can leave does, also where others have to make room; who cannot is parked on storage."""
     busy = acting.busy
     gangs = [one for number, (_, _, one) in acting.gangs.items() if number not in busy]
@@ -62,7 +62,7 @@ def _is_anybody_on_the_way(table: LiveTable) -> bool:
     return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
 
 
-def _sharing(acting: Acting, node: str) -> list[JobRecord]:
+def _sharing(acting: MigrationContext, node: str) -> list[JobRecord]:
     """Who is on a node beside others, at once or in turns. The master has moved those for whom devices are free, and
     where they could take turns they are sent by those who make matrices, before anybody is asked for here: once all who
     share devices run, nobody else makes room for them."""
@@ -80,7 +80,7 @@ def _sharing(acting: Acting, node: str) -> list[JobRecord]:
     ]
 
 
-def parked(acting: Acting) -> list[tuple[JobRecord, Gang]]:
+def parked(acting: MigrationContext) -> list[tuple[JobRecord, Gang]]:
     """Who rests in host memory because a plan said so, and is on no errand, first one first."""
     busy = acting.busy
     found = [
@@ -91,7 +91,7 @@ def parked(acting: Acting) -> list[tuple[JobRecord, Gang]]:
     return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
 
 
-def bring_back(acting: Acting, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
+def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
     """Where it was, if that is free, else elsewhere out of its memory."""
     for job, gang in pairs:
         purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))
@@ -106,7 +106,7 @@ def bring_back(acting: Acting, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
             acting.trying.take(claims)
 
 
-Inner = Callable[[KeptOut, bool], PlanDraft]
+Inner = Callable[[ExcludedJobs, bool], PlanDraft]
 
 
 def plan_moves(
@@ -115,25 +115,27 @@ def plan_moves(
     table: LiveTable,
     now: float,
     room: CapacityIndex,
-    moving: Moving,
-    kept_out: KeptOut,
+    moving: MigrationMemory,
+    kept_out: ExcludedJobs,
     may_stop: bool,
     is_news: bool = True,
-) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
+) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
     """The changes to propose now, those of `inner` among them; what to remember if they are proposed; what was found of
     moves before; and when to ask again though nothing happens. `inner` is asked with the room as it is without what
     moves need, and for whom it is to find no place; unless there `is_news` it would say what it said last. The room is
     left as it was."""
     room.refresh()
     trying = WhatIf(room)
-    planner = _Pass(Acting(terms, table, now, trying), moving)
+    planner = _Pass(MigrationContext(terms, table, now, trying), moving)
     try:
         return planner.run(inner, kept_out, may_stop, is_news)
     finally:
         trying.undo()
 
 
-def moves_nobody(moving: Moving, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex) -> bool:
+def moves_nobody(
+    moving: MigrationMemory, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex
+) -> bool:
     """Whether a pass that may stop nobody would move nobody and find nothing, for whoever waits needs more than there
     is: cheaper than to ask it."""
     room.refresh()
@@ -151,16 +153,16 @@ def moves_nobody(moving: Moving, terms: MigrationTerms, table: LiveTable, now: f
 
 
 class _Pass:
-    def __init__(self, acting: Acting, moving: Moving) -> None:
+    def __init__(self, acting: MigrationContext, moving: MigrationMemory) -> None:
         self._acting = acting
         self._old = moving
         now = acting.now
         self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
-        self._holes = Holes(acting, moving.looked)
+        self._holes = MakeRoomSearch(acting, moving.looked)
 
     def run(
-        self, inner: Inner, kept_out: KeptOut, may_stop: bool, is_news: bool
-    ) -> tuple[PlanDraft, Moving, tuple[TrialFinding, ...], float]:
+        self, inner: Inner, kept_out: ExcludedJobs, may_stop: bool, is_news: bool
+    ) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
         acting, table, terms = self._acting, self._acting.table, self._acting.terms
         carried = carry_on(self._old.errands, table, acting.trying, acting.now)
         self._holes.given_up(carried.given_up)
@@ -187,7 +189,7 @@ class _Pass:
                 found = inner(self._kept_out(kept_out), True)
                 self._take_starts(found)
         bring_back(acting, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
-        tidying = Tidying(acting, brought, self._moved_at, self._old.closer_s, self._old.closer_again_s)
+        tidying = OpportunisticMigration(acting, brought, self._moved_at, self._old.closer_s, self._old.closer_again_s)
         tidying.go_back()
         if not acting.errands and not found.changes:
             tidying.closer()
@@ -203,7 +205,7 @@ class _Pass:
             # Else there is an errand or a change in its way, whose end is news.
             acting.come_back(tidying.closer_again_s)
         plain = None if found.changes else found
-        moving = Moving(
+        moving = MigrationMemory(
             errands=tuple(acting.errands),
             looked=self._holes.looked,
             moved_at=self._moved_at,
@@ -214,7 +216,7 @@ class _Pass:
         )
         return self._with_own(found), moving, findings, acting.again_s
 
-    def _begun(self, brought: Brought) -> Brought:
+    def _begun(self, brought: MigrationOutcomes) -> MigrationOutcomes:
         """With the moves that begin now. Who rests in host memory on its way is measured before it rests."""
         acting = self._acting
         bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
@@ -239,7 +241,7 @@ class _Pass:
         line = np.concatenate((starts, found.line)) if len(starts) else found.line
         return replace(found, changes=(*self._acting.changes, *others), line=line)
 
-    def _kept_out(self, kept_out: KeptOut) -> KeptOut:
+    def _kept_out(self, kept_out: ExcludedJobs) -> ExcludedJobs:
         """Who is on an errand, or is sent on one, is nobody else's to start or to stop."""
         numbers = self._acting.busy | self._acting.changed | self._holes.soon
         if not numbers:
@@ -254,7 +256,7 @@ class _Pass:
             if change.kind == "START" and change.number not in own and is_free(acting.room.view, change.claims):
                 acting.trying.take(change.claims)
 
-    def _keep_for(self, errands: Iterable[Errand]) -> None:
+    def _keep_for(self, errands: Iterable[MigrationPlan]) -> None:
         """What errands that have just begun need, in a room that does not know of them."""
         for errand in errands:
             for leg in errand.legs:

@@ -21,8 +21,8 @@ from ganger_master.core.commands import Change, Promise
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.planner.job_table import LiveTable, is_shared
-from ganger_master.planner.migration_outcomes import Brought, Nobody, Rated
-from ganger_master.planner.migration_plans import Errand, MigrationStep, Stage, carry_on, stage_of
+from ganger_master.planner.migration_outcomes import MigrationOutcomes, NoRates, RateSource
+from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order
 from ganger_master.policies.migration_choice import movable
@@ -71,7 +71,7 @@ MOST_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class MakeRoomLook:
     """When a gang's hole is looked for again: then, or when more devices are `free`. `is_found`: there is one, which
     will be worth it soon."""
 
@@ -81,14 +81,14 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class MigrationMemory:
     """What is remembered; lost, it costs some moves twice."""
 
-    errands: tuple[Errand, ...] = ()
-    looked: Mapping[int, Looked] = field(default_factory=dict)
+    errands: tuple[MigrationPlan, ...] = ()
+    looked: Mapping[int, MakeRoomLook] = field(default_factory=dict)
     # When each job was last sent away, for a while.
     moved_at: Mapping[int, float] = field(default_factory=dict)
-    brought: Brought = field(default_factory=Brought)
+    brought: MigrationOutcomes = field(default_factory=MigrationOutcomes)
     # When who lies badly was looked for last, and when they are again though nothing happens.
     closer_s: float = -math.inf
     closer_again_s: float = math.inf
@@ -112,11 +112,11 @@ class MigrationTerms:
     holes: bool = True
     is_strict: bool = False
     per_hour: float | None = None
-    rated: Rated = field(default_factory=Nobody)
+    rated: RateSource = field(default_factory=NoRates)
     on_trial: frozenset[int] = frozenset()
 
 
-class Acting:
+class MigrationContext:
     """`trying` is the room, with all taken that has been begun."""
 
     def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: WhatIf) -> None:
@@ -125,7 +125,7 @@ class Acting:
         self.now = now
         self.trying = trying
         self.room = trying.room
-        self.errands: list[Errand] = []
+        self.errands: list[MigrationPlan] = []
         self.changes: list[Change] = []
         self.again_s = math.inf
 
@@ -224,7 +224,7 @@ class Acting:
             legs.append(
                 MigrationStep(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest)
             )
-        errand = Errand(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
+        errand = MigrationPlan(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
         carried = carry_on([errand], self.table, self.trying, self.now)
         self.errands.extend(carried.errands)
         self.changes.extend(carried.changes)

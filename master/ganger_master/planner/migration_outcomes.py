@@ -52,7 +52,7 @@ _FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
 Points: TypeAlias = tuple[LocalityPoint, ...]
 
 
-class Rated(Protocol):
+class RateSource(Protocol):
     """What is measured of jobs, by number."""
 
     def present(self, number: int) -> tuple[float, ...]:
@@ -77,7 +77,7 @@ class Rated(Protocol):
         ...
 
 
-class Nobody:
+class NoRates:
     """Of whom nothing is measured."""
 
     def present(self, number: int) -> tuple[float, ...]:
@@ -109,7 +109,7 @@ class MigrationTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
+class OwedReturn:
     """A way back: a job that goes at `gain` times its pace of before, in `claims`, was faster in `source`."""
 
     source: Claims
@@ -119,15 +119,17 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class MigrationOutcomes:
     """What is remembered. `failed`: by kind of job and nodes where a move did not help; `owed`: who is to go back."""
 
     trials: Mapping[int, MigrationTrial] = field(default_factory=dict)
     failed: FailedTrials[Tried] = field(default_factory=FailedTrials)
     points: Mapping[str, Points] = field(default_factory=dict)
-    owed: Mapping[int, Owed] = field(default_factory=dict)
+    owed: Mapping[int, OwedReturn] = field(default_factory=dict)
 
-    def begun(self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: Rated, now: float) -> Brought:
+    def begun(
+        self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: RateSource, now: float
+    ) -> MigrationOutcomes:
         """With a move that begins now, be it that it goes to rest on its way; of whom too little was measured before,
         nothing is to be told afterwards."""
         before = rated.present(number)[-_MOST_BEFORE:]
@@ -145,10 +147,10 @@ class Brought:
         self,
         table: LiveTable,
         view: View,
-        rated: Rated,
+        rated: RateSource,
         now: float,
         takes: Callable[[JobRecord, Gang], tuple[float, float]],
-    ) -> tuple[Brought, tuple[TrialFinding, ...]]:
+    ) -> tuple[MigrationOutcomes, tuple[TrialFinding, ...]]:
         """After a look at all that were moved and of whom there may be more to see; and what was found. `takes`: for
         how long a job is expected to run yet, and to stand still for a move."""
         if now < self.look_s:
@@ -185,7 +187,7 @@ class Brought:
                 assert gang is not None, "it runs"
                 pays = trial.goal not in _FINAL and worth_going_back(gain, *takes(job, gang))
                 if pays:
-                    owed[number] = Owed(trial.source, trial.claims, gain, now + _LONGEST_S)
+                    owed[number] = OwedReturn(trial.source, trial.claims, gain, now + _LONGEST_S)
                 detail = _what_becomes(view, trial, pays=pays)
                 if judged.is_open:
                     detail = f"{len(after)} windows leave that open; {detail}"
@@ -195,9 +197,9 @@ class Brought:
                 points[kind] = (*points.pop(kind, ()), point)[-_MOST_POINTS:]
                 if len(points) > _MOST_KINDS:
                     del points[next(iter(points))]
-        return Brought(trials, failed, points, owed), tuple(findings)
+        return MigrationOutcomes(trials, failed, points, owed), tuple(findings)
 
-    def still_owed(self, table: LiveTable, now: float) -> Brought:
+    def still_owed(self, table: LiveTable, now: float) -> MigrationOutcomes:
         """Without those who are not any more where they were slow, or wait for their old place for too long."""
         if not self.owed:
             return self

@@ -44,7 +44,7 @@ class MigrationStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class MigrationPlan:
     """`waiting`: the number of the job whose place is `hole`; zero if it is for none. `saved`: GPU-seconds."""
 
     goal: Goal
@@ -91,18 +91,18 @@ def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
 
 
 @dataclass
-class Carried:
+class CarriedPlans:
     """What to propose now, whose places are taken in the room, and the errands that go on."""
 
     changes: list[Change] = field(default_factory=list)
-    errands: list[Errand] = field(default_factory=list)
-    given_up: list[Errand] = field(default_factory=list)
+    errands: list[MigrationPlan] = field(default_factory=list)
+    given_up: list[MigrationPlan] = field(default_factory=list)
 
 
-def carry_on(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, now: float) -> Carried:
+def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, now: float) -> CarriedPlans:
     """The next changes of all errands. What they use, and what they still need, is taken in the room; the rest of a
     place that is not free yet is left to who holds it."""
-    done = Carried()
+    done = CarriedPlans()
     errands = list(errands)
     leaving = _masks(leg.source for errand in errands for leg in errand.legs)
     for errand in errands:
@@ -121,7 +121,7 @@ def carry_on(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, now: f
     return done
 
 
-def hold(errands: Iterable[Errand], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
+def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
     """Takes what is free of the places that are still needed. `begun`: whose changes have taken theirs."""
     for errand in errands:
         for leg in errand.legs:
@@ -163,7 +163,7 @@ def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OF
     return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
 
 
-def _is_over(errand: Errand, stages: list[Stage], table: LiveTable) -> bool:
+def _is_over(errand: MigrationPlan, stages: list[Stage], table: LiveTable) -> bool:
     """Its gang has started, or is gone; without one, everybody has arrived."""
     if errand.waiting:
         return not is_waiting(table, errand.waiting)
@@ -182,14 +182,14 @@ def is_waiting(table: LiveTable, number: int) -> bool:
 
 
 def _follow(
-    errand: Errand,
+    errand: MigrationPlan,
     stages: list[Stage],
     table: LiveTable,
     trying: WhatIf,
     now: float,
     leaving: Mapping[str, int],
     changes: list[Change],
-) -> Errand | None:
+) -> MigrationPlan | None:
     """Its next changes, and the errand with who was asked; None where it is to be given up."""
     view = trying.room.view
     if now >= errand.began_s + LONGEST_S or Stage.ASTRAY in stages:
@@ -221,7 +221,9 @@ def _follow(
     return replace(errand, legs=tuple(legs))
 
 
-def _next_change(errand: Errand, leg: MigrationStep, stage: Stage, table: LiveTable, view: View) -> Change | None:
+def _next_change(
+    errand: MigrationPlan, leg: MigrationStep, stage: Stage, table: LiveTable, view: View
+) -> Change | None:
     found = table.get(leg.number)
     if found is None or stage not in (Stage.TO_BEGIN, Stage.RESTS):
         return None
@@ -257,5 +259,5 @@ def _masks(claims: Iterable[Claims]) -> dict[str, int]:
     return masks
 
 
-def _pairs(errand: Errand, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
+def _pairs(errand: MigrationPlan, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
     return list(zip(errand.legs, stages, strict=True))

@@ -17,8 +17,8 @@ from ganger_master.core.model import Gang, JobRecord
 from ganger_master.estimators.fitting import NOT_FITTED
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.planner.job_table import is_shared
-from ganger_master.planner.migration_context import MOST_AT_ONCE, Acting
-from ganger_master.planner.migration_outcomes import Brought
+from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import is_free
 from ganger_master.policies.interference_relief import Crowded, relieved
 from ganger_master.policies.make_room import Displacement, Hole, Movable
@@ -60,14 +60,14 @@ _GOALS: Final = {
 }
 
 
-class Tidying:
+class OpportunisticMigration:
     """Of one pass. `moved_at`: when each job was last sent away; `closer_s`: when who lies badly was looked for;
     `closer_again_s`: when that is to be, though nothing happens."""
 
     def __init__(
         self,
-        acting: Acting,
-        brought: Brought,
+        acting: MigrationContext,
+        brought: MigrationOutcomes,
         moved_at: Mapping[int, float],
         closer_s: float,
         closer_again_s: float,

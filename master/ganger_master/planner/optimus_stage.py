@@ -49,9 +49,9 @@ from ganger_master.planner.in_place_resize import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_context import move_costs
-from ganger_master.planner.order_stage import Choice
+from ganger_master.planner.order_stage import ChosenJobs
 from ganger_master.planner.plan import PlanDraft, carried_out
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import PassTerms, held_of
 from ganger_master.planner.wanting import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
@@ -71,7 +71,7 @@ def plan_optimus(
     believed: Believed,
     may_stop: bool = True,
     resize_s: float = 0.0,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     resizing: Resizing = NOTHING_UNDER_WAY,
 ) -> PlanDraft:
     """As `planner.plan.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
@@ -111,7 +111,7 @@ def plan_optimus(
     # Nobody is told two things at once.
     may_stop_it[in_place] = False
     line = line[(wanting.waiting | keeps)[line]]
-    choice = Choice(
+    choice = ChosenJobs(
         rows,
         replace_of(facts, is_running=keeps, is_preemptible=may_stop_it),
         line,

@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_of
 from numpy.typing import NDArray
 
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked, ranks
 from ganger_master.policies.selection import guarded, selected
@@ -21,7 +21,7 @@ from ganger_master.policies.sorting import behind, sorted_by
 _FEW = 4
 
 
-class Choice(Struct, frozen=True, eq=False, gc=False):
+class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
     """The jobs that should run, by counts.
 
     line: positions of all candidates, first job first.
@@ -100,7 +100,7 @@ def asked(
     now: float,
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     as_one: bool = False,
 ) -> RankedQueue:
     """Return the input of a choice; arguments as in `plan.plan`. `as_one`: jobs that share devices are chosen together
@@ -122,7 +122,7 @@ def asked(
     return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
 
 
-def choose(of: RankedQueue) -> Choice:
+def choose(of: RankedQueue) -> ChosenJobs:
     """Return the jobs that should run."""
     order, rows, facts, leader = of.order, of.rows, of.facts, None
     line = sorted_by(*of.ranks)
@@ -136,7 +136,7 @@ def choose(of: RankedQueue) -> Choice:
     is_chosen[selected(order, facts, line, of.gpus, guards)] = True
     if leader is not None:
         is_chosen = is_chosen[leader]
-    return Choice(rows, facts, line, queue, of.waiting, is_chosen, *guards, of.changes_at)
+    return ChosenJobs(rows, facts, line, queue, of.waiting, is_chosen, *guards, of.changes_at)
 
 
 def within_quotas(
@@ -145,8 +145,8 @@ def within_quotas(
     now: float,
     capacity: Capacity,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
-) -> KeptOut:
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
+) -> ExcludedJobs:
     """Return `kept_out` with the jobs that may not start because earlier jobs of their user use up its quota: no job is
     preempted for one that could not start then."""
     quotas = table.quotas

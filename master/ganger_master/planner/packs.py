@@ -79,7 +79,7 @@ class JobRates(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class Colocation:
     proposal: ColocationProposal
     since_s: float
     is_kept: bool = False
@@ -96,7 +96,7 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class TimesliceExit:
     """A job that leaves its time-slice group before it is co-located."""
 
     proposal: ColocationProposal
@@ -116,7 +116,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class ColocationEnd:
     """A co-location that was undone: its host gets its cores back once the guest is parked."""
 
     host: int
@@ -125,12 +125,12 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True)
-class Packs:
+class Colocations:
     """Co-locations, trials and planned ones. `tried` and `kept` count decisions."""
 
-    packs: tuple[Pack, ...] = ()
-    leaving: tuple[Leaving, ...] = ()
-    parting: tuple[Parting, ...] = ()
+    packs: tuple[Colocation, ...] = ()
+    leaving: tuple[TimesliceExit, ...] = ()
+    parting: tuple[ColocationEnd, ...] = ()
     failed: FailedTrials[Pair] = field(default_factory=FailedTrials)
     contention: Mapping[str, Contention] = field(default_factory=dict)
     tried: int = 0
@@ -157,7 +157,7 @@ class Packs:
 
 
 def plan_packs(
-    packs: Packs,
+    packs: Colocations,
     table: LiveTable,
     view: View,
     now: float,
@@ -166,7 +166,7 @@ def plan_packs(
     is_crowded: bool,
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
-) -> tuple[tuple[Change, ...], Packs, tuple[TrialFinding, ...]]:
+) -> tuple[tuple[Change, ...], Colocations, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
     is_crowded: the cluster is oversubscribed.
@@ -177,7 +177,7 @@ def plan_packs(
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
     changes: list[Change] = []
-    left: list[Pack] = []
+    left: list[Colocation] = []
     findings: list[TrialFinding] = []
     for pack in packs.packs:
         packs, stays, found = _judged(packs, pack, running, table, view, now, seen)
@@ -189,7 +189,7 @@ def plan_packs(
             detail = "a job has a time limit now" if limited else "its gain could not be measured"
             detail = found[0].detail if found else detail
             changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
-            packs = replace(packs, parting=(*packs.parting, Parting(pack.numbers[0], pack.guest, now)))
+            packs = replace(packs, parting=(*packs.parting, ColocationEnd(pack.numbers[0], pack.guest, now)))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
     busy |= packs.on_trial
@@ -209,14 +209,16 @@ def plan_packs(
     for proposal in proposals(berths, packs.failed, now, packs.contention, most, may, wanted):
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
-            packs = replace(packs, leaving=(*packs.leaving, Leaving(proposal, now)), tried=packs.tried + 1)
+            packs = replace(packs, leaving=(*packs.leaving, TimesliceExit(proposal, now)), tried=packs.tried + 1)
         elif begun := move_in(proposal, host, guest, view):
             changes.extend(begun)
-            packs = replace(packs, packs=(*packs.packs, Pack(proposal, now)), tried=packs.tried + 1)
+            packs = replace(packs, packs=(*packs.packs, Colocation(proposal, now)), tried=packs.tried + 1)
     return tuple(changes), packs, tuple(findings)
 
 
-def with_refusals(before: Packs, planned: Packs, refused: Set[int], barred: Set[int] = frozenset()) -> Packs:
+def with_refusals(
+    before: Colocations, planned: Colocations, refused: Set[int], barred: Set[int] = frozenset()
+) -> Colocations:
     """Return the state after the master refused changes of these jobs: a trial whose guest was not admitted did not
     begin, and one whose guest was not parked goes on. `barred`: jobs for which asking again would fail, so that others
     are tried."""
@@ -308,14 +310,14 @@ def whole_again(
 
 
 def _judged(
-    packs: Packs,
-    pack: Pack,
+    packs: Colocations,
+    pack: Colocation,
     running: Mapping[int, tuple[JobRecord, Gang]],
     table: LiveTable,
     view: View,
     now: float,
     seen: JobRates,
-) -> tuple[Packs, Pack | None, list[TrialFinding]]:
+) -> tuple[Colocations, Colocation | None, list[TrialFinding]]:
     """Return the updated state, the co-location if it goes on, and the findings to report."""
     proposal, numbers = pack.proposal, pack.numbers
     alone = [seen.alone(number) for number in numbers]
@@ -327,7 +329,7 @@ def _judged(
         guest = table.get(pack.guest)
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
             # It would stay parked while its host runs; a time-sliced job gets its share.
-            parting = (*packs.parting, Parting(pack.numbers[0], pack.guest, now))
+            parting = (*packs.parting, ColocationEnd(pack.numbers[0], pack.guest, now))
             told = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
             return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, told
         if pack.is_kept:
@@ -391,7 +393,7 @@ def _trial_findings(
     return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
-def _is_together(pack: Pack, running: Mapping[int, tuple[JobRecord, Gang]]) -> bool:
+def _is_together(pack: Colocation, running: Mapping[int, tuple[JobRecord, Gang]]) -> bool:
     places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in pack.numbers if n in running]
     return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
 

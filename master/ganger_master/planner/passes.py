@@ -12,7 +12,7 @@ from ganger.cluster.room import CapacityIndex
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import PassTerms
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
@@ -38,7 +38,7 @@ def plan_by(
     may_stop: bool = True,
     *,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     known: Known | None = None,
     trials: Mapping[int, int] = MappingProxyType({}),
     believed: Believed = nothing_believed,

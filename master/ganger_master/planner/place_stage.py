@@ -24,8 +24,8 @@ from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.planner.context import Unit
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.preempt_stage import Staying
-from ganger_master.planner.refusal_backoff import KeptOut
+from ganger_master.planner.preempt_stage import PreemptionCandidates
+from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.planner.terms import Claims, PassTerms, held_by_all, held_of
 from ganger_master.policies.placements import PlacementPreference, Want
 
@@ -35,7 +35,7 @@ _NOWHERE: frozenset[str] = frozenset()
 _MOST_KEPT = 8
 
 
-class Fitting:
+class GangFitting:
     """Takes places in the capacity index until `undo`. Where the placement needs only counts, the index is neither
     refreshed nor changed before more than counts matters."""
 
@@ -45,7 +45,7 @@ class Fitting:
         room: CapacityIndex,
         table: LiveTable,
         now: float,
-        kept_out: KeptOut,
+        kept_out: ExcludedJobs,
         terms: PassTerms,
     ) -> None:
         self._placement = placement
@@ -155,7 +155,7 @@ class Fitting:
         crowded: Sequence[JobRecord],
         leaving: Sequence[Unit],
         going: Sequence[tuple[JobRecord, Gang]],
-        staying: Staying | None,
+        staying: PreemptionCandidates | None,
     ) -> list[JobRecord]:
         """Preempt jobs for `crowded`, which found no free devices: the `leaving` ones that are in the way, and of
         `staying` where that is not enough. Return the jobs that fit nowhere even so. `going`: jobs that already return
@@ -214,7 +214,7 @@ class Fitting:
             for claim, affinity in zip(claims, affinities, strict=True):
                 room.take((claim,), affinity)
 
-    def _make_hole(self, job: JobRecord, staying: Staying, wanted: set[str]) -> Claims | None:
+    def _make_hole(self, job: JobRecord, staying: PreemptionCandidates, wanted: set[str]) -> Claims | None:
         """Preempt or move lower-ranked jobs for `job`. Return its claims; all new claims are taken, and their nodes
         added to `wanted`."""
         shape = self._terms.shape(job)

@@ -24,10 +24,10 @@ from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.context import units
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import Choice, asked, choose
-from ganger_master.planner.place_stage import Fitting
-from ganger_master.planner.preempt_stage import Staying
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.order_stage import ChosenJobs, asked, choose
+from ganger_master.planner.place_stage import GangFitting
+from ganger_master.planner.preempt_stage import PreemptionCandidates
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import AS_ASKED, PassTerms
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
@@ -79,7 +79,7 @@ def plan(
     room: CapacityIndex,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     terms: PassTerms = AS_ASKED,
 ) -> PlanDraft:
     """Return the changes to propose now. `room` is left unchanged.
@@ -91,7 +91,7 @@ def plan(
     """
     if not table.has_waiting:
         return NOTHING_TO_DO
-    few = table.waiting_jobs(_FEW) if kept_out is NOTHING_KEPT_OUT else []
+    few = table.waiting_jobs(_FEW) if kept_out is NONE_EXCLUDED else []
     if few and sum([job.gpus for job in few]) <= _free_devices(placement, room):
         # If all pending jobs fit, their order makes no difference.
         found = started(few, placement, table, now, room, kept_out, terms)
@@ -109,11 +109,11 @@ def started(
     table: LiveTable,
     now: float,
     room: CapacityIndex,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     terms: PassTerms = AS_ASKED,
 ) -> PlanDraft | None:
     """Return the plan that starts exactly these pending jobs, in this order; None if one of them does not fit."""
-    fitting = Fitting(placement, room, table, now, kept_out, terms)
+    fitting = GangFitting(placement, room, table, now, kept_out, terms)
     if fitting.starts_all(jobs):
         return PlanDraft(fitting.changes, line=np.array([job.number for job in jobs], np.int64))
     fitting.undo()
@@ -153,14 +153,14 @@ def may_start(
 
 
 def carried_out(
-    choice: Choice,
+    choice: ChosenJobs,
     order: JobOrder,
     placement: PlacementPreference,
     table: LiveTable,
     now: float,
     room: CapacityIndex,
     may_stop: bool,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     terms: PassTerms = AS_ASKED,
     resized: Sequence[tuple[JobRecord, Gang]] = (),
     placing: Integers | None = None,
@@ -176,7 +176,7 @@ def carried_out(
     first = line[(is_chosen & waiting)[line]] if placing is None else placing
     if not (len(first) or resized):
         return PlanDraft(next_change_s=choice.changes_at, line=choice.queue)
-    fitting = Fitting(placement, room, table, now, kept_out, terms)
+    fitting = GangFitting(placement, room, table, now, kept_out, terms)
     fitting.stop(resized)
     if np.count_nonzero(choice.overdue):
         numbers = choice.facts.number
@@ -191,7 +191,7 @@ def carried_out(
     follow: tuple[int, ...] = ()
     if may_stop:
         leaving = units(table.gangs_at(rows[line[(choice.facts.is_running & ~is_chosen)[line]]]), terms.mates)
-        staying = Staying(order, table, choice, terms, room) if order.preempts else None
+        staying = PreemptionCandidates(order, table, choice, terms, room) if order.preempts else None
         left = fitting.make_way(crowded, leaving, going, staying)
         if left and not order.is_strict:
             # Jobs further back may use what these cannot.

@@ -13,7 +13,7 @@ from ganger.cluster.room import CapacityIndex
 from ganger_master.core.model import JobRecord
 from ganger_master.planner.context import Unit, units
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import Choice
+from ganger_master.planner.order_stage import ChosenJobs
 from ganger_master.planner.terms import PassTerms
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import JobOrder
@@ -23,11 +23,11 @@ from ganger_master.policies.placements import PlacementPreference
 _MOST_HOLES = 8
 
 
-class Staying:
+class PreemptionCandidates:
     """Running, preemptible jobs of a choice, and the search for the fewest of them to preempt or move."""
 
     def __init__(
-        self, order: JobOrder, table: LiveTable, choice: Choice, terms: PassTerms, room: CapacityIndex
+        self, order: JobOrder, table: LiveTable, choice: ChosenJobs, terms: PassTerms, room: CapacityIndex
     ) -> None:
         self._table, self._choice, self._terms, self._room = table, choice, terms, room
         self._regroups = order.regroups

@@ -27,7 +27,7 @@ class _Known:
 Remembered: TypeAlias = Mapping[int, _Known]
 
 
-class Attained:
+class AttainedService:
     """By job number. Seconds by the clocks of nodes, of which only differences count."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ _CLOSED_SECONDS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class KeptOut:
+class ExcludedJobs:
     """Jobs by number: not to be started, not to be stopped, not to be placed on these nodes. `unplaced`: those for whom
     the last plan that might stop others found no place even so."""
 
@@ -35,12 +35,12 @@ class KeptOut:
     nodes: Mapping[int, frozenset[str]] = field(default_factory=dict)
     unplaced: Collection[int] = ()
 
-    def resting(self, numbers: Collection[int]) -> KeptOut:
+    def resting(self, numbers: Collection[int]) -> ExcludedJobs:
         """With these, too, not to be started."""
         return replace(self, not_started=frozenset((*self.not_started, *numbers))) if numbers else self
 
 
-NOTHING_KEPT_OUT: Final = KeptOut()
+NONE_EXCLUDED: Final = ExcludedJobs()
 
 
 class RefusalBackoff:
@@ -80,7 +80,7 @@ class RefusalBackoff:
         for notes in (self._not_started, self._not_stopped, self._closed):
             notes.pop(number, None)
 
-    def at(self, now: float) -> KeptOut:
+    def at(self, now: float) -> ExcludedJobs:
         """What stands now; the rest is forgotten."""
         for ends in (self._not_started, self._not_stopped):
             for number in [number for number, end in ends.items() if end <= now]:
@@ -88,9 +88,9 @@ class RefusalBackoff:
         for number in [number for number, (end, _) in self._closed.items() if end <= now]:
             del self._closed[number]
         if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
-            return NOTHING_KEPT_OUT
+            return NONE_EXCLUDED
         nodes = {number: nodes for number, (_, nodes) in self._closed.items()}
-        return KeptOut(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
+        return ExcludedJobs(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
 
     @property
     def next_s(self) -> float:

@@ -16,10 +16,10 @@ from ganger_master.core.commands import Change
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
-from ganger_master.planner.migration_plans import LONGEST_S, Errand, hold
-from ganger_master.planner.packs import JobRates, Packs, plan_packs, with_refusals
+from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold
+from ganger_master.planner.packs import Colocations, JobRates, plan_packs, with_refusals
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
@@ -31,7 +31,7 @@ class Shared:
     """What is remembered."""
 
     turns: Turns = field(default_factory=Turns)
-    packs: Packs = field(default_factory=Packs)
+    packs: Colocations = field(default_factory=Colocations)
     fairness: Fairness = NOTHING_OWED
 
     def without(self, before: Shared, refused: Set[int]) -> Shared:
@@ -53,13 +53,13 @@ def plan_shared(
     seen: JobRates,
     gpus: int,
     quantum_s: float,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     matrices: bool = False,
     turn_s: float | None = None,
     received_s: Mapping[int, float] = MappingProxyType({}),
     draining: Collection[str] = (),
     changing: Collection[int] = (),
-    errands: Sequence[Errand] = (),
+    errands: Sequence[MigrationPlan] = (),
 ) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
     """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
     `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every

@@ -32,7 +32,7 @@ from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Job
 from ganger_master.planner.context import fits_beside
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.slicing import (
     QUANTUM_S,
@@ -72,7 +72,7 @@ def plan_slices(
     room: CapacityIndex,
     turns: Turns,
     quantum_s: float = QUANTUM_S,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     busy: Iterable[int] = (),
     units: Iterable[tuple[int, ...]] = (),
 ) -> tuple[PlanDraft, Turns]:
@@ -113,7 +113,7 @@ class _Live:
         self,
         table: LiveTable,
         now: float,
-        kept_out: KeptOut,
+        kept_out: ExcludedJobs,
         busy: frozenset[int],
         units: Iterable[tuple[int, ...]],
     ) -> None:

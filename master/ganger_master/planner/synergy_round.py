@@ -18,10 +18,10 @@ from ganger.cluster.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import Choice, asked, choose
+from ganger_master.planner.order_stage import ChosenJobs, asked, choose
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
-from ganger_master.planner.tune_stage import Amounts, Wish, fitted
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.orders import JobOrder
@@ -48,7 +48,7 @@ def plan_packed(
     view: View,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     known: Known = NOTHING,
 ) -> PlanDraft | None:
     """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
@@ -76,8 +76,8 @@ def plan_packed(
         return None
     places = keeping(present, kinds, targets, _alike(view, names, nodes))
     may_start = set(choice.facts.number[choice.waiting].tolist())
-    stays: list[Wish] = []
-    starts: list[Wish] = []
+    stays: list[CoresWish] = []
+    starts: list[CoresWish] = []
     for job, place in zip(jobs, places, strict=True):
         if job.number in running:
             wish = None if place is None else _staying(view, names, job, running[job.number], *place)
@@ -93,18 +93,18 @@ def plan_packed(
     return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.queue)
 
 
-def _jobs(table: LiveTable, choice: Choice, positions: Integers) -> list[JobRecord]:
+def _jobs(table: LiveTable, choice: ChosenJobs, positions: Integers) -> list[JobRecord]:
     return [job for row in choice.rows[positions].tolist() if (job := table.jobs[row]) is not None]
 
 
-def _gangs(table: LiveTable, choice: Choice, among: Flags) -> list[tuple[JobRecord, Gang]]:
+def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[JobRecord, Gang]]:
     pairs = [(table.jobs[row], table.gangs[row]) for row in choice.rows[among].tolist()]
     return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
 
 
 def _staying(
     view: View, names: Sequence[str], job: JobRecord, gang: Gang, where: Where, amounts: Amounts
-) -> Wish | None:
+) -> CoresWish | None:
     """None: it cannot go on with what it is to have, or not there."""
     by_node = {names[node]: amount for (node, _), amount in zip(where, amounts, strict=True)}
     if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
@@ -114,7 +114,7 @@ def _staying(
     return wish if all(got[1] <= want[1] for got, want in zip(wish.amounts, ordered, strict=True)) else None
 
 
-def _starting(view: View, names: Sequence[str], job: JobRecord, where: Where, amounts: Amounts) -> Wish:
+def _starting(view: View, names: Sequence[str], job: JobRecord, where: Where, amounts: Amounts) -> CoresWish:
     gpus = tuple([count for _, count in where])
     roles = job.shape.roles
     tasks = [tuple([role.tasks for role in roles])] if len(where) == 1 else [(count,) for count in gpus]

@@ -24,7 +24,7 @@ from ganger_master.core.model import JobRecord
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.place_stage import nodes_for
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked
@@ -45,7 +45,7 @@ def plan_tetris(
     capacity: Capacity,
     room: CapacityIndex,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
 ) -> PlanDraft:
     """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
     not have on some nodes (`kept_out`) is left out altogether for that time."""

@@ -23,7 +23,7 @@ Amounts: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CoresWish:
     """Other amounts for the claims of a gang. Of one that is to start the claims say where, with device masks or, where
     `gpus` says how many, without. With less than `least` it does not start."""
 
@@ -42,7 +42,7 @@ class Fitted:
     held_back: bool = False
 
 
-def fitted(view: View, running: Sequence[Wish], starting: Sequence[Wish]) -> Fitted:
+def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWish]) -> Fitted:
     """Changes in an order in which they fit; `view` stays as it is."""
     free = _Free(view)
     found = Fitted()
@@ -68,7 +68,7 @@ def fitted(view: View, running: Sequence[Wish], starting: Sequence[Wish]) -> Fit
     return found
 
 
-def _retune(free: _Free, wish: Wish, found: Fitted) -> None:
+def _retune(free: _Free, wish: CoresWish, found: Fitted) -> None:
     claims = tuple([free.retuned(claim, *amounts) for claim, amounts in zip(wish.claims, wish.amounts, strict=True)])
     if claims != wish.claims:
         found.changes.append(Change(wish.job.number, wish.job.revision, "CORES", claims))
@@ -78,7 +78,7 @@ def _is_less(claim: Claim, amounts: tuple[int, int]) -> bool:
     return amounts[0] <= sum(claim.millicores) and amounts[1] <= claim.memory_bytes
 
 
-def _gives(wish: Wish) -> bool:
+def _gives(wish: CoresWish) -> bool:
     return any(
         amounts[0] < sum(claim.millicores) or amounts[1] < claim.memory_bytes
         for claim, amounts in zip(wish.claims, wish.amounts, strict=True)
@@ -118,7 +118,7 @@ class _Free:
         node.memory += claim.memory_bytes - memory
         return replace(claim, millicores=split, memory_bytes=memory)
 
-    def place(self, wish: Wish) -> tuple[Claim, ...] | None:
+    def place(self, wish: CoresWish) -> tuple[Claim, ...] | None:
         """The claims with what is wanted, as far as it is there, taken; None, nothing taken, if it is too little."""
         made = []
         for at, claim in enumerate(wish.claims):
@@ -145,7 +145,7 @@ class _Free:
             node.memory -= claim.memory_bytes + claim.arena_bytes
         return tuple(made)
 
-    def _mask(self, node: _Node, wish: Wish, at: int) -> int | None:
+    def _mask(self, node: _Node, wish: CoresWish, at: int) -> int | None:
         if not wish.gpus:
             return 0
         room = wish.job.shape.device_memory_bytes

@@ -28,9 +28,9 @@ from msgspec import structs
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import PassTerms, held_of
-from ganger_master.planner.tune_stage import Amounts, Wish, fitted
+from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference
@@ -50,7 +50,7 @@ def plan_tuned(
     room: CapacityIndex,
     may_stop: bool = True,
     remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: KeptOut = NOTHING_KEPT_OUT,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
     known: Known = NOTHING,
     trials: Mapping[int, int] = NO_TRIALS,
 ) -> PlanDraft:
@@ -100,9 +100,9 @@ def _wishes(
     starting: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
     known: Known,
     trials: Mapping[int, int],
-) -> tuple[list[Wish], list[Wish]]:
+) -> tuple[list[CoresWish], list[CoresWish]]:
     """What the tuning gives to each of them on the nodes where they are."""
-    others = [Wish(job, claims, asked(view, job, claims), _nothing(claims)) for job, claims in starting]
+    others = [CoresWish(job, claims, asked(view, job, claims), _nothing(claims)) for job, claims in starting]
     tunable = [wish for wish in others if all(claim.device_mask for claim in wish.claims)]
     gangs = sorted([*running, *[(wish.job, wish.claims) for wish in tunable]], key=lambda pair: pair[0].number)
     if not gangs:
@@ -132,7 +132,7 @@ def _wishes(
     }
     starts = {wish.job.number for wish in tunable}
     starts_on = {claim.node for wish in others for claim in wish.claims}
-    wishes: tuple[list[Wish], list[Wish]] = ([], [wish for wish in others if wish.job.number not in starts])
+    wishes: tuple[list[CoresWish], list[CoresWish]] = ([], [wish for wish in others if wish.job.number not in starts])
     for at, (job, claims) in enumerate(gangs):
         is_start = job.number in starts
         share = asked(view, job, claims)
@@ -154,7 +154,7 @@ def _wishes(
 
 def wish_of(
     view: View, job: JobRecord, claims: tuple[Claim, ...], amounts: Amounts, is_start: bool, gpus: tuple[int, ...] = ()
-) -> Wish:
+) -> CoresWish:
     """The amounts with memory as the job names it, and never below what it may run in."""
     share = asked(view, job, claims)
     wanted, least = [], []
@@ -163,7 +163,7 @@ def wish_of(
         memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, share_memory)))
         wanted.append((max(1, millicores), max(1, memory)))
         least.append((min(max(1, millicores), share_millicores), named or min(memory, share_memory)))
-    return Wish(job, claims, tuple(wanted), tuple(least), gpus)
+    return CoresWish(job, claims, tuple(wanted), tuple(least), gpus)
 
 
 def nodes_of(

@@ -19,7 +19,7 @@ from ganger_master.planner.in_place_resize import (
     sizes_of,
 )
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import KeptOut
+from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import (
     NOTHING,
@@ -69,7 +69,7 @@ class SizeRequests:
         capacity: Capacity,
         believed: Believed,
         may_stop: bool,
-        kept_out: KeptOut,
+        kept_out: ExcludedJobs,
         resizing: Resizing,
     ) -> SizeRequests:
         changing = np.array([bool(job.next_epoch) for job in jobs], bool)

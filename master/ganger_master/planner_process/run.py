@@ -38,10 +38,10 @@ from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.measurements import Measurements, ProgressReport
 from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationTerms, Moving
+from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut, RefusalBackoff
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner_process.cluster_mirror import ClusterMirror
@@ -101,7 +101,7 @@ class Planner:
         self._seen = Measurements(trial_pace)
         self._shared = NOTHING_SHARED
         self._packing = OrderColocation()
-        self._moving = Moving()
+        self._moving = MigrationMemory()
         self._growing = GrowthTrials()
         self._resizing = NOTHING_UNDER_WAY
         self._noting, self._has_recalled = Note(note), False
@@ -335,7 +335,7 @@ class Planner:
         live = self._live
         capacity = live.capacity_beside(self._resizing)
 
-        def chosen(kept_out: KeptOut, may_stop: bool) -> PlanDraft:
+        def chosen(kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
             if not may_stop:
                 kept_out = kept_out.resting(self._displaced)
             return plan_by(
@@ -402,7 +402,7 @@ class Planner:
             on_trial=self._shared.packs.on_trial,
         )
         moved, self._moving, findings, again_s = plan_moves(
-            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NOTHING_KEPT_OUT, False
+            lambda kept_out, may_stop: found, terms, live.table, now, live.room, self._moving, NONE_EXCLUDED, False
         )
         return moved, findings, again_s
 

@@ -29,7 +29,7 @@ import numpy as np
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.estimators.convergence import Curve, LossPoint
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.planner.job_estimates import Fits
+from ganger_master.planner.job_estimates import FitCache
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, first_sizes, steps_left
 from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
 from ganger_master.simulator.traces.workload import Workload
@@ -233,7 +233,7 @@ class ModelledEstimates:
         self._is_profiled = is_profiled
         self._gpus_per_node = gpus_per_node
         self._seed = seed
-        self._fits = Fits()
+        self._fits = FitCache()
         # With each number of GPUs it has had, the seconds of a step.
         self._seconds: dict[int, dict[int, float]] = {}
 

@@ -12,9 +12,9 @@ from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import Inner, moves_nobody, plan_moves
-from ganger_master.planner.migration_context import MigrationTerms, Moving
+from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.simulator.measurement_model import ModelledRates
 from ganger_master.simulator.replay import Clock
@@ -38,7 +38,7 @@ class Moves:
         self._state, self._table, self._room = state, table, room
         self._windows, self._clock, self._per_hour = windows, clock, per_hour
         # What is under way, and when that is looked at though nothing happens.
-        self.moving = Moving()
+        self.moving = MigrationMemory()
         self._again_s = math.inf
 
     @property
@@ -73,7 +73,7 @@ class Moves:
         self._windows.now = self._clock.now
         terms = replace(terms, rated=self._windows)
         found, self.moving, findings, again_s = plan_moves(
-            inner, terms, self._table, self._clock.now, self._room, self.moving, NOTHING_KEPT_OUT, may_stop, is_news
+            inner, terms, self._table, self._clock.now, self._room, self.moving, NONE_EXCLUDED, may_stop, is_news
         )
         if again_s != self._again_s:
             self._again_s = again_s

@@ -21,7 +21,7 @@ from ganger_master.planner.loop import is_stop
 from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.plan import PlanDraft, may_start, started
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT, KeptOut
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner_process.shell import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
@@ -358,7 +358,7 @@ class Planning:
             promises, findings = None, ()
         return PlanAnswer(tuple(verdicts), version)
 
-    def _pass(self, now: float, may_stop: bool, kept_out: KeptOut = NOTHING_KEPT_OUT) -> PlanDraft:
+    def _pass(self, now: float, may_stop: bool, kept_out: ExcludedJobs = NONE_EXCLUDED) -> PlanDraft:
         tuning = self._policy.tuning
         is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
         if tuning is not None and is_packed and self._options.round_s is not None and may_stop:

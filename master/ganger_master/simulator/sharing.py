@@ -9,9 +9,9 @@ from ganger.cluster.room import CapacityIndex
 
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_plans import Errand
+from ganger_master.planner.migration_plans import MigrationPlan
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NOTHING_KEPT_OUT
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.slicing import quantum_s
@@ -44,7 +44,7 @@ class Sharing:
         return quantum_s(switch_s) if self._round_s is None else self._round_s
 
     def plan(
-        self, switch_s: float, errands: Sequence[Errand], kept_out: frozenset[int]
+        self, switch_s: float, errands: Sequence[MigrationPlan], kept_out: frozenset[int]
     ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
         """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way. `kept_out`:
         numbers of those who are not to be started yet."""
@@ -58,7 +58,7 @@ class Sharing:
             self._windows,
             self._gpus,
             self.quantum_s(switch_s),
-            NOTHING_KEPT_OUT.resting(kept_out),
+            NONE_EXCLUDED.resting(kept_out),
             errands=errands,
         )
         self.switches_at = found.next_change_s

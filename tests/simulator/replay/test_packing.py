@@ -11,7 +11,7 @@ from ganger.cluster.view import View
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import packs as of_packs
-from ganger_master.planner.packs import JobRates, Packs, is_settled, whole_again
+from ganger_master.planner.packs import Colocations, JobRates, is_settled, whole_again
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.figures import figures
 from ganger_master.simulator.run import _Replay, simulate
@@ -37,7 +37,7 @@ def options(rows: Workload) -> ReplayOptions:
     )
 
 
-def packs_of(replay: _Replay) -> Packs:
+def packs_of(replay: _Replay) -> Colocations:
     packer = replay.planning._packer
     assert packer is not None
     return packer.packing.packs

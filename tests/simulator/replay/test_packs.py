@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, Command, ProposePlan
-from ganger_master.planner.packs import Packs
+from ganger_master.planner.packs import Colocations
 from ganger_master.policies.slicing import quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.measurement_model import WINDOW_S, ModelledRates
@@ -48,7 +48,7 @@ def replayed(rows: Workload, seed: int = 0) -> _Replay:
     return replay
 
 
-def packs_of(replay: _Replay) -> Packs:
+def packs_of(replay: _Replay) -> Colocations:
     assert replay.planning.sharing is not None
     return replay.planning.sharing.remembered.packs
 
