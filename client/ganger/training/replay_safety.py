@@ -17,7 +17,7 @@ import sys
 import types
 from typing import Any
 
-from ganger.training.script_files import package_of
+from ganger.training.script_modules import package_of
 
 _COUNTING = (itertools.islice, zip, map, itertools.chain, itertools.zip_longest)
 

@@ -1,6 +1,4 @@
-"""Which modules are the script's own: neither installed, nor Python's, nor ours.
-
-Which files a script saves with torch.save, and whether it goes on from one of them by itself.
+"""Which files a script saves with torch.save, and whether it goes on from one of them by itself.
 
 A script that looks for its own checkpoint when it starts would, run again, begin in the middle; then counting its loops
 leads to another place than the one the state belongs to.
@@ -11,31 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import sys
-import sysconfig
 from typing import Any, Callable
 
 import torch
-
-_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
-def is_own(name: Any) -> bool:
-    """Whether the module of that name belongs to the script."""
-    if name == "__main__":
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(file, str) and package_of(name) not in ("ganger", "torch", "sitecustomize") and _is_own_file(file)
-
-
-def package_of(name: Any) -> str:
-    return str(name).partition(".")[0]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _is_own_file(file: str) -> bool:
-    return not file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
 
 
 class OwnFiles:
