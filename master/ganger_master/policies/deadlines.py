@@ -1,10 +1,10 @@
-"""Can a new job meet its deadline beside those admitted, and whom would it make late?
+"""Forecast for a new job with a deadline: whether it ends in time, and which other jobs it would make late.
 
-ElasticFlow (Gu et al., ASPLOS 2023, section 4.1) admits a job if, filled in by deadline, every job still gets its
-minimum satisfactory share: the fewest GPUs over time with which it ends in time. Simplified here: a gang has one size,
-so its share is the whole gang at the earliest moments that jobs with earlier deadlines leave free. That is what the
-order `edf` does if nothing else happens: counts of GPUs only, switching for free, no later arrivals, no job that cannot
-be stopped and starts into what is free meanwhile. Jobs that yield to every deadline are left out.
+ElasticFlow (Gu et al., ASPLOS 2023, section 4.1) admits a job if, filled in by deadline, every job still receives its
+minimum satisfactory share: the fewest GPUs over time with which it ends in time. Here a gang has one size, so its share
+is the whole gang at the earliest moments that jobs with earlier deadlines leave free. The forecast is what the order
+`edf` does under simplifying assumptions: counts of GPUs only, free switches, no later arrivals, and no unpreemptible
+job that starts on GPUs that are free meanwhile. Jobs that yield to every deadline are left out.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from ganger_master.policies.orders import earliest_deadline as edf
 
 
 class DeadlineVerdict(Enum):
+    """Forecast of a deadline. DELAYS_OTHERS: met, but another job that would be in time would not. UNKNOWN: the
+    remaining time of a job ahead is unknown."""
+
     MET = "met"
-    # It would end after its deadline.
     TOO_LATE = "too late"
-    # It would be in time, and somebody who would have been in time would not.
     DELAYS_OTHERS = "delays others"
-    # Nobody knows how long somebody ahead of it still takes.
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
+    """A new job. `duration_s`: its running time with the whole gang."""
+
     gpus: int
-    # Of running with its whole gang.
     duration_s: float
     deadline_s: float
     priority: int = 0
@@ -40,8 +41,8 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of the jobs it would make
-    late; `unknown`: numbers of the jobs that count and whose remaining time nobody knows."""
+    """Forecast for a new job. `end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of the
+    jobs it would make late; `unknown`: numbers of the jobs ahead whose remaining time is unknown."""
 
     verdict: DeadlineVerdict
     end_s: float
@@ -50,8 +51,11 @@ class Advice:
 
 
 def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, capacity: Capacity) -> Advice:
-    """`remaining_s` of the live jobs by position, at the rates of their whole gangs: a model's, or what users said;
-    NaN where unknown."""
+    """Return the forecast for `newcomer`.
+
+    `remaining_s`: by position of the live jobs, at the rates of their whole gangs, estimated or given by users; NaN
+    where unknown.
+    """
     line, counts = _line(newcomer, facts, now)
     remaining = np.append(remaining_s, newcomer.duration_s)[line]
     number = np.append(facts.number, -1)[line]
@@ -74,8 +78,7 @@ def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, ca
 
 
 def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
-    """When each gang ends if earlier ones always go first: each runs whenever the earlier ones leave it room. Infinite
-    for a gang that never finds any."""
+    """Return when each gang ends if each runs whenever the earlier ones leave room for it; infinite for never."""
     # Pieces of time: when each begins, and the GPUs left in it; the last never ends.
     begins, left = np.array([now]), np.array([free])
     found = np.full(len(gpus), np.inf)
@@ -94,8 +97,8 @@ def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
 
 
 def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
-    """Positions (the newcomer's is the last) as `edf` serves them, and how many of them count: all up to the last whose
-    deadline can still be met."""
+    """Return positions as `edf` serves them, the newcomer's being the largest, and how many of them count: all up to the
+    last whose deadline can still be met."""
     is_kept = np.append(facts.is_running & ~facts.is_preemptible, False)
     priority = np.append(facts.priority, newcomer.priority)
     deadline = np.append(facts.deadline_s, newcomer.deadline_s)

@@ -1,7 +1,7 @@
-"""Who should leave a crowded node: a gang that was measured to go slower beside others, for a node with fewer of them.
+"""Migrations off crowded nodes: a gang that was measured to be slower beside others goes to a node with fewer of them.
 
-Nothing is forecast: that it was faster with less in use around it is what its own windows say, beyond chance. Whoever
-is there already must not be known to lose as much by its coming. Whether it helped is measured as of every move.
+There is no forecast: the gang's own windows show, beyond chance, that it was faster with fewer devices in use around
+it. The gangs on the new node must not be known to lose as much. The outcome is measured as that of every migration.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """A running gang of one node. `load`: devices that others have in use there; `rates`: its windows by load;
-    `remaining_s`: how long it is expected to run yet."""
+    """A running gang on one node. `load`: devices that others have in use there; `rates`: its windows by load;
+    `remaining_s`: its expected remaining time."""
 
     gang: Movable
     load: int
@@ -47,7 +47,7 @@ def relieved(
     failed: FailedTrials[Tried] = _NOTHING,
     placement: PlacementPreference = BEST_FIT,
 ) -> list[MigrationProposal]:
-    """Who saves the most by leaving first; places that are free, and no more than one to a node at once."""
+    """Return migrations to free places, the largest saving first, at most one to or from a node at once."""
     gangs = sorted(gangs, key=lambda one: one.gang.number)
     view = room.view
     used: dict[str, float] = {
@@ -61,7 +61,7 @@ def relieved(
     ranked = [(at_most(one), one) for one in gangs if one.gang.move_cost < math.inf]
     for (load, gain), one in sorted(ranked, key=lambda pair: (-pair[0][1], pair[1].gang.number)):
         saves = (1.0 - 1.0 / gain) * one.remaining_s * one.gang.shape.gpus - one.gang.move_cost
-        # Who stays behind is beside fewer then, and is measured so first.
+        # Both nodes are then used up: the gangs that stay have to be measured with the new load first.
         if gain < 1.0 + LEAST_GAIN or saves <= 0.0 or used[one.node] == math.inf:
             continue
         full = frozenset(name for name, count in used.items() if count > load or name == one.node)
@@ -78,8 +78,8 @@ def relieved(
 
 
 def at_most(one: Crowded) -> tuple[int, float]:
-    """The load with which it was fastest, of those below the present one, and how many times as fast it was at least,
-    beyond chance; 1 where that was not measured."""
+    """Return the load below the present one with the highest rate, and the lower bound of its speed-up over the present
+    one; 1 where that was not measured."""
     here = one.rates.get(one.load, ())
     best = one.load, 1.0
     if len(here) < FIRST_WINDOWS or not sum(here) > 0.0:
@@ -93,8 +93,7 @@ def at_most(one: Crowded) -> tuple[int, float]:
 
 
 def _lost(one: Crowded, more: int) -> float:
-    """GPU-seconds that somebody loses by so many devices more in use beside it, as far as it was measured with so many
-    or more."""
+    """Return the GPU-seconds that a gang loses with `more` devices in use beside it; 0 where that was not measured."""
     here = one.rates.get(one.load, ())
     later = [rates for load, rates in sorted(one.rates.items()) if load >= one.load + more]
     if len(here) < FIRST_WINDOWS or not later or len(later[0]) < FIRST_WINDOWS or not sum(here) > 0.0:

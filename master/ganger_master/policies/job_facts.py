@@ -1,7 +1,7 @@
-"""What a policy may know of the live jobs, as columns: the queue, the clocks and what was measured; nothing hidden.
+"""Facts about live jobs that a policy may read, as columns: the queue, the clocks and measurements.
 
-Seconds are on the master's clock. A job is live from its submission to its end. `remaining_s` is filled in only for
-policies that say they need an oracle (`Order.knows_durations`), so that no other one can look.
+Seconds are on the master's clock. A job is live from its submission to its end. `remaining_s` is set only for orders
+that declare an oracle (`JobOrder.knows_durations`), so that no other order can read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of the nodes that take gangs."""
+    """Resources of the nodes that accept gangs."""
 
     gpus: int
     cores: float
@@ -45,23 +45,23 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
     user: Integers
     # Infinite: none.
     deadline_s: Floats
-    # Holds a gang, and was not told to give it back.
+    # Holds a gang that it has not been ordered to release.
     is_running: Flags
     is_preemptible: Flags
-    # Seconds for which it has run, all stretches together.
+    # Seconds that it has run, over all stretches.
     attained_s: Floats
     # Seconds since it last ran, or since it was submitted; zero while it runs.
     waited_s: Floats
     # When it first held a gang; infinite: never yet.
     started_s: Floats
-    # Of the stretch in which it runs now: how long it has run, and how long it had waited before. Zero while it waits.
+    # Length of the present stretch of running, and of the wait before it; zero while the job is pending.
     stretch_s: Floats
     waited_before_s: Floats
-    # What its own progress or jobs like it let expect, at the rate of its whole gang alone; NaN: nothing is known.
+    # Estimate from its own progress or similar jobs, at the rate of its whole gang alone; NaN: no estimate.
     expected_remaining_s: Floats
-    # Gittins's index by what was learned from ended jobs, in 1 / GPU-seconds; NaN: nobody learns.
+    # Gittins's index from similar jobs, in 1 / GPU-seconds; NaN: the order does not learn.
     index: Floats
-    # Of an oracle, at the rate of its whole gang alone; NaN for who may not know.
+    # An oracle's value, at the rate of its whole gang alone; NaN where the order has no oracle.
     remaining_s: Floats
 
     def __len__(self) -> int:
@@ -73,5 +73,5 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
         return self.attained_s * self.gpus
 
     def take(self, jobs: NDArray[Any]) -> Facts:
-        """The jobs at these positions, or where this mask is true."""
+        """Return the jobs at these positions, or where this mask is true."""
         return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(type(self))})

@@ -1,4 +1,4 @@
-"""Who should hold GPUs now, by counts: the first in order whose gangs fit together."""
+"""Selection of the jobs that should hold GPUs now, by counts: the first in order whose gangs fit together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from ganger_master.policies.orders import JobOrder
 def selected(
     order: JobOrder, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
 ) -> Integers:
-    """Positions of who should hold GPUs now, of `line` as `order` ranked it and `free` GPUs in all, held ones among
-    them. Who runs and may not be stopped stays. While an overdue gang does not fit, only those who can be stopped for
-    it again start past it. `guards`: as `guarded` says, where whoever asks has asked that, too."""
+    """Return the positions of the jobs that should hold GPUs now.
+
+    `line`: positions as `order` ranked them. `free`: GPUs in all, held ones included. `guards`: the result of `guarded`
+    where the caller has it. Running jobs that may not be preempted keep their GPUs. While an overdue gang does not fit,
+    only jobs that can be preempted for it start before it.
+    """
     may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
     stays = facts.is_running & ~may_stop
     overdue, passing = guards or guarded(order, facts, free)
@@ -23,16 +26,18 @@ def selected(
 
 
 def guarded(order: JobOrder, facts: Facts, free: int) -> tuple[Flags, Flags]:
-    """By position: who is overdue, with `free` GPUs in all, and who may start past such a one all the same, because it
-    can be stopped for it again. While nobody is overdue, nobody and nobody."""
-    nobody = np.zeros(len(facts), bool)
+    """Return by position which jobs are overdue, with `free` GPUs in all, and which may start before them nevertheless.
+
+    The latter can be preempted for an overdue job again. While no job is overdue, both are empty.
+    """
+    none = np.zeros(len(facts), bool)
     if order.overdue is None:
-        return nobody, nobody
-    # What fits into no empty cluster is waited for by nobody.
+        return none, none
+    # No job waits for a gang that would not fit an empty cluster.
     overdue = order.overdue(facts, free) & (facts.gpus <= free)
     if not overdue.any():
-        return nobody, nobody
-    return overdue, (facts.is_preemptible if order.preempts else nobody) & ~overdue
+        return none, none
+    return overdue, (facts.is_preemptible if order.preempts else none) & ~overdue
 
 
 def chosen(
@@ -44,9 +49,11 @@ def chosen(
     guarded: Flags | None = None,
     passing: Flags | None = None,
 ) -> Integers:
-    """Positions of the jobs that fit into `free` GPUs, in order: `ranked` are positions, first job first; `gpus` is by
-    position. Who does not fit is passed over, or ends the pass if that `is_strict`. `kept` (by position) hold theirs
-    whatever comes, and are chosen before all others. Once one of the `guarded` does not fit only the `passing` go on.
+    """Return the positions of the jobs that fit into `free` GPUs, in order.
+
+    `ranked`: positions, first job first. `gpus`, `kept`, `guarded`, `passing`: by position. A job that does not fit is
+    skipped, or ends the pass if it `is_strict`. The `kept` jobs are chosen before all others. Once one of the `guarded`
+    does not fit, only `passing` jobs are considered.
     """
     staying = ranked[:0]
     if kept is not None:
@@ -59,14 +66,14 @@ def chosen(
     return np.concatenate((staying, taken)) if len(staying) else taken
 
 
-# To look at a stretch takes as long as to look at so many jobs.
+# One iteration of `by_stretches` takes as long as this many jobs in `one_by_one`.
 _FEW = 128
 
 
 def one_by_one(
     ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
 ) -> Integers:
-    """As `chosen`, none of whom is kept."""
+    """Choose as `chosen` without kept jobs, one job at a time."""
     taken: list[int] = []
     is_guarded = False
     sizes = gpus[ranked].tolist()
@@ -89,8 +96,11 @@ def one_by_one(
 def by_stretches(
     ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
 ) -> Integers:
-    """The same, taken in whole stretches of the order: each look takes the longest one that fits and drops all that can
-    no longer fit, so there are about as many looks as there are sizes of gangs."""
+    """Choose the same jobs in whole stretches of the order.
+
+    Each iteration takes the longest stretch that fits and drops the jobs that can no longer fit, so there are about as
+    many iterations as sizes of gangs.
+    """
     taken: list[Integers] = []
     while len(ranked):
         sizes = gpus[ranked]
@@ -102,10 +112,10 @@ def by_stretches(
         if is_strict:
             break
         ranked, sizes = ranked[fitting:], sizes[fitting:]
-        goes_on = sizes <= free
+        can_fit = sizes <= free
         if guarded is not None and passing is not None:
-            stuck = np.flatnonzero(guarded[ranked] & ~goes_on)
+            stuck = np.flatnonzero(guarded[ranked] & ~can_fit)
             if len(stuck):
-                goes_on[stuck[0] :] &= passing[ranked[stuck[0] :]]
-        ranked = ranked[goes_on]
+                can_fit[stuck[0] :] &= passing[ranked[stuck[0] :]]
+        ranked = ranked[can_fit]
     return np.concatenate(taken) if taken else ranked[:0]

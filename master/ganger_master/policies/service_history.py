@@ -1,4 +1,4 @@
-"""What jobs took that have ended, and what that lets expect of those that live (Gittins, in GPU-seconds)."""
+"""GPU-seconds of ended jobs, and Gittins's index of live jobs from them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ganger_master.policies.sorting import counted_below
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceHistory:
-    """GPU-seconds of jobs that have ended, ascending. Making one sorts them all: make a new one once the jobs that
-    ended since would shift it (a twentieth more, say), not at every end."""
+    """GPU-seconds of ended jobs, ascending. Construction sorts them all, so callers renew it once the new ends would
+    shift it (about a twentieth more), not at every end."""
 
     services: Floats
     _sums: Floats = field(repr=False)
 
     @classmethod
     def of(cls, services: ArrayLike) -> ServiceHistory:
-        """In any order; what is not above zero or not finite says nothing and is left out."""
+        """Make a history of GPU-seconds in any order; values that are not positive and finite are ignored."""
         given = np.asarray(services, float).ravel()
         known = np.sort(given[np.isfinite(given) & (given > 0)])
         return cls(known, np.concatenate(((0.0,), np.cumsum(known))))
 
     def index(self, attained: Floats, quantum: Floats) -> Floats:
-        """G of each job, in 1 / GPU-seconds; `quantum` > 0 may be infinite."""
+        """Return Gittins's index of each job, in 1 / GPU-seconds. `attained` and `quantum` > 0, which may be infinite,
+        are in GPU-seconds."""
         first = counted_below(self.services, attained)
         last = counted_below(self.services, attained + quantum)
         ending = last - first
         longer = len(self.services) - last
         taken = self._sums[last] - self._sums[first] - attained * ending
-        # No time is taken beyond a quantum without end, by nobody: not infinite x 0.
+        # Avoids infinite x 0 where the quantum is infinite and no job is longer.
         taken += np.where(longer > 0, quantum, 0.0) * longer
         index: Floats = np.divide(ending, taken, out=np.zeros(len(attained)), where=taken > 0)
         return index

@@ -1,8 +1,8 @@
-"""Sorting by several columns, and looking up many values, at the speed of sorting one column of numbers.
+"""Sorting by several columns, and look-up of many values, at the speed of sorting one column of numbers.
 
-Of many rows most differ in the first column that has more than one value: only those that it leaves tied are sorted by
-the others. NumPy's stable sorts, which `lexsort` needs, take five to ten times as long as its others, so that of many
-tied rows columns are turned into ranks, and ranks into one number.
+Most rows differ in the first column that has more than one value, so only rows that tie there are sorted by the other
+columns. NumPy's stable sorts, which `lexsort` needs, take five to ten times as long as its unstable ones. So for many
+tied rows each column becomes ranks, and the ranks become one number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 
-# With fewer rows `lexsort` is faster: it makes use of columns that are nearly in order, as those by arrival are.
+# With fewer rows `lexsort` is faster: it profits from columns that are nearly sorted, as arrivals are.
 _MANY = 2_000
 _MOST = 2**62
 
 
 def sorted_by(*columns: NDArray[Any]) -> Integers:
-    """Positions, smallest first; the first column decides, then the next; ties that all leave stay in their order. NaN
+    """Return positions, smallest first: the first column decides, then the next. Complete ties keep their order; NaN
     comes last."""
     if len(columns[0]) < _MANY:
         return np.lexsort(columns[::-1])
@@ -30,7 +30,7 @@ def sorted_by(*columns: NDArray[Any]) -> Integers:
         return np.arange(len(columns[0]))
     line: Integers = np.argsort(columns[at])
     ordered = columns[at][line]
-    # Of which NaN is none: it counts as tied with its neighbours.
+    # NaN counts as tied with its neighbours.
     differs = ordered[1:] > ordered[:-1]
     if not differs.all():
         is_tied = np.zeros(len(line), bool)
@@ -53,13 +53,13 @@ def _sorted_by_all(columns: Sequence[NDArray[Any]]) -> Integers:
         distinct *= len(values)
         if len(values) == count:
             return np.argsort(key)
-    # What is still tied stays in its order, without a stable sort.
+    # The position as last digit keeps ties in their order without a stable sort.
     key, _ = _narrow(key, distinct, count)
     return np.argsort(key * count + np.arange(count))
 
 
 def _narrow(key: Integers, distinct: int, factor: int) -> tuple[Integers, int]:
-    """The same order in numbers that may be multiplied by `factor`, and how many there may be."""
+    """Return keys of the same order, small enough to multiply by `factor`, and a bound of their number."""
     if distinct * factor <= _MOST:
         return key, distinct
     keys, key = np.unique(key, return_inverse=True)
@@ -67,7 +67,7 @@ def _narrow(key: Integers, distinct: int, factor: int) -> tuple[Integers, int]:
 
 
 def behind(columns: Sequence[NDArray[Any]], at: int) -> Flags:
-    """Which rows come after the one at this position, as they would be sorted; none that equals it in all columns."""
+    """Return which rows sort after the one at this position; a row that equals it in all columns does not."""
     found, is_tied = np.zeros(len(columns[0]), bool), np.ones(len(columns[0]), bool)
     for column in columns:
         value = column[at]
@@ -77,15 +77,15 @@ def behind(columns: Sequence[NDArray[Any]], at: int) -> Flags:
             found |= is_tied & ~(column <= value)
             is_tied &= column == value
         if np.count_nonzero(is_tied) == 1:
-            # Nobody but itself.
+            # Only the row itself is still tied.
             break
     return found
 
 
 def counted_below(values: Floats, limits: Floats) -> Integers:
-    """How many of `values`, ascending, are at most each of the `limits`: as `searchsorted`, for many limits."""
+    """Count, for each of the `limits`, the ascending `values` that are at most it: `searchsorted` for many limits."""
     by_limit = np.argsort(limits)
     counts = np.empty(len(limits), np.int64)
-    # In their order neighbours of neighbours are found, not each from afar.
+    # Sorted limits make the search cache-friendly.
     counts[by_limit] = np.searchsorted(values, limits[by_limit], side="right")
     return counts

@@ -1,10 +1,10 @@
-"""Who of those that take turns goes to be with whom, so that in the long run all have the same time on devices.
+"""Migrations between time-slice groups, so that in the long run all time-sliced jobs receive the same time on devices.
 
-Where devices do not divide evenly among jobs, whoever has fewer neighbours has more than others, and no order of rows
-mends that: six on four are two pairs and two alone. So of those on a device with who is furthest behind what it is
-entitled to, who is behind the least goes to who is furthest ahead, where fewer are: the crowd moves on, and everybody
-is alone in its turn. Gandiva (OSDI 2018, section 3.3) moves to balance load, once; the gap that decides here is one of
-time received, so the moves go on.
+Where jobs do not divide evenly among devices, jobs with fewer neighbours receive more, and no order of slices corrects
+that: six jobs on four devices are two pairs and two alone. So a neighbour of the job that is furthest behind its share
+moves to the device of the job that is furthest ahead, if fewer jobs are there. The crowd moves on, and every job is
+alone for a time. Gandiva (OSDI 2018, section 3.3) moves once, to balance load; here the gap in received time decides,
+so the migrations continue.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Final
 
 from ganger_master.policies.slicing import Seat
 
-# As of switches: what a move stops may be two per cent of the time to the next.
+# Minimum time between two migrations of a job, in pauses (which then cost two per cent) and in quanta.
 _PAUSES_BETWEEN: Final = 50.0
-# Nobody moves again sooner.
 _QUANTA_BETWEEN: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceBalance:
-    """One gang that runs, alone or in turns. `kind`: whose devices are as good for whom; `behind_s`: how far it is
-    behind what it is entitled to, in seconds; `settled_s`: since it moved, or came; `pause_s`: what its move costs;
-    `may_share`: it may take turns; `may_move`: and go elsewhere for them."""
+    """A running gang, alone or time-sliced.
+
+    `kind`: gangs of one kind can use each other's devices. `behind_s`: seconds it lacks of its share. `settled_s`:
+    seconds since it moved or came. `pause_s`: cost of its migration. `may_share`: it may be time-sliced. `may_move`: it
+    may migrate for that.
+    """
 
     number: int
     kind: tuple[object, ...]
@@ -40,7 +42,7 @@ class ServiceBalance:
 
 @dataclass(frozen=True, slots=True)
 class Going:
-    """`number` goes to where `host` is, from where `helped` is, who is `gap_s` seconds behind the host."""
+    """Job `number` moves to the devices of `host` from those of `helped`, which is `gap_s` seconds behind the host."""
 
     number: int
     host: int
@@ -49,7 +51,7 @@ class Going:
 
 
 def balanced(standings: Sequence[ServiceBalance], quantum_s: float) -> list[Going]:
-    """Who goes now: only where the gap is more than the next quantum mends, each device once."""
+    """Return the migrations to make now: only where the gap exceeds a quantum, and each device at most once."""
     crowds = Counter([one.seat for one in standings])
     found: list[Going] = []
     touched: set[tuple[str, int]] = set()
@@ -76,6 +78,6 @@ def _is_worth_it(one: ServiceBalance, quantum_s: float) -> bool:
 
 
 def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
-    """Whether they have no device in common."""
+    """Return whether they have no device in common."""
     own = dict(one.seat)
     return not any(own.get(name, 0) & mask for name, mask in host.seat)
