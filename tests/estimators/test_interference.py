@@ -103,7 +103,7 @@ def test_shared_gpu_of_fine_tuning_jobs_is_learned_from_trials() -> None:
 
 
 @given(pressures)
-def test_nobody_gains_speed_and_together_they_gain_at_most_their_number(some: list[Pressure]) -> None:
+def test_no_gang_gains_speed_and_together_they_gain_at_most_their_number(some: list[Pressure]) -> None:
     speeds = shared_speeds(some)
     assert all(0.0 <= speed <= 1.0 for speed in speeds)
     found = forecast(some, 24 * GB)

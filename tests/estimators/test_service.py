@@ -53,9 +53,9 @@ def naive_index(jobs: list[Seen], one: Seen) -> float:
     for bucket in range(BUCKETS):
         ended = [job for job in jobs if job.state == "ended" and job.bucket == bucket]
         came = [job for job in jobs if job.bucket > bucket] + ended
-        everybody = (len(ended) + 2.0 / (BUCKETS - bucket)) / (len(came) + 2.0)
+        of_all = (len(ended) + 2.0 / (BUCKETS - bucket)) / (len(came) + 2.0)
         ends, comes = sum(map(one.weight, ended)), sum(map(one.weight, came))
-        hazards.append((ends + 0.5 * everybody) / (comes + 0.5))
+        hazards.append((ends + 0.5 * of_all) / (comes + 0.5))
     return naive_gittins(hazards, one.bucket)
 
 
@@ -74,16 +74,16 @@ STEPS = st.lists(
 def test_memory_equals_its_naive_twin_after_any_story(steps: list[tuple[str, str | int, float]]) -> None:
     memory = ServiceMemory(stale=0.0)
     jobs: list[Seen] = []
-    for what, whom, seconds in steps:
+    for what, target, seconds in steps:
         live = [job for job in jobs if job.state == "lives"]
         if what == "begin":
-            assert isinstance(whom, str)
+            assert isinstance(target, str)
             slot = min(set(range(len(live) + 1)) - {job.slot for job in live})
-            jobs.append(Seen(slot, whom, sum(job.kind == whom for job in jobs)))
-            memory.begin(slot, whom)
+            jobs.append(Seen(slot, target, sum(job.kind == target for job in jobs)))
+            memory.begin(slot, target)
         elif live:
-            assert isinstance(whom, int)
-            job = live[whom % len(live)]
+            assert isinstance(target, int)
+            job = live[target % len(live)]
             job.bucket = max(job.bucket, naive_bucket(seconds))
             if what == "end":
                 memory.end(job.slot, seconds)
@@ -130,7 +130,7 @@ def test_lives_without_memory_have_the_same_index_at_any_age() -> None:
 
 
 @pytest.mark.parametrize("tail", [0.5, 1.0, 2.0])
-def test_under_a_pareto_tail_who_has_run_longer_ends_later(tail: float) -> None:
+def test_under_a_pareto_tail_a_job_that_has_run_longer_ends_later(tail: float) -> None:
     found = every(hazards_of((EDGES_S / EDGES_S[0]) ** -tail), 1, BUCKETS - 8)
     assert (np.diff(found) < 0).all()
     # The hazard of the tail at age a is tail / a, and stopping at once is best.
@@ -148,7 +148,7 @@ def test_of_two_lengths_the_index_rises_to_the_short_one_and_falls_behind_it() -
     assert (np.diff(found[short + 1 :]) > 0).all()
 
 
-def test_nothing_known_serves_who_ran_least_first() -> None:
+def test_without_ended_jobs_the_job_that_ran_least_goes_first() -> None:
     memory = ServiceMemory()
     ages = np.array([0.0, 60.0, 3_600.0, 86_400.0])
     for slot in range(4):
@@ -200,12 +200,12 @@ def test_a_slot_is_taken_once_and_left_once() -> None:
     assert memory.index(np.array([0]), np.zeros(1))[0] > 0
 
 
-def test_nobody_is_asked_about() -> None:
+def test_an_empty_query_has_an_empty_answer() -> None:
     assert len(ServiceMemory().index(np.zeros(0, np.int64), np.zeros(0))) == 0
 
 
 def naive_median_left(hazards: list[float], ran_s: float) -> float:
-    """By looking ever closer for the moment at which half of those who are left now have ended."""
+    """Bisect for the moment at which half of the jobs left now have ended."""
 
     at = min(max(math.log2(max(ran_s, 1e-9)), math.log2(EDGES_S[0])), math.log2(EDGES_S[-1]))
 
@@ -245,7 +245,7 @@ def test_the_median_of_what_is_left_is_where_half_of_them_have_ended(jobs: list[
         assert left + seconds == pytest.approx(naive + seconds, rel=1e-6), (seconds, left, naive)
 
 
-def test_what_is_left_is_unknown_until_somebody_has_ended_and_then_what_its_series_says() -> None:
+def test_remaining_time_is_unknown_until_a_job_has_ended_and_then_that_of_its_series() -> None:
     memory = ServiceMemory()
     slots, ran = np.array([1]), np.array([0.0])
     memory.begin(0, "series")

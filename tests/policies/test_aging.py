@@ -1,4 +1,4 @@
-"""With aging no order lets a job wait for ever: a wait is bounded by who was there when it became too long."""
+"""With aging no job waits for ever: a wait is bounded by the jobs that were live when it became overdue."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_overdue_jobs_go_first_in_first_out_and_turns_come_before_them() -> None
 
 @settings(max_examples=60)
 @given(facts=live_jobs(), after_s=st.sampled_from([1.0, 40.0, 400.0, 4_000.0]))
-def test_where_nobody_can_be_overdue_nothing_differs(facts: Facts, after_s: float) -> None:
+def test_the_shortcut_for_clusters_without_overdue_jobs_changes_nothing(facts: Facts, after_s: float) -> None:
     order = with_aging(ORDERS["las"], after_s, FACTOR, SHARE)
     assert order.overdue is not None
     quick = order.overdue(facts, 4), ranked(order, facts, 1000.0, capacity_of(4)), next_change_s(order, facts, 1000.0)
@@ -131,7 +131,7 @@ def test_where_nobody_can_be_overdue_nothing_differs(facts: Facts, after_s: floa
     assert (quick[0].tolist(), quick[1].tolist(), quick[2]) == (overdue.tolist(), line.tolist(), changes_s)
 
 
-def test_who_has_run_long_is_overdue_later() -> None:
+def test_a_job_that_has_run_long_is_overdue_later() -> None:
     facts = facts_of({"attained_s": 100.0, "waited_s": 49.0}, {"attained_s": 100.0, "waited_s": 50.0})
     order = aged(ORDERS["fifo"])
     assert order.overdue is not None

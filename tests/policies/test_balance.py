@@ -1,4 +1,4 @@
-"""Who goes to be with whom, so that all have the same time in the long run."""
+"""Migrations between time-slice groups, so that all jobs receive the same time in the long run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def six(behind: float, **first: object) -> list[ServiceBalance]:
     return [*pairs, one(3, 2, -behind), one(4, 3, 0.0)]
 
 
-def test_who_is_beside_one_furthest_behind_goes_to_who_is_furthest_ahead() -> None:
+def test_a_neighbour_of_the_job_furthest_behind_goes_to_the_job_furthest_ahead() -> None:
     assert balanced(six(6.0), QUANTUM_S) == [Going(1, 3, 5, 12.0)]
 
 
@@ -49,7 +49,7 @@ def test_both_pairs_send_one_at_once_each_to_another() -> None:
         "as many are where it would go",
     ],
 )
-def test_nobody_goes_where(standings: list[ServiceBalance]) -> None:
+def test_no_job_moves_where(standings: list[ServiceBalance]) -> None:
     assert balanced(standings, QUANTUM_S) == []
 
 

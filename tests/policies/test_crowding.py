@@ -1,4 +1,4 @@
-"""Who leaves a crowded node: only who was measured to be slower there, where that pays and harms nobody more."""
+"""Migrations off crowded nodes: only gangs measured to be slower there, where it pays and harms no other gang more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def crowded(
     return Crowded(put(view, number, (node, 1)), load, rates, remaining_s)
 
 
-def test_who_is_slower_beside_others_goes_where_there_are_as_few_as_when_it_was_faster() -> None:
+def test_a_gang_slower_beside_others_goes_where_as_few_are_as_when_it_was_faster() -> None:
     view = cluster(3)
     put(view, 8, (0, 3))
     put(view, 9, (1, 2))
@@ -54,13 +54,13 @@ def test_who_is_slower_beside_others_goes_where_there_are_as_few_as_when_it_was_
         ({6: FAST, 3: SLOW}, 3600.0, "it was faster only beside more"),
     ],
 )
-def test_nobody_leaves(rates: Mapping[int, tuple[float, ...]], remaining_s: float, why: str) -> None:
+def test_no_gang_leaves(rates: Mapping[int, tuple[float, ...]], remaining_s: float, why: str) -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
     assert relieved(CapacityIndex(view), [crowded(view, 1, 0, 3, rates, remaining_s)]) == [], why
 
 
-def test_nobody_goes_where_others_are_in_use_or_would_lose_more() -> None:
+def test_no_gang_goes_where_devices_are_in_use_or_others_would_lose_more() -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
     other = crowded(view, 2, 1, 0, {0: FAST, 1: SLOW}, remaining_s=9000.0)

@@ -74,7 +74,7 @@ def test_a_deadline_that_fits_behind_earlier_ones_is_met() -> None:
     assert ask(Newcomer(4, 10.0, NOW + 29.0), (3, 20.0, 25.0)) == Advice(DeadlineVerdict.TOO_LATE, NOW + 30.0)
 
 
-def test_whom_it_would_make_late_is_said() -> None:
+def test_advice_lists_the_jobs_that_a_newcomer_would_make_late() -> None:
     found = ask(Newcomer(4, 10.0, NOW + 12.0), (4, 20.0, 25.0), (1, 5.0, 200.0), (4, 90.0, 50.0))
     # The last one is late anyhow.
     assert found == Advice(DeadlineVerdict.DELAYS_OTHERS, NOW + 10.0, delayed=(0,))
@@ -96,7 +96,7 @@ def test_higher_priority_goes_first_whatever_its_deadline() -> None:
     assert advice(Newcomer(1, 1.0, NOW + 5.0, priority=1), facts, np.array([60.0]), NOW, CAPACITY).end_s == NOW + 1.0
 
 
-def test_nothing_is_promised_where_somebody_ahead_takes_who_knows_how_long() -> None:
+def test_the_verdict_is_unknown_while_the_remaining_time_of_a_job_ahead_is_unknown() -> None:
     found = ask(Newcomer(1, 1.0, NOW + 5.0), (1, math.nan, 50.0), (1, math.nan, math.inf))
     # The second yields to every deadline; the first does not count before the newcomer, but might be made late.
     assert found.verdict is DeadlineVerdict.UNKNOWN

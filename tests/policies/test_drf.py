@@ -121,7 +121,7 @@ def test_a_gang_that_does_not_fit_takes_nothing_from_its_user() -> None:
     assert np.bincount(facts.user[held]).tolist() == [3, 3]
 
 
-def test_newcomers_get_their_share_from_who_had_all_but_not_from_who_may_not_be_stopped() -> None:
+def test_new_users_get_their_share_from_preemptible_jobs_only() -> None:
     old = {"user": 0, "is_running": True, "attained_s": 9.0}
     new = {"user": 1, "arrival_s": 5.0}
     facts = facts_of(*[old] * 4, *[new] * 4)

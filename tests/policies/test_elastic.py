@@ -1,4 +1,4 @@
-"""Growing onto idle GPUs and giving them back: who, how far, and at once. (2 s)"""
+"""Growing onto idle GPUs and giving them back at once: which jobs, and how far. (2 s)"""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_job_grows_from_one_to_four_gpus_of_its_node_and_back_when_another_comes
     assert shrink([grown], CapacityIndex(full), gang(4, widest=LocalityLevel.NODE), {1: (claim,)}) == {}
 
 
-def test_nobody_grows_while_somebody_waits_or_before_gpus_have_been_idle() -> None:
+def test_no_job_grows_while_another_waits_or_before_gpus_have_been_idle() -> None:
     view = cluster(1)
     job, _ = put(view, 1, 0, 1, dict(RESNET50))
     assert grow([job], view, IDLE_S - 1.0) is None
     assert grow([job], view, IDLE_S, wanted_gpus=1) is None
 
 
-def test_who_gains_the_most_grows() -> None:
+def test_the_job_that_gains_most_grows() -> None:
     view = cluster(2)
     good, _ = put(view, 2, 0, 1, dict(RESNET50))
     poor, _ = put(view, 1, 1, 1, dict(BERT))
@@ -121,7 +121,7 @@ def test_those_shrink_whose_gpus_are_worth_the_least() -> None:
     assert shrink([good, poor], CapacityIndex(view), gang(6, nodes=2), claims) == {1: 1, 2: 1}
 
 
-def test_nobody_shrinks_for_a_gang_that_fits_already() -> None:
+def test_no_job_shrinks_for_a_gang_that_fits_already() -> None:
     view = cluster(2)
     job, claim = put(view, 1, 0, 4, dict(RESNET50))
     assert shrink([job], CapacityIndex(view), gang(4), {1: (claim,)}) == {}

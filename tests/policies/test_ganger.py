@@ -1,4 +1,4 @@
-"""Ganger's order: whom it serves in a crowd that ends soon, and in one that does not."""
+"""Ganger's order with a queue that ends soon, and with one that does not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_where_waits_are_short_a_long_job_of_one_gpu_goes_before_a_gang() -> Non
     assert line(facts) == [1, 0]
 
 
-def test_where_waits_are_long_who_ends_soonest_for_its_gpus_goes_first() -> None:
+def test_where_waits_are_long_the_job_that_ends_soonest_for_its_gpus_goes_first() -> None:
     day = 86_400.0
     facts = known(
         {"gpus": 1, "index": 1 / 100_000, "waited_s": 9 * day}, {"gpus": 8, "index": 1 / 1_000 / 8, "waited_s": 9 * day}
@@ -76,15 +76,15 @@ def test_where_waits_are_long_who_ends_soonest_for_its_gpus_goes_first() -> None
     assert line(facts) == [1, 0]
 
 
-def test_who_was_stopped_for_others_does_not_go_before_them_at_once() -> None:
+def test_a_preempted_job_does_not_go_before_the_jobs_it_made_way_for_at_once() -> None:
     wide = {"gpus": 32, "index": 2.5e-6, "waited_s": 90_000.0}
     ran = [{"gpus": 8, "index": 8e-7, "attained_s": 1e5} for _ in range(6)]
-    # Few wait, so long that who ends soonest goes first; then those that were stopped wait, too.
+    # Few jobs wait, so long that the one that ends soonest goes first; then the preempted jobs wait, too.
     assert line(known(wide, *({**job, "is_running": True} for job in ran)))[0] == 0
     assert line(known(wide, *({**job, "waited_s": 3.0} for job in ran)))[0] == 0
 
 
-def test_who_runs_keeps_its_place_before_one_like_it() -> None:
+def test_a_running_job_goes_before_an_equal_pending_one() -> None:
     alike = {"index": 1e-4}
     facts = known({**alike, "waited_s": 60.0}, {**alike, "is_running": True, "arrival_s": 10.0})
     assert line(facts) == [1, 0]
@@ -98,14 +98,14 @@ def test_first_five_minutes_come_before_all_that_in_order_of_arrival() -> None:
     assert line(known(soon, second, third, first)) == [3, 1, 2, 0]
 
 
-def test_of_those_that_are_worth_the_same_who_has_run_for_longest_makes_way() -> None:
+def test_among_equal_running_jobs_the_one_that_has_run_longest_goes_last() -> None:
     runs = {"is_running": True, "index": 1e-7}
     waits = {"waited_s": 600.0, "index": 1.001e-7}
     facts = known(waits, {**runs, "attained_s": 9_000.0}, {**runs, "attained_s": 400.0, "index": 0.999e-7})
     assert line(facts) == [2, 1, 0]
 
 
-def test_who_ends_before_its_place_could_change_hands_keeps_it() -> None:
+def test_a_job_that_ends_within_a_switch_keeps_its_place() -> None:
     newcomer = {"gpus": 1, "index": 1 / 20, "waited_s": 600.0}
     facts = known(newcomer, {"gpus": 128, "index": 1 / 10 / 128, "is_running": True})
     assert line(facts) == [1, 0]

@@ -143,7 +143,7 @@ def test_gang_that_fits_needs_no_moves() -> None:
     assert (found.moves, found.cost) == ((), 0.0)
 
 
-def test_full_cluster_has_no_hole_unless_somebody_may_be_stopped() -> None:
+def test_a_full_cluster_has_no_room_unless_a_job_may_be_preempted() -> None:
     view, gangs = filled([[1, 1, 2], [2, 2]])
     assert search(view, gangs, gang(2)) is None
     stoppable = [
@@ -155,7 +155,7 @@ def test_full_cluster_has_no_hole_unless_somebody_may_be_stopped() -> None:
     assert found.cost == 14.0
 
 
-def test_who_stops_makes_place_for_others_who_move() -> None:
+def test_a_preempted_job_makes_place_for_jobs_that_move() -> None:
     """Full, and one job each on two nodes may be stopped: a pair on one node needs both, and a move between them."""
     view, gangs = filled([[1, 1, 1, 1], [2, 2], [2, 1, 1]])
     gangs = [
@@ -186,7 +186,7 @@ def test_cheap_moves_are_preferred_to_few() -> None:
     assert ([move.number for move in found.moves], found.cost) == ([2], 2.0)
 
 
-def test_who_may_not_be_moved_stays() -> None:
+def test_a_job_that_may_not_be_moved_stays() -> None:
     view, gangs = filled([[2], [2]])
     fixed = [Movable(one.number, one.shape, one.claims) for one in gangs]
     assert search(view, fixed, gang(4, widest=LocalityLevel.NODE)) is None
@@ -297,7 +297,7 @@ def test_moves_wait_for_those_whose_places_they_take() -> None:
 
 @cache
 def large(nodes: int) -> tuple[CapacityIndex, Movables]:
-    """Nodes of eight devices, each with two or three of them free, so that nobody of eight fits anywhere."""
+    """Nodes of eight devices, each with two or three of them free, so that no gang of eight fits anywhere."""
     random = np.random.default_rng(0)
     view = cluster(nodes, server("2x2x2", cores=32, gib=512), per_rack=32)
     gangs: list[Movable] = []

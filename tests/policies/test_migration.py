@@ -121,7 +121,7 @@ def test_gang_that_ends_soon_stays_apart() -> None:
     assert closer(CapacityIndex(view), [spread(put(view, 1, (0, 2), (1, 2)), remaining_s=2.0)]) == []
 
 
-def test_who_saves_the_most_gets_the_only_place() -> None:
+def test_the_gang_that_saves_most_gets_the_only_place() -> None:
     view = cluster(4)
     one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (0, 2), (1, 2))
     put(view, 3, (2, 4))
@@ -202,7 +202,7 @@ def test_two_gangs_that_lie_on_the_same_two_nodes_get_one_each() -> None:
     assert [len(move.claims) for move in found.moves] == [1, 1]
 
 
-def test_who_needs_a_place_together_gets_that_of_one_to_whom_it_makes_no_difference() -> None:
+def test_a_gang_that_needs_locality_gets_the_place_of_one_that_does_not() -> None:
     view = cluster(3)
     one, other = put(view, 1, (0, 2), (1, 2)), put(view, 2, (2, 4))
     put(view, 3, (0, 2))
@@ -284,7 +284,7 @@ def test_pack_that_loses_the_most_is_taken_apart_first() -> None:
     assert unpacked(CapacityIndex(view), packs, 1.0) == []
 
 
-def test_drained_node_is_emptied_and_nobody_is_stopped() -> None:
+def test_a_drained_node_is_emptied_and_no_job_is_stopped() -> None:
     view = cluster(3)
     gangs = [put(view, 1, (0, 2)), put(view, 2, (0, 1)), put(view, 3, (1, 3)), put(view, 4, (2, 2))]
     room = CapacityIndex(view)
@@ -296,7 +296,7 @@ def test_drained_node_is_emptied_and_nobody_is_stopped() -> None:
     assert all("s0" not in {claim.node for move in one.moves for claim in move.claims} for one in found)
 
 
-def test_draining_moves_others_aside_and_says_who_finds_no_room() -> None:
+def test_draining_moves_other_jobs_aside_and_reports_the_jobs_without_a_place() -> None:
     view = cluster(3)
     gangs = [put(view, 1, (0, 4), shape=gang(4, widest=LocalityLevel.NODE)), put(view, 2, (1, 1)), put(view, 3, (2, 2))]
     found, _ = drained(CapacityIndex(view), "s0", gangs, Movables(view, gangs))
@@ -347,7 +347,7 @@ def test_after_defragmenting_no_node_is_fragmented_whose_gangs_had_a_better_plac
     assert not fragmented or not any(1 <= room < 3 for room in free)
 
 
-def test_moves_at_once_are_capped_and_nobody_is_moved_twice_in_a_row() -> None:
+def test_concurrent_moves_are_capped_and_no_job_is_moved_twice_in_a_row() -> None:
     view = cluster(6)
     gangs = [put(view, number, (number, 1)) for number in range(3)]
     claims = [make_claim(view, node, gang(1), (1,), LoadMode.PACK) for node in (3, 3, 4)]

@@ -56,7 +56,7 @@ def rounds(draw: st.DrawFn) -> tuple[ElasticJobs, Floats]:
 
 
 def naive_allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float, with_bundles: bool) -> list[list[int]]:
-    """One task at a time: everybody says what it would add next, who gains most may."""
+    """One task at a time: every job proposes its next task, and the one that gains most receives it."""
     free = capacity * (1 + 1e-9)
     kinds = jobs.shapes.shape[1]
     moves = [[int(kind == other) for other in range(kinds)] for kind in range(kinds)]
@@ -187,7 +187,7 @@ def test_what_does_not_fit_ends_that_growth_only() -> None:
     assert found[0, 0] > 1
 
 
-def test_nobody_starves_and_unknown_jobs_keep_one_task_of_each_kind() -> None:
+def test_no_job_starves_and_unknown_jobs_keep_one_task_of_each_kind() -> None:
     jobs = growing([1e9, math.nan, 1.0], server_speeds([SYNCHRONOUS] * 3), np.ones((3, 2, 1)))
     assert allocated(jobs, np.array([4.0])).tolist() == [[1, 1], [1, 1], [0, 0]]
     assert allocated(jobs, np.array([60.0]))[1].tolist() == [1, 1]
@@ -283,7 +283,7 @@ def test_a_job_is_spread_evenly_over_the_fewest_servers() -> None:
     assert found.counts.tolist() == [[1, 2], [1, 2]]
 
 
-def test_servers_without_gpus_block_nobody_and_may_hold_parameter_servers() -> None:
+def test_servers_without_gpus_block_no_job_and_may_hold_parameter_servers() -> None:
     servers = np.array([[32.0, 0.0], [8.0, 2.0], [8.0, 2.0]])
     shape = np.array([[3.0, 0.0], [2.0, 1.0]])
     assert spread(np.array([[1, 2]]), shape[None], servers).server.tolist() == [1]

@@ -93,7 +93,7 @@ def test_only_an_oracle_looks_at_what_is_hidden(facts: Facts) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_nobody_live_is_nobody_ranked(name: str) -> None:
+def test_without_live_jobs_the_ranking_is_empty(name: str) -> None:
     facts = facts_of()
     assert ranked(ALL[name], facts, NOW, CAPACITY).tolist() == []
     assert next_change_s(ALL[name], facts, NOW) == math.inf
@@ -117,7 +117,7 @@ def test_unknown_order_is_refused_with_the_known_ones() -> None:
 
 
 def test_history_changes_what_the_gittins_order_does() -> None:
-    # With a history in which whoever gets past 10 ends at 11, the job that got there goes first.
+    # With a history in which jobs that pass 10 end at 11, the job at 10 goes first.
     facts = facts_of({"attained_s": 5.0}, {"attained_s": 10.0})
     history = ServiceHistory.of([3.0, 100.0, 100.0, 11.0])
     learned = order_named("tiresias-gittins", history)

@@ -135,7 +135,7 @@ def test_losing_pairs_teach_what_not_to_try_on_this_type_of_gpu() -> None:
     assert len(proposals([one, other], FailedTrials(), 0.0, {"V100": learned})) == 1
 
 
-def test_largest_gain_is_tried_first_and_nobody_in_two_trials() -> None:
+def test_the_largest_gain_is_tried_first_and_no_job_is_in_two_trials() -> None:
     berths = [berth(1, 0.5), berth(2, 0.1), berth(3, 0.9), berth(4, 0.2), berth(5, 0.6)]
     found = proposals(berths, FailedTrials(), 0.0, most=5)
     assert [sorted(one.number for one in proposal.residents) for proposal in found] == [[2, 4], [1, 5]]
@@ -260,13 +260,13 @@ def test_memory_that_does_not_fit_with_a_margin_is_not_tried() -> None:
     assert len(proposals([berth(1, 0.1, 12.0), berth(2, 0.1, 10.0)], FailedTrials(), 0.0)) == 1
 
 
-def test_who_may_not_be_packed_is_left_alone() -> None:
+def test_a_job_that_may_not_be_co_located_is_left_alone() -> None:
     one, other = berth(1, 0.1), berth(2, 0.1)
     alone = replace(other, residents=(replace(other.residents[0], least_speed=1.0),))
     assert proposals([one, alone], FailedTrials(), 0.0) == []
 
 
-def test_pack_that_slows_somebody_too_much_is_undone_though_the_sum_is_good() -> None:
+def test_a_co_location_that_slows_one_job_too_much_is_undone_though_the_sum_is_good() -> None:
     random = np.random.default_rng(4)
     (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
     assert verdict(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is TrialVerdict.KEEP
@@ -338,7 +338,7 @@ def test_doubtful_forecasts_are_held_against_what_was_learned() -> None:
     assert other.forecast.gain < cheap.forecast.gain
 
 
-def test_pack_needs_a_measurement_of_everybody() -> None:
+def test_a_co_location_needs_a_measurement_of_every_job_in_it() -> None:
     (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
     with pytest.raises(KeyError):
         verdict(proposal, measured(np.random.default_rng(0), {1: 1.0}))

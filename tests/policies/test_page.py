@@ -1,4 +1,4 @@
-"""docs/policies.md names every order, in its own words, with who places under it."""
+"""docs/policies.md has every order with its summary and with what places under it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def test_the_page_has_a_row_for_every_order_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))
-def test_the_page_says_of_an_order_who_goes_first_and_who_places(name: str) -> None:
+def test_the_page_describes_every_order_and_what_places_under_it(name: str) -> None:
     policy = policy_named(name)
-    who = "simulator" if policy.order.knows_durations else policy.places.value
-    assert _ROWS[name] == f"| `{name}` | {who} | {summary(policy.order.name)} |"
+    placed_by = "simulator" if policy.order.knows_durations else policy.places.value
+    assert _ROWS[name] == f"| `{name}` | {placed_by} | {summary(policy.order.name)} |"
 
 
 def test_other_names_are_on_the_page() -> None:
     assert [name for name in NAMES if f"`{name}`" not in PAGE] == []
 
 
-def test_a_live_cluster_goes_by_every_order_but_those_that_ask_an_oracle() -> None:
+def test_a_live_cluster_accepts_every_order_that_needs_no_oracle() -> None:
     for name, order in ORDERS.items():
         if policy_named(name).order.knows_durations:
             with pytest.raises(ValueError, match="for the simulator only"):

@@ -1,4 +1,4 @@
-"""Who holds GPUs: the first in order that fit, whoever may not be stopped, and nobody past an overdue gang for good."""
+"""Selection of jobs for GPUs: the first in order that fit, unpreemptible jobs, and the guard of overdue gangs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def naive(
     few=st.sampled_from([0, 5, 15]),
     random=st.randoms(use_true_random=False),
 )
-def test_those_are_chosen_whom_one_after_the_other_would(
+def test_choosing_in_stretches_equals_choosing_one_by_one(
     jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, few: int, random: Random
 ) -> None:
     order = list(range(len(jobs)))
@@ -75,8 +75,8 @@ def test_those_are_chosen_whom_one_after_the_other_would(
         )
         assert found.tolist() == expected
         plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
-        nobody = [False] * len(jobs)
-    assert plain.tolist() == naive(order, gpus, free, is_strict, nobody, nobody, nobody)
+        none = [False] * len(jobs)
+    assert plain.tolist() == naive(order, gpus, free, is_strict, none, none, none)
 
 
 def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:
@@ -84,7 +84,7 @@ def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:
 
 
 @given(live_jobs(), st.integers(0, 30), st.sampled_from([FIFO, FIFO_BACKFILL, LAS]), st.booleans())
-def test_nothing_is_promised_twice_and_nobody_is_stopped_who_may_not_be(
+def test_no_gpu_is_promised_twice_and_no_unpreemptible_job_is_stopped(
     facts: Facts, gpus: int, order: JobOrder, is_aged: bool
 ) -> None:
     order = with_aging(order, after_s=10.0) if is_aged else order
@@ -103,24 +103,24 @@ HOLDS_TWO = {"is_running": True, "is_preemptible": False, "gpus": 2, "arrival_s"
 
 @pytest.mark.parametrize("order", [FIFO_BACKFILL, LAS])
 @pytest.mark.parametrize(("may_be_stopped", "starts"), [(True, True), (False, False)])
-def test_only_who_can_be_stopped_again_starts_past_an_overdue_gang(
+def test_only_preemptible_jobs_start_before_an_overdue_gang(
     order: JobOrder, may_be_stopped: bool, starts: bool
 ) -> None:
     young = {"arrival_s": 99.0, "waited_s": 1.0, "is_preemptible": may_be_stopped}
     facts = facts_of(OVERDUE, HOLDS_TWO, young)
     aged = with_aging(order, after_s=60.0)
     held = selected(aged, facts, ranked(aged, facts, 100.0, capacity_of(4)), 4)
-    # An order that stops nobody has nobody who can be stopped again.
+    # Under an order that does not preempt no job can be preempted again.
     assert held.tolist() == ([1, 2] if starts and order.preempts else [1])
 
 
-def test_nobody_waits_for_an_overdue_gang_that_fits_into_no_empty_cluster() -> None:
+def test_no_job_waits_for_an_overdue_gang_that_fits_no_empty_cluster() -> None:
     facts = facts_of({**OVERDUE, "gpus": 9}, {"arrival_s": 99.0, "waited_s": 1.0})
     aged = with_aging(FIFO_BACKFILL, after_s=60.0)
     assert selected(aged, facts, ranked(aged, facts, 100.0, capacity_of(8)), 8).tolist() == [1]
 
 
-def test_the_order_without_aging_lets_everybody_pass() -> None:
+def test_the_order_without_aging_lets_every_job_pass() -> None:
     facts = facts_of(OVERDUE, HOLDS_TWO, {"arrival_s": 99.0, "waited_s": 1.0})
     plain = replace(with_aging(FIFO_BACKFILL, after_s=60.0), overdue=None)
     assert selected(plain, facts, ranked(plain, facts, 100.0, capacity_of(4)), 4).tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Rows of a slot matrix: shares of the time, gangs whole, nobody a quantum behind. (6 s)"""
+"""Slices of a matrix: shares of the time, gangs whole, no gang a quantum behind. (6 s)"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def singles(count: int) -> tuple[SliceShare, ...]:
 def run(
     sharers: tuple[SliceShare, ...], on: list[SharedNode], rows: int, quantum: float = QUANTUM
 ) -> tuple[list[TimeSlice], list[tuple[SliceShare, ...]]]:
-    """Rows and what everybody has after each."""
+    """Return the slices, and the gangs after each."""
     made, after = [], []
     for _ in range(rows):
         row = next_row(sharers, on, quantum)
@@ -80,7 +80,7 @@ def test_rows_follow_one_another_with_few_switches() -> None:
     rows, after = run(singles(6), nodes(), 30)
     for before, row in zip(after[2:], rows[3:], strict=False):
         assert len(row.entering(before)) == len(row.leaving(before)) <= 2
-        # Who goes on stays on its device.
+        # A gang that continues stays on its devices.
         assert not set(row.shifted(before)) & {one.number for one in before if one.runs}
 
 
@@ -134,7 +134,7 @@ def test_rows_hold_whole_gangs_on_devices_of_their_own(sharers: tuple[SliceShare
         for one, then in zip(before, now, strict=True):
             if one.seat and one.is_bound:
                 assert then.seat == one.seat
-        # What is free is of no use to anybody of the highest priority who can sit anywhere.
+        # The free devices are of no use to any unbound gang of the highest priority.
         top = max(one.priority for one in before)
         left = 4 * count - sum(mask.bit_count() for seat in row.seats.values() for _, mask in seat)
         idle = [one for one in before if one.number not in row.seats and one.priority == top and not one.is_bound]
@@ -151,7 +151,7 @@ MIXED = tuple(
 @settings(max_examples=60)
 @given(sharers_of_all_kinds)
 @example(MIXED)
-def test_everybody_who_fits_the_set_runs_again_and_again(sharers: tuple[SliceShare, ...]) -> None:
+def test_every_gang_that_fits_the_group_runs_again_and_again(sharers: tuple[SliceShare, ...]) -> None:
     sharers = tuple(structs.replace(one, priority=0, is_bound=False) for one in sharers if one.gpus <= 4)
     rows, _ = run(sharers, nodes(), 200)
     most = 6 * max(1, sum(one.gpus for one in sharers))
@@ -182,7 +182,7 @@ def test_newcomer_among_gangs_that_cannot_have_their_share_is_not_kept_waiting()
         assert sum(number in row.seats for row in rows) >= 7
 
 
-def test_weights_divide_the_time_and_nobody_gets_more_than_all_of_it() -> None:
+def test_weights_divide_the_time_and_no_gang_gets_more_than_all_of_it() -> None:
     sharers = tuple(SliceShare(n, 1, weight=weight) for n, weight in enumerate([10.0, 1.0, 1.0, 2.0]))
     assert shares(sharers, 2) == {0: 1.0, 1: 0.25, 2: 0.25, 3: 0.5}
     assert shares(sharers, 4) == dict.fromkeys(range(4), 1.0)
@@ -197,7 +197,7 @@ def test_lower_priority_gets_what_is_left() -> None:
     assert all(set(row.seats) == {1, 2} for row in rows)
 
 
-def test_who_must_not_be_suspended_stays_and_the_others_share_the_rest() -> None:
+def test_an_unpreemptible_gang_stays_and_the_others_share_the_rest() -> None:
     fixed = SliceShare(1, 2, is_preemptible=False, runs=True, seat=(("s0", 0b11),))
     sharers = (fixed, SliceShare(2, 2), SliceShare(3, 2), SliceShare(4, 2, priority=5))
     rows, _ = run(sharers, nodes(), 9)

@@ -27,7 +27,7 @@ def test_columns_sort_as_rows_do_ties_and_nan_included(rows: list[tuple[float, b
 
 
 @given(st.lists(st.tuples(NUMBERS, st.booleans(), NUMBERS), min_size=1, max_size=30), st.data())
-def test_behind_a_row_is_who_is_sorted_after_it(rows: list[tuple[float, bool, float]], data: st.DataObject) -> None:
+def test_behind_a_row_are_the_rows_sorted_after_it(rows: list[tuple[float, bool, float]], data: st.DataObject) -> None:
     columns = [*[np.array(column) for column in zip(*rows, strict=True)], np.arange(len(rows))]
     line = sorted_by(*columns).tolist()
     at = data.draw(st.integers(0, len(rows) - 1))

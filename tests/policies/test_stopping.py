@@ -47,12 +47,12 @@ def test_halving_stops_one_that_ran_on_while_nothing_was_decided() -> None:
     assert stop.why == "2 others did better, and 2 go on"
 
 
-def test_what_a_member_did_beyond_the_rung_at_which_it_was_stopped_counts_against_nobody() -> None:
+def test_results_beyond_the_rung_at_which_a_member_was_stopped_count_against_no_member() -> None:
     lost = Contender(0, (0.2,), is_live=False)
     assert judge(HALVING, [lost, Contender(1, (0.5, 0.3))], reporting=1) == ()
 
 
-def test_one_at_least_goes_on_and_ties_stop_nobody() -> None:
+def test_at_least_one_member_continues_and_ties_stop_no_member() -> None:
     assert stopped(HALVING, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)) == []
     assert stopped(HALVING, (0.5, 0.5, 0.6), (0.5, 0.5, 0.5)) == [1]
 
@@ -97,8 +97,8 @@ def test_the_best_is_the_one_that_the_rule_prefers() -> None:
 
 
 def successive_halving(rule: StopRule, curves: list[list[Value]]) -> set[int]:
-    """Who is left behind the last rung by the paper's algorithm, where all come to a rung before any goes on; whoever
-    ties with the last to go on does so too."""
+    """Return the members that continue behind the last rung by the paper's synchronous algorithm, in which all members
+    reach a rung before any continues."""
     sign = -1 if rule.maximise else 1
     alive, keeps = set(range(len(curves))), len(curves)
     for rung in range(len(curves[0])):
@@ -123,7 +123,7 @@ def test_the_other_comparing_rules_leave_one_member_at_least(
 
 
 def _left(rule: StopRule, curves: list[list[Value]], order: list[int]) -> set[int]:
-    """Who runs on behind the last rung, when members come to their next rungs in this order, again and again."""
+    """Return the members that continue behind the last rung, when members reach their next rungs in this order."""
     records: dict[int, tuple[Value, ...]] = dict.fromkeys(range(len(curves)), ())
     live, turn = set(records), 0
     while able := [index for index in sorted(live) if len(records[index]) < _RUNGS]:

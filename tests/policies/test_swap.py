@@ -1,4 +1,4 @@
-"""Swaps on full clusters: nobody is stopped without need, and as few move as in the best of all sequences. (4 s)"""
+"""Swaps on full clusters: no job is parked without need, and as few move as in the best sequence. (4 s)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP = 100.0
 
 
 def search(nodes: list[list[bool]], needed: int) -> Hole | None:
-    """Jobs of one device by node; who may be stopped is True."""
+    """Jobs of one device by node; True: may be preempted."""
     view, gangs = filled([[1] * len(some) for some in nodes])
     may_stop = [one for some in nodes for one in some]
     gangs = [
@@ -66,7 +66,7 @@ def fewest(nodes: list[list[bool]], needed: int, devices: int = 4) -> tuple[int,
 def test_no_more_are_stopped_and_moved_than_in_the_best_of_all_sequences(nodes: list[list[bool]], needed: int) -> None:
     found, best = search(nodes, needed), fewest(nodes, needed)
     if best is None or best[0] == 0:
-        # A hole that costs nobody a rest is not its to find.
+        # Room that needs no parked job is found by another search.
         return
     assert found is not None
     stopped = [move for move in found.moves if not move.claims]
@@ -80,7 +80,7 @@ def test_sixteen_on_four_nodes_with_one_that_may_rest_on_each() -> None:
     assert len(found.moves) == 7
 
 
-def test_nobody_rests_where_that_helps_nobody() -> None:
+def test_no_job_is_parked_where_that_helps_no_job() -> None:
     assert search([[False] * 4, [True, False, False, False]], 2) is None
 
 

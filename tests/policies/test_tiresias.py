@@ -65,7 +65,7 @@ def test_queues_are_what_counting_job_by_job_gives(facts: Facts, knob: float | N
 
 
 def after(facts: Facts, seconds: float) -> Facts:
-    """Who runs has run longer, who waits has waited longer, and nothing happened."""
+    """Let time pass without an event: running jobs have run longer, pending ones have waited longer."""
     ran, waited = np.where(facts.is_running, seconds, 0.0), np.where(facts.is_running, 0.0, seconds)
     return replaced(
         facts,
@@ -196,7 +196,7 @@ def test_the_example_under_continuous_las2d_takes_turns_for_longer() -> None:
 
 @pytest.mark.parametrize("knob", [None, 1.0])
 def test_promotion_ends_the_starvation_of_a_long_job_behind_many_short_ones(knob: float | None) -> None:
-    # One GPU, always wanted by somebody who fits into the first queue.
+    # One GPU, always wanted by a job of the first queue.
     shorts = [Asked(number, 90.0 * number, 1, 100.0) for number in range(1, 60)]
     lives = serve([Asked(0, 0.0, 1, 400.0), *shorts], 1, tiresias((200.0,), knob))
     longest = max(end - began for began, end, ran in lives[0].waits)

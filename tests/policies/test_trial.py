@@ -128,7 +128,7 @@ def test_measurements_that_cannot_be_are_refused(jobs: list[TrialRates]) -> None
 
 
 def test_gain_of_windows_that_were_asked_about_before_is_what_they_say() -> None:
-    """Means are remembered; by the windows, whoever's they are."""
+    """Means are cached by the windows alone."""
     random = np.random.default_rng(7)
     some = [measured(random, 10.0, windows) for windows in (4, 8, 8, 16)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What all tunings share: profiles, rates, shares, who runs; and the simple ones of the CPU poster."""
+"""Profiles, rates, shares and runnable gangs of all tunings; the simple tunings of the CPU poster."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_gang_runs_at_the_rate_of_its_slowest_piece_and_without_a_piece_not_at
 
 
 @given(rounds())
-def test_who_runs_is_taken_in_order_by_gpus_alone(case: tuple[Gangs, TuningNodes]) -> None:
+def test_runnable_gangs_are_taken_in_order_by_gpus_alone(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     free, expected = int(nodes.gpus.sum()), []
     for gang, gpus in enumerate(of_round.gpus.tolist()):
@@ -192,7 +192,7 @@ GUARANTEEING = {"proportional", "bind", "exact", "synergy-opt", "synergy-tune"}
 @pytest.mark.parametrize("name", sorted(TUNINGS))
 @settings(max_examples=40)
 @given(case=rounds(alike=True))
-def test_no_tuning_gives_more_than_there_is_and_those_that_promise_keep_everybody_at_the_share(
+def test_no_tuning_gives_more_than_there_is_and_guarantees_hold_for_every_gang(
     name: str, case: tuple[Gangs, TuningNodes]
 ) -> None:
     of_round, nodes = case

@@ -45,7 +45,7 @@ def relative(of_round: Gangs, nodes: TuningNodes, placed: Pieces) -> np.ndarray:
 @pytest.mark.parametrize("place", [synergy_tune.place, synergy_opt.place, exact.place])
 @settings(max_examples=50)
 @given(case=rounds(alike=True))
-def test_every_gpu_that_can_be_used_is_used_and_nobody_falls_below_the_share(
+def test_every_usable_gpu_is_used_and_no_gang_falls_below_its_share(
     place: object, case: tuple[Gangs, TuningNodes]
 ) -> None:
     of_round, nodes = case
@@ -71,7 +71,7 @@ def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one
 
 
 @given(rounds())
-def test_tune_keeps_everybody_at_the_share_of_the_node_it_lies_on(case: tuple[Gangs, TuningNodes]) -> None:
+def test_tune_keeps_every_gang_at_the_share_of_its_node(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = synergy_tune.place(of_round, nodes)
     assert np.all(rates(of_round, placed) >= proportional_rates(of_round, nodes, placed) * (1 - 1e-6))
@@ -235,7 +235,7 @@ def test_peers_give_back_in_the_documented_order() -> None:
     hungry, hungrier, newcomer = (NAMES.index(name) for name in ("res18", "alexnet", "deepspeech"))
     server = TuningNodes(np.array([8]), np.array([24.0]), np.array([500e9]))
     placed = synergy_tune.place(gangs([1, 1, 1, 1], [hungrier, hungry, newcomer, newcomer], SYNERGY), server)
-    # 12 + 9 + 3 cores are all there are: the second newcomer makes the 12 go back to 3, and nobody else
+    # 12 + 9 + 3 cores are all there are: the second newcomer makes the 12 go back to 3, and no other gang
     assert placed.cores.tolist() == [3.0, 9.0, 3.0, 3.0]
 
 
@@ -463,11 +463,11 @@ def test_opt_refuses_what_it_could_not_solve() -> None:
 
 @settings(max_examples=50)
 @given(clusters())
-def test_nobody_needs_nothing(nodes: TuningNodes) -> None:
-    nobody = gangs([], [], SYNERGY)
+def test_an_empty_round_needs_nothing(nodes: TuningNodes) -> None:
+    empty = gangs([], [], SYNERGY)
     for place in (synergy_tune.place, synergy_greedy.place, synergy_opt.place, exact.place):
-        assert len(place(nobody, nodes)) == 0
-    assert synergy_opt.upper_bound(nobody, nodes) == 0.0
+        assert len(place(empty, nodes)) == 0
+    assert synergy_opt.upper_bound(empty, nodes) == 0.0
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["idle", "used"])

@@ -41,8 +41,8 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Forecast for a new job. `end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of the
-    jobs it would make late; `unknown`: numbers of the jobs ahead whose remaining time is unknown."""
+    """Forecast for a new job. `end_s`: when it would end, infinite for never, NaN for unknown; `delayed`: numbers of
+    the jobs it would make late; `unknown`: numbers of the jobs ahead whose remaining time is unknown."""
 
     verdict: DeadlineVerdict
     end_s: float
