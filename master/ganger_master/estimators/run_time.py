@@ -1,19 +1,19 @@
-"""How long a job will still take, learned from the jobs like it: those submitted next to it.
+"""Estimates of remaining running time from similar jobs: those of the same kind that were submitted next to it.
 
-People submit series: the same program again with other parameters, on as many GPUs. So a job is most like the jobs of
-its kind (user and gang) that were submitted just before and after it, and of each of those something is known: how long
-it took, or, while it lives, that it takes longer than it has run so far. From these the chance to end is estimated
-bucket by bucket of the running time, as Kaplan and Meier do (1958), nearer jobs counting more:
+Users submit series: one program with different parameters on the same number of GPUs. So a job resembles the jobs of
+its kind (user and gang size) submitted just before and after it. Each neighbour gives its running time or, while it is
+live, a lower bound. The hazard of each bucket of running time is estimated as by Kaplan and Meier (1958), with larger
+weights w for nearer jobs:
 
     h(b) = (sum of w over neighbours that ended in b + lean x g(b)) / (sum of w over neighbours that came to b + lean).
 
-It leans on g, the same of all jobs alike; and that leans on "as if every doubling were as likely". A neighbour that
-still runs counts for the buckets it has left behind. From h follows Gittins's index of a job that has run for a:
+The prior g is the same estimate over all jobs; its own prior makes every doubling equally likely. A running neighbour
+counts for the buckets that it has passed. From h follows Gittins's index of a job that has run for a:
 
     G(a) = max over D of  P(T - a <= D | T > a) / E[min(T - a, D) | T > a],
 
-the best rate at which running ends such a job (Gittins 1979; Aalto, Ayesta and Righter 2009 for unknown service times):
-serving the highest rate per GPU first minimises the mean time in system on one server. Nobody is told a duration.
+the highest rate at which running ends such a job (Gittins 1979; Aalto, Ayesta and Righter 2009 for unknown service
+times). Serving the highest rate per GPU first minimises the mean time in system on one server. No duration is an input.
 """
 
 from __future__ import annotations
@@ -32,35 +32,34 @@ _FIRST_LOG2, _LAST_LOG2, _PER_DOUBLING = 3, 27, 2
 BUCKETS: Final = (_LAST_LOG2 - _FIRST_LOG2) * _PER_DOUBLING
 EDGES_S: Final = 2.0 ** (_FIRST_LOG2 + np.arange(BUCKETS + 1) / _PER_DOUBLING)
 _FIRST_EDGE_S: Final = float(EDGES_S[0])
-# Where a job stands that is in the bucket: its lower edge; in the first one nothing is attained.
+# Time attained by a job in the bucket: the bucket's lower edge, and 0 in the first.
 _STARTS_S: Final = np.concatenate(((0.0,), EDGES_S[1:-1]))
-# Of those who end in a bucket, as if they were spread evenly over its logarithms.
+# Mean running time of jobs that end in a bucket, spread evenly over its logarithm.
 _MEANS_S: Final = (EDGES_S[1:] - EDGES_S[:-1]) / np.log(EDGES_S[1:] / EDGES_S[:-1])
-# From where one stands that is in a bucket (rows) to each bucket: whether that is ahead, seconds to the mean end in it,
-# and seconds to its upper edge. Of a bucket behind, where nobody ends, one second, so that it can be divided by.
+# From a job's bucket (rows) to each bucket: whether that is ahead, seconds to the mean end in it, and seconds to its
+# upper edge. Passed buckets have one second, to avoid a division by zero.
 _IS_AHEAD: Final[Floats] = np.triu(np.ones((BUCKETS, BUCKETS)))
 _MEANS_AHEAD_S: Final = _MEANS_S - _STARTS_S[:, None]
 _ENDS_AHEAD_S: Final = np.where(_IS_AHEAD > 0, EDGES_S[1:] - _STARTS_S[:, None], 1.0)
-# Of who comes to a bucket, the share that ends in it, if each bucket from it on is as likely.
+# Hazard of each bucket if all buckets from it on are equally likely.
 _EVEN: Final = 1.0 / np.arange(BUCKETS, 0, -1)
-# Who has run for less than this is in the bucket still; nobody leaves the last one.
+# Jobs that have run for less are in the bucket for certain; no job leaves the last one.
 _ALMOST_NEXT_S: Final = np.concatenate((EDGES_S[1:-1] * (1 - 1e-9), (np.inf,)))
-# So many jobs outweigh what all jobs lean on, and the neighbours what they do.
+# Weights of the two priors, in jobs: of the hazard of all jobs, and of that of the neighbours.
 _ALL_LEAN, _LEAN = 2.0, 0.5
-# The next neighbour but one counts for so much of the next one, and so on, up to so many places away.
+# The weight of a neighbour falls by this factor with each place, up to so many places away.
 _NEARNESS, _REACH = 0.8, 16
 _WEIGHTS: Final[Floats] = _NEARNESS ** np.arange(_REACH, dtype=np.float64)
-# The same, to be asked for one by one.
+# The same as Python floats.
 _WEIGHT: Final = tuple(_WEIGHTS.tolist())
-# What a neighbour adds to each bucket: a row for each number of buckets, from the first one on, that it counts for, of
-# the nearest one first.
+# Weights that a neighbour adds to each bucket: one row for each distance and number of buckets that it counts for.
 _ADDED: Final[Floats] = (_WEIGHTS[:, None, None] * (np.arange(BUCKETS) < np.arange(BUCKETS + 1)[:, None])).reshape(
     -1, BUCKETS
 )
-# Of all places from the one furthest back to the one furthest on; a job is no neighbour of itself.
+# Weights of all places from the furthest back to the furthest on; a job is no neighbour of itself.
 _BESIDE: Final[Floats] = np.concatenate((_WEIGHTS[::-1], (0.0,), _WEIGHTS))
 _FURTHEST_ON: Final = len(_BESIDE) - 1
-# All indices are made anew once there is so much more news, by share; until then only where neighbours tell some.
+# All indices are recomputed once the number of events has grown by this share; until then only those of neighbours.
 STALE: Final = 0.05
 
 Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -68,34 +67,33 @@ Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(slots=True)
 class _Kind:
-    """Jobs of one user and gang, by place in the line of their submissions."""
+    """Jobs of one user and gang size, by place in the sequence of their submissions."""
 
     submitted: int = 0
     slots: dict[int, int] = field(default_factory=dict)
-    # Of the last few, the bucket each ended in; -1 of those that live, or went without being seen to end.
+    # Buckets in which the latest jobs ended; -1 for live jobs and for those without an observed end.
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=_REACH))
 
 
 class ServiceMemory:
-    """Learns from ended jobs and from those that go on; answers for live ones, which it knows by a slot each: a small
-    number that may be used again. Memory grows with live jobs and with kinds, not with ended jobs."""
+    """Estimator of live jobs from ended and live ones. Each live job has a slot, a small number that is reused. Memory
+    grows with the numbers of live jobs and kinds, not with that of ended jobs."""
 
     def __init__(self, stale: float = STALE) -> None:
         self._stale = stale
         self._kinds: dict[Hashable, _Kind] = {}
-        # Of all jobs, by bucket: who ended there, and who came there and is known to have ended there or gone on.
+        # Over all jobs, by bucket: jobs that ended there, and jobs that ended there or passed it.
         self._all_ended, self._all_came = np.zeros(BUCKETS), np.zeros(BUCKETS)
         # How often jobs ended or came to a next bucket.
         self._news = self._news_at_refresh = 0
         self._kind_of: list[_Kind | None] = []
         self._place: list[int] = []
-        # By slot, and how long who is there has run when it leaves it.
+        # By slot: the bucket of the job, and the running time at which it leaves the bucket.
         self._bucket, self._leaves_s = np.zeros(0, np.int64), np.zeros(0)
-        # By slot: the same of its neighbours, weighted; the index and whether it is still what they say.
+        # By slot: the same counts of its neighbours, weighted; the index, and whether it is up to date.
         self._ended, self._came = np.zeros((0, BUCKETS)), np.zeros((0, BUCKETS))
         self._index, self._is_fresh = np.zeros(0), np.zeros(0, bool)
-        # By slot: the slots of those who live at the places from the one furthest back to the one furthest on; -1: of
-        # nobody.
+        # By slot: the slots of live neighbours at the places from the furthest back to the furthest on; -1: none.
         self._beside = np.zeros((0, len(_BESIDE)), np.int64)
 
     def begin(self, slot: int, kind: Hashable) -> None:
@@ -157,11 +155,11 @@ class ServiceMemory:
         beside = self._beside[slot]
         at = (beside >= 0).nonzero()[0]
         if len(at):
-            # Who is so far on from it has it as far back.
+            # Neighbourhood is symmetric: the distance is the same, in the other direction.
             self._beside[beside[at], _FURTHEST_ON - at] = -1
 
     def index(self, slots: Integers, ran_s: Floats) -> Floats:
-        """Gittins's index of the jobs in these slots, which have run so long, in 1 / seconds."""
+        """Return Gittins's index, in 1 / seconds, of the jobs in these slots, which have run for `ran_s`."""
         self._are_at(slots, ran_s)
         if self._news > self._news_at_refresh * (1 + self._stale):
             self._news_at_refresh = self._news
@@ -189,10 +187,10 @@ class ServiceMemory:
                 self._goes_on(slot, bucket)
 
     def _hazards(self, slots: Integers) -> Floats:
-        """(slots, BUCKETS): of who comes to a bucket the share that ends in it."""
-        everybody = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
+        """Return (slots, BUCKETS): the share of the jobs that come to a bucket that ends in it."""
+        of_all_jobs = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
         found: Floats = self._ended.take(slots, axis=0)
-        found += _LEAN * everybody
+        found += _LEAN * of_all_jobs
         came = self._came.take(slots, axis=0)
         came += _LEAN
         found /= came
@@ -239,13 +237,13 @@ def bucket_of(ran_s: float) -> int:
 
 
 def gittins(hazards: Floats, buckets: Integers) -> Floats:
-    """The index of jobs (rows) at the lower edges of these buckets, in 1 / seconds. `hazards` (jobs, BUCKETS): of who
-    comes to a bucket the share that ends in it."""
+    """Return the index, in 1 / seconds, of jobs (rows) at the lower edges of these buckets. `hazards` (jobs, BUCKETS):
+    the share of the jobs that come to a bucket that ends in it."""
     ending = hazards * _IS_AHEAD.take(buckets, axis=0)
-    # In place: of few jobs to make room for columns takes as long as to fill them.
+    # In place: for few jobs an allocation takes as long as the arithmetic.
     goes_on = 1.0 - ending
     np.multiply.accumulate(goes_on, axis=1, out=goes_on)
-    # Of all who are here, those who end in each bucket.
+    # Share of all jobs that ends in each bucket.
     ending[:, 1:] *= goes_on[:, :-1]
     ending *= _MEANS_AHEAD_S.take(buckets, axis=0)
     taken = np.add.accumulate(ending, axis=1, out=ending)
@@ -255,9 +253,11 @@ def gittins(hazards: Floats, buckets: Integers) -> Floats:
 
 
 def median_left(hazards: Floats, ran_s: Floats) -> Floats:
-    """Seconds until half of such jobs (rows) have ended that have run for `ran_s`. `hazards` (jobs, BUCKETS) as for
-    `gittins`; ends of a bucket are spread evenly over its logarithm. To the last edge where more than half go on beyond
-    it; never less than nothing."""
+    """Return the seconds, at least 0, until half of the jobs like each (rows) that have run for `ran_s` have ended.
+
+    `hazards` (jobs, BUCKETS): as for `gittins`. Ends in a bucket are spread evenly over its logarithm. Where more than
+    half of the jobs pass the last edge, the result is the time to that edge.
+    """
     edges = np.log2(EDGES_S)
     at = np.log2(np.clip(ran_s, EDGES_S[0], EDGES_S[-1]))
     first = np.minimum(np.searchsorted(edges, at, side="right") - 1, BUCKETS - 1)
@@ -266,7 +266,7 @@ def median_left(hazards: Floats, ran_s: Floats) -> Floats:
     survives = np.concatenate((np.ones((len(hazards), 1)), np.cumprod(goes_on, axis=1)), axis=1)
     part = (at - edges[first]) / (edges[first + 1] - edges[first])
     now = survives[rows, first] + part * (survives[rows, first + 1] - survives[rows, first])
-    # Of those who are left, half.
+    # Half of the jobs that are live now.
     is_past = (survives <= now[:, None] / 2.0) & (np.arange(BUCKETS + 1) > first[:, None])
     after = np.where(is_past.any(axis=1), is_past.argmax(axis=1), BUCKETS)
     high, low = survives[rows, after - 1], survives[rows, after]

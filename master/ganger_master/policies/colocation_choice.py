@@ -39,27 +39,27 @@ from ganger_master.policies.trial_test import (
     normalised,
 )
 
-# A pack must be better by this much: what a trial costs, and what two sets of caches and data loaders do besides.
+# Least gain of a co-location: covers the cost of a trial and of two sets of caches and data loaders.
 MARGIN: Final = 0.05
-# Nobody is to lose more than slicing among two would take from it, nearly.
+# Least speed of each job, relative to alone; time slicing between two would leave 0.5.
 LEAST_SPEED: Final = 0.6
-# Windows of a job alone before it is tried: what they leave open no trial can settle. Where windows scatter by a tenth,
-# a pack that makes 1.5 is kept in 16 of 100 trials with two of them, in 59 with four, in 98 with eight.
+# Windows of a job alone before a trial. Where windows scatter by a tenth, a co-location with gain 1.5 is kept in 16 of
+# 100 trials with two such windows, in 59 with four, in 98 with eight.
 ALONE_WINDOWS: Final = 8
-# Of each kind (size of gang, type of GPU) so many are looked at, those that use the least of their GPUs.
+# Candidates per kind (size of gang, type of GPU): those that use the least of their GPUs.
 _MOST_BERTHS: Final = 64
 
-# Type of GPU, and the signatures of all who would share it, in order.
+# Type of GPU, and the sorted signatures of all jobs that would share it.
 Pair: TypeAlias = tuple[str, tuple[str, ...]]
 _Rank: TypeAlias = tuple[float, float]
-# Berths of which the same is said, by seat, each with its place among all: who takes turns has a seat in common.
+# Equal berths by seat, each with its place among all; time-sliced gangs have a seat in common.
 _Alike: TypeAlias = list[tuple[Seat, int, "Berth"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A job as profiled alone. `signature`: what behaves like it (model, batch, precision). `least_speed`: the least of
-    its rate alone that it may be slowed down to; who may not be packed has 1."""
+    """A job as profiled alone. `signature`: jobs with the same one behave alike (model, batch, precision).
+    `least_speed`: the least part of its rate alone that it must keep; 1 for a job that may not be co-located."""
 
     number: int
     signature: str
@@ -69,7 +69,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Berth:
-    """The devices of one gang, and all who run on all of them. `gain`: measured sum of normalised rates."""
+    """The devices of one gang, and all jobs that run on all of them. `gain`: measured sum of normalised rates."""
 
     seat: Seat
     device_type: str
@@ -125,17 +125,18 @@ def proposals(
     may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> list[ColocationProposal]:
-    """At most so many packs to try, the largest forecast gain first, no berth in two of them. Ask only while more is
-    wanted than there is: else everybody has a GPU of its own. `may`: whether this host can take in this guest.
-    `wanted`: how many GPUs others would take of those that this guest leaves, and others like it."""
+    """Return at most `most` co-locations to try, the largest forecast gain first, no berth in two of them.
+
+    Call it only while the cluster is oversubscribed. `may(host, guest)`: whether the host can take in the guest.
+    `wanted(guest)`: GPUs that pending jobs would use of those that this guest and others like it leave.
+    """
     kinds: dict[tuple[int, str, int], list[Berth]] = {}
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
             kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
-    # Of many gangs some run the same, and what is said of two of them holds for others.
+    # Gangs that run the same are ranked once for all of them.
     found: dict[_Rank, list[tuple[_Alike, _Alike]]] = {}
-    # By the number of the first resident: how many GPUs may be left by others before, if what this one leaves is to be
-    # wanted still.
+    # By the number of the first resident: the GPUs that earlier guests may leave before those of this one are surplus.
     room: dict[int, float] = {}
     for of_kind in kinds.values():
         of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
@@ -157,7 +158,7 @@ def proposals(
     left = 0
 
     def comes_too_late(one: Berth, other: Berth) -> bool:
-        """Whether the two are in no pack any more, whoever of them were the guest."""
+        """Return whether the two can no longer be co-located, whichever of them is the guest."""
         return one.seat in used or other.seat in used or left > max(room[_number(one)], room[_number(other)])
 
     most_room = max(room.values(), default=-math.inf)
@@ -177,13 +178,14 @@ def proposals(
 
 
 def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
-    """What measuring says so far: `rates` of all residents by number, `before` alone and `after` in the pack, those of
-    its first mini-batches left out. Undone as well when somebody has become too slow."""
-    everybody = proposal.residents
-    found = judge([rates[one.number] for one in everybody], proposal.threshold)
+    """Judge a co-location by its windows so far; it is also undone when one job has become too slow.
+
+    `rates`: by number of all residents, `before` alone and `after` co-located, without the first mini-batches.
+    """
+    found = judge([rates[one.number] for one in proposal.residents], proposal.threshold)
     if found.verdict is TrialVerdict.UNDO:
         return found
-    each = [judge([rates[one.number]], one.least_speed) for one in everybody]
+    each = [judge([rates[one.number]], one.least_speed) for one in proposal.residents]
     too_slow = [one for one in each if one.verdict is TrialVerdict.UNDO]
     if too_slow:
         return Judged(TrialVerdict.UNDO, found.gain, all(one.is_open for one in too_slow))
@@ -193,19 +195,19 @@ def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Ju
 
 
 def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates], doubt: float = DOUBT / 10) -> bool:
-    """Whether a pack that was kept is to stay: until it is less than time slicing would give, or somebody in it too
-    slow, beyond doubt. `after`: its latest windows."""
+    """Return whether a kept co-location should stay: until, beyond doubt, time slicing would be better or one job is
+    too slow. `after` of `rates`: the latest windows."""
     measured = tuple([rates[one.number] for one in residents])
     return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
 
 
 def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> ColocationTrial:
-    """For the interference model, whatever the verdict was."""
+    """Return the measurement for the interference model, whatever the verdict was."""
     speeds = tuple(normalised([rates[one.number]]).value for one in proposal.residents)
     return ColocationTrial(tuple(one.pressure for one in proposal.residents), speeds)
 
 
-# Who is in a pack that was kept is asked about again and again, mostly by the same windows.
+# Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
 def _still_pays(measured: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
     if min(len(one.after) for one in measured) < FIRST_WINDOWS:
@@ -254,11 +256,11 @@ def _by_seat(
                 yield host, guest
 
     for number, (one, other) in enumerate(_pairs(alike, used)):
-        # Of whom some may be used then.
+        # The caller may use some of these berths meanwhile.
         yield from whose_turn_is_before((one.seat, other.seat))
         if comes_too_late(one, other):
             continue
-        host, guest = _who_moves(one, other)
+        host, guest = _host_and_guest(one, other)
         if not may(host, guest):
             if not may(guest, host):
                 continue
@@ -271,8 +273,8 @@ def _by_seat(
 
 
 def _pairs(alike: Collection[tuple[_Alike, _Alike]], used: Set[Seat]) -> Iterator[tuple[Berth, Berth]]:
-    """Everybody of the ones with everybody of the others beside them, by seat, the lower one first, then by place;
-    nobody whose seat is `used` by then."""
+    """Yield the product of each pair of groups, by seat, the lower one first, then by place; without seats that are
+    `used` by then."""
     partners: dict[int, list[_Alike]] = {}
     at: dict[Seat, dict[int, Berth]] = {}
     for ones, others in alike:
@@ -301,8 +303,8 @@ def _number(berth: Berth) -> int:
     return berth.residents[0].number
 
 
-def _who_moves(one: Berth, other: Berth) -> tuple[Berth, Berth]:
-    """Host and guest: the fewer residents move, then the less memory."""
+def _host_and_guest(one: Berth, other: Berth) -> tuple[Berth, Berth]:
+    """Return host and guest: the fewer residents move, then the less memory."""
 
     def key(berth: Berth) -> tuple[int, float, Seat]:
         return (len(berth.residents), sum(pressure.memory_bytes for pressure in berth.pressures), berth.seat)

@@ -97,8 +97,8 @@ def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
 
 
 def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
-    """Return positions as `edf` serves them, the newcomer's being the largest, and how many of them count: all up to the
-    last whose deadline can still be met."""
+    """Return positions as `edf` serves them, the newcomer's being the largest, and how many of them count: all up to
+    the last whose deadline can still be met."""
     is_kept = np.append(facts.is_running & ~facts.is_preemptible, False)
     priority = np.append(facts.priority, newcomer.priority)
     deadline = np.append(facts.deadline_s, newcomer.deadline_s)

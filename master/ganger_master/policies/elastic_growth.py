@@ -1,10 +1,9 @@
-"""Which jobs of changeable size grow onto GPUs that nobody wants, and which give back GPUs that somebody does.
+"""Growth of elastic jobs onto idle GPUs, and their release when pending jobs need them.
 
-Grown is one step at a time, where the next GPUs are measured, or else forecast, to be worth the most; only once GPUs
-have been idle for a while, and on the job's own node before others. What growing brought is measured: less than 0.7 of
-what as many more GPUs could bring at most, and it is undone and not tried again. Shrinking waits for nothing: where
-somebody wants GPUs, those go that are worth the least. Gandiva (OSDI 2018, section 3.3) grows within a server only and
-gives no rule for who grows.
+One job grows at a time, by one size: the one for which the next GPUs are measured, or else forecast, to be worth most.
+Growth begins once GPUs have been idle for a while, and prefers the job's own node. The gain is measured; growth with
+less than 0.7 of a linear speed-up is undone and not tried again. Shrinking is immediate and takes the GPUs that are
+worth least. Gandiva (OSDI 2018, section 3.3) grows within a server only and has no rule for choosing the job.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.slicing import Seat
 from ganger_master.policies.trial_test import Judged, TrialRates, judge
 
-# GPUs must have been idle for so long before somebody grows onto them: no paper gives a number.
+# Time for which GPUs must have been idle before a job grows onto them; no paper gives a number.
 IDLE_S: Final = 60.0
 # Of a linear speed-up.
 LEAST_SHARE: Final = 0.7
@@ -33,9 +32,9 @@ _ANYWHERE: Final = Want(math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """A running job that may have any of these numbers of GPUs, ascending. `rates`: samples per second as measured, by
-    number of GPUs, its present one among them. `speed_up`: what a model says of numbers that were not measured (rate of
-    the first by rate of the second), as hopeful as can be while there is none. `ceiling`: where growing was undone."""
+    """A running job and the numbers of GPUs that it accepts, ascending. `rates`: measured samples per second by number
+    of GPUs, including the present one. `speed_up`: a model's ratio of the rates of two numbers; linear without a model.
+    `ceiling`: the size at which growth was undone."""
 
     number: int
     sizes: tuple[int, ...]
@@ -86,8 +85,8 @@ def grow(
     wanted_gpus: int = 0,
     one_node_only: bool = True,
 ) -> GrowthProposal | None:
-    """The one job to grow next, if any. `idle_s`: for how long all free GPUs have been free; `wanted_gpus`: of gangs
-    that wait, whoever they are. Ask again once the growth was judged."""
+    """Return the one job to grow next, if any. `idle_s`: for how long all free GPUs have been free; `wanted_gpus`: GPUs
+    of all pending gangs. Call it again once the growth was judged."""
     if wanted_gpus or idle_s < IDLE_S:
         return None
     options = []
@@ -97,7 +96,7 @@ def grow(
             continue
         seat = _grown(job, size, view, one_node_only)
         if seat is not None:
-            # Of its own rate with as few GPUs as it takes, for rates of different jobs are not alike.
+            # Relative to the rate with its fewest GPUs, since rates of different jobs are not comparable.
             worth = (job.rate(size) - job.rate(job.gpus)) / (size - job.gpus) * (job.least / job.rate(job.least))
             options.append((-round(worth, 9), len(seat), job.number, size, seat))
     if not options:
@@ -107,7 +106,7 @@ def grow(
 
 
 def verdict(fewer: int, more: int, rates: TrialRates) -> Judged:
-    """Whether a job that grew stays grown: `rates` in samples, before and after."""
+    """Judge the growth of a job by `rates` in samples, before and after."""
     return judge([rates], LEAST_SHARE * more / fewer)
 
 
@@ -118,9 +117,11 @@ def shrink(
     claims_of: Mapping[int, Claims],
     placement: PlacementPreference = BEST_FIT,
 ) -> dict[int, int]:
-    """Who is cut to how many GPUs, by number, so that a gang fits that does not; empty where cutting is not enough, or
-    not needed. At the least loss of rates on one node, and node by node for gangs over several. `claims_of`: what the
-    jobs hold."""
+    """Return the new numbers of GPUs, by number of job, with which a gang fits that does not fit now.
+
+    It is empty where shrinking is not enough or not needed. The loss of rates is least on one node, and node by node
+    for gangs over several. `claims_of`: the claims that the jobs hold.
+    """
     if placement.place(room, shape, _ANYWHERE) is not None:
         return {}
     view = room.view
@@ -153,7 +154,7 @@ def shrink(
 
 def _least_loss(jobs: Sequence[Elastic], node: str, missing: int) -> tuple[float, dict[int, int]]:
     """Of jobs on a node: to which sizes to cut them, so that so many devices more are free there, and what is lost."""
-    # By devices given back: the least loss and who is cut.
+    # By devices released: the least loss, and the new sizes.
     best: list[tuple[float, dict[int, int]]] = [(0.0, {}), *[(math.inf, {})] * max(0, missing)]
     for job in jobs:
         base = job.rate(job.least) / job.least

@@ -1,11 +1,10 @@
-"""Room for a gang that finds none: which running gangs to move elsewhere, or to stop, so that it fits, at least cost.
+"""Make-room search: which running gangs to move or preempt so that a gang fits, at least cost.
 
-A gang that goes costs what its pause takes from it (`move_cost`, GPU-seconds), or what stopping it does (`stop_cost`).
-Of one node the cheapest hole is found exactly, as far as the gangs that go find room one after the other: nodes are
-looked at in the order of what a hole there costs at least, no further than needed, and on each all sets of gangs in the
-order of their cost. Who finds no room itself may have a hole made for it, from what is left. For gangs over several
-nodes the cheapest nodes are emptied one by one. Xiao (SOSP 2017, student research) asks for such a module and gives no
-algorithm.
+Moving a gang costs its pause (`move_cost`, GPU-seconds), preempting it `stop_cost`. On one node the search finds the
+cheapest solution, provided that the displaced gangs find places one after the other. Nodes are searched in order of a
+lower bound of the cost there, and on each node all sets of gangs in order of cost. A displaced gang that finds no place
+may have room made for it in turn. For gangs over several nodes the cheapest nodes are emptied one by one. Xiao (SOSP
+2017, student research) asks for such a module and gives no algorithm.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from numpy.typing import NDArray
 from ganger_master.policies.placements import PlacementPreference, Want
 
 MOST_MOVES: Final = 8
-# Sets of gangs that are looked at in one search, and how many times one who has to go may have a hole made for it.
+# Sets of gangs that one search tries, and the depth to which room is made for displaced gangs in turn.
 _MOST_LOOKS: Final = 512
 _MOST_DEPTH: Final = 2
-# Sets of gangs of one node, those that hold too little among them.
+# Sets of gangs of one node, including those that hold too little.
 _MOST_SETS: Final = 4096
 # For gangs over several nodes: racks (fabrics) that are tried, nodes of one that are given up, sets of gangs of a node.
 _MOST_SPANS: Final = 4
@@ -46,8 +45,8 @@ _MOST_DROPPED: Final = 32
 
 
 class Movable(Struct, frozen=True, gc=False):
-    """A running gang. `shape`: what it accepts elsewhere. Infinite costs: it may not be moved, not be stopped. `kind`:
-    what behaves like it; nothing if nobody knows."""
+    """A running gang. `shape`: what it accepts elsewhere. Infinite costs: it may not be moved, or not be preempted.
+    `kind`: gangs of one kind behave alike; empty if unknown."""
 
     number: int
     shape: GangShape
@@ -55,12 +54,12 @@ class Movable(Struct, frozen=True, gc=False):
     move_cost: float = math.inf
     stop_cost: float = math.inf
     kind: str = ""
-    # Of others on its devices, who go when it does.
+    # Claims of gangs on its devices that leave with it.
     beside: Claims = ()
 
     @property
     def held(self) -> Claims:
-        """What is given back when it goes."""
+        """Return the claims that are released when it leaves."""
         return (*self.claims, *self.beside)
 
     @property
@@ -145,11 +144,11 @@ def hole_for(
     avoid: Collection[str] = (),
     stay: Collection[int] = (),
 ) -> Hole | None:
-    """The cheapest hole that costs less than `most_cost`; None where there is none.
+    """Return the cheapest hole that costs less than `most_cost`; None where there is none.
 
-    `movables` are on the room's view. `most_cost`: what the gang is expected to lose by waiting, in GPU-seconds.
-    `placement` is who finds places for those who go, and for the gang where it fits already; nobody is placed on nodes
-    to `avoid`, and who is to `stay` does. The room is left as it was.
+    `movables`: gangs on the room's view. `most_cost`: expected loss of the gang by waiting, in GPU-seconds.
+    `placement`: places the displaced gangs, and the gang where it fits already. `avoid`: nodes on which no gang is
+    placed. `stay`: numbers of gangs that are not displaced. The room is left unchanged.
     """
     closed = frozenset(avoid)
     claims = placement.place(room, shape, Want(math.inf, avoid=closed))
@@ -167,8 +166,10 @@ def hole_for(
 
 
 def in_order(moves: Sequence[Displacement]) -> tuple[tuple[Displacement, ...], tuple[Displacement, ...]]:
-    """The moves so that what one takes another has left before; and those that must be parked in host memory first: who
-    wants a part of its own place, and of those who want each other's places the cheapest."""
+    """Return the moves in an order in which each place is left before it is taken, and the moves that are parked first.
+
+    Parked in host memory are gangs that move to a part of their own place, and the cheapest of each cycle.
+    """
     parked = sorted((move for move in moves if _wants(move, move)), key=lambda move: move.number)
     left = sorted((move for move in moves if move not in parked), key=lambda move: (bool(move.claims), move.number))
     ordered: list[Displacement] = []
@@ -178,7 +179,7 @@ def in_order(moves: Sequence[Displacement]) -> tuple[tuple[Displacement, ...], t
             ordered.append(free[0])
             left.remove(free[0])
         else:
-            # Its place is free from now on, and where it goes will be.
+            # Parking it frees its place and so breaks the cycle.
             parked.append(min(left, key=lambda move: (move.cost, move.number)))
             left.remove(parked[-1])
     return (*ordered, *parked), tuple(parked)
@@ -197,7 +198,7 @@ class _Search:
         self._movables = movables
         self._placement = placement
         self._trying = WhatIf(room)
-        # Who stays, or is on the way already.
+        # Gangs that stay or are being moved.
         self._busy = frozenset(stay)
         self._looks = _MOST_LOOKS
 
@@ -210,7 +211,7 @@ class _Search:
         most_moves: int,
         depth: int,
     ) -> Hole | None:
-        """Not on nodes to avoid; nobody goes to closed ones. Costs less than `most_cost`."""
+        """Return the cheapest hole below `most_cost` on a node not in `avoid`; no gang moves to a node in `closed`."""
         view = self._room.view
         everything = tuple([role.tasks for role in shape.roles])
         widest = min(shape.locality.widest, LocalityLevel.NODE)
@@ -295,7 +296,7 @@ class _Search:
         moves: list[Displacement] = []
         cost = 0.0
         for at, slot in enumerate(slots):
-            # Nobody goes where the gang is, or will be next.
+            # No gang moves to nodes that are emptied, or may be next.
             names = avoid | {view.nodes[other] for other in (*chosen, *slots[at : at + count - len(chosen)])}
             found = self._emptied_node(slot, share, names, most_cost - cost, most_moves - len(moves))
             if found is None:
@@ -317,7 +318,7 @@ class _Search:
     def _emptied_node(
         self, slot: int, share: int, avoid: frozenset[str], most_cost: float, most_moves: int
     ) -> tuple[Displacement, ...] | None:
-        """Who leaves a node, for where; in the room they are gone. None leaves it as it was."""
+        """Return the moves that free a share of a node, and apply them to the room; None leaves it unchanged."""
         for gangs in islice(self._sets(slot, share, most_moves, LocalityLevel.NODE), _MOST_SETS_OF_MANY):
             mark = self._trying.mark
             for gang in gangs:
@@ -337,8 +338,8 @@ class _Search:
         most_moves: int,
         depth: int,
     ) -> tuple[Displacement, ...] | None:
-        """Where these go, who have been given back, away from the nodes that they left; in the room they are there, for
-        the caller to undo. None where somebody finds no room, or it would cost `most_cost`."""
+        """Return moves of these released gangs to other nodes, applied to the room for the caller to undo; None where a
+        gang finds no place, or at `most_cost` or more."""
         before = self._busy
         self._busy = before | {gang.number for gang in gangs}
         moves: list[Displacement] = []

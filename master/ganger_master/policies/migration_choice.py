@@ -1,8 +1,8 @@
-"""Which running gangs should move, and why: closer together, out of a pack, off a node, into fewer nodes.
+"""Choice of migrations: closer together, out of a co-location, off a node, into fewer nodes.
 
-A move costs a pause; it is proposed where what it saves is expected to be more, and undone where the job was measured
-to go slower than before (`verdict`). How room is made for a gang that waits is `hole`'s to say. What moves at once is
-capped, so that networks and hosts are not full of jobs on their way.
+A migration costs a pause. It is proposed where the expected saving is larger, and reverted where the job is measured to
+be slower than before (`verdict`). `make_room` makes room for pending gangs. The number of concurrent migrations is
+capped, to bound the load of networks and hosts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ganger_master.policies.trial_test import Judged, TrialRates, judge
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
 FRAGMENTED: Final = 0.75
-# Who lies badly gains this much at least, or it is noise.
+# Least gain of a migration for locality; less is noise.
 LEAST_GAIN: Final = 0.05
-# A move that was not for speed may cost this much of it.
+# Part of its rate that a migration for other jobs may cost a gang.
 _MOST_LOSS: Final = 0.05
 # Pairs of gangs of one search for places to exchange.
 _MOST_LOOKS: Final = 128
-# A job is left alone for so long after a move.
+# Minimum time between two migrations of a job.
 _REST_S: Final = 600.0
 
 
@@ -53,7 +53,7 @@ class MigrationReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MigrationProposal:
-    """Moves that belong together, the gang's own last. `saves`: GPU-seconds, beyond what the moves cost."""
+    """Migrations that belong together, the gang's own last. `saves`: GPU-seconds, net of the cost of the migrations."""
 
     why: MigrationReason
     moves: tuple[Displacement, ...]
@@ -61,14 +61,14 @@ class MigrationProposal:
 
     @property
     def nodes(self) -> frozenset[str]:
-        """That somebody leaves, or comes to."""
+        """Return the nodes that a gang leaves or comes to."""
         return frozenset(claim.node for move in self.moves for claim in (*move.gang.claims, *move.claims))
 
 
 @dataclass(frozen=True, slots=True)
 class GangDistance:
-    """A running gang with what its locality costs it. `remaining_s`: how long it is expected to run yet; as long as it
-    has run, if nobody knows."""
+    """A running gang and its locality model. `remaining_s`: its expected remaining time; without an estimate the time
+    that it has run."""
 
     gang: Movable
     locality: LocalityModel
@@ -100,7 +100,7 @@ class Packed:
 Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 _AT_ONCE: Final = Want(math.inf)
-_NOBODY_ELSE: Final = Movables(View(), ())
+_NO_OTHERS: Final = Movables(View(), ())
 
 
 def tried(number: int, kind: str, claims: Claims) -> Tried:
@@ -140,8 +140,10 @@ def closer(
     others: Movables | None = None,
     placement: PlacementPreference = BEST_FIT,
 ) -> list[MigrationProposal]:
-    """Gangs that lie further apart than they should, who would save the most first: into what is free, or, with
-    `others`, by a hole that these make, if need be by a swap through host memory on a full cluster."""
+    """Return migrations of gangs to closer places, the largest saving first.
+
+    Places are free or, with `others`, freed by moving these, through host memory on a full cluster.
+    """
     found = []
     trying = WhatIf(room)
     for one in sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number)):
@@ -152,7 +154,7 @@ def closer(
             found.append(
                 MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
             )
-            # Places are still held by those who leave them; who goes into what they leave waits for another plan.
+            # A place that a gang leaves is still held in this plan, so no other gang moves into it.
             if not hole.moves and not _overlap(hole.claims, one.gang.claims):
                 trying.take(hole.claims)
     trying.undo()
@@ -168,9 +170,11 @@ def exchanged(
     failed: FailedTrials[Tried] = _NOTHING,
     placement: PlacementPreference = BEST_FIT,
 ) -> list[MigrationProposal]:
-    """Gangs that change places with one of the others, or share theirs out anew, with what is free there: whoever gains
-    saves more than both moves take and the other loses, and the other is not slower by more than a move may cost. Who
-    would save the most first; the gang that gains goes last."""
+    """Return exchanges of places between a gang and one of the `others`, the largest saving first.
+
+    They swap, or divide both places and the free devices there anew. The saving of the gang exceeds both pauses and the
+    other's loss, and the other's rate falls by at most `_MOST_LOSS`. The gang that gains is the last of the moves.
+    """
     gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
     others = sorted(others, key=lambda one: one.gang.number)
     found: list[MigrationProposal] = []
@@ -220,7 +224,7 @@ def _exchange(
             trying.take(claims)
             others = placement.place(room, _wide(other), _AT_ONCE)
             trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
-            # Who stays need not be asked: that is a move of one.
+            # An exchange in which the other stays is a migration of one gang.
             if others is None or not _overlap(claims, other.gang.claims):
                 continue
             speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
@@ -256,8 +260,10 @@ def unpacked(
     now: float = 0.0,
     failed: FailedTrials[Tried] = _NOTHING,
 ) -> list[MigrationProposal]:
-    """Out of packs into GPUs that nobody wants: from that which loses the most by being one first, of its residents the
-    cheapest to move. `horizon_s`: how long the room is expected to last."""
+    """Return migrations out of co-locations to idle GPUs: the co-location that loses most first, its cheapest resident.
+
+    `horizon_s`: how long the GPUs are expected to stay idle.
+    """
     found = []
     trying = WhatIf(room)
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
@@ -283,8 +289,8 @@ def drained(
     others: Movables,
     placement: PlacementPreference = BEST_FIT,
 ) -> tuple[list[MigrationProposal], list[int]]:
-    """Everybody off a node, the largest first, who is in the way elsewhere moved too; and the numbers of those who find
-    no room, or may not be moved."""
+    """Return migrations of all gangs off a node, the largest first, with the moves that make room for them elsewhere;
+    and the numbers of the gangs that find no place or may not be moved."""
     found, stuck = [], []
     trying = WhatIf(room)
     there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
@@ -315,8 +321,11 @@ def defragmented(
     now: float = 0.0,
     failed: FailedTrials[Tried] = _NOTHING,
 ) -> list[MigrationProposal]:
-    """Gandiva's: of the nodes that are not idle and have the most free, gangs go to nodes that have no more free, until
-    none is fragmented or nobody finds such a place. The smallest first; a node that cannot be emptied is left alone."""
+    """Return Gandiva's migrations onto fewer nodes.
+
+    Gangs leave the non-idle nodes with the most free devices for nodes with no more free devices, the smallest gang
+    first, until no node is fragmented or no gang finds a place. A node that cannot be emptied is left alone.
+    """
     view = room.view
     on: dict[str, list[Movable]] = {}
     for gang in gangs:
@@ -357,8 +366,8 @@ def capped(
     busy_nodes: Collection[str],
     most: int,
 ) -> list[MigrationProposal]:
-    """Of these, in their order, what may begin now: at most so many moves, one on each node at a time, nobody who was
-    moved a moment ago."""
+    """Return the proposals, in their order, that may begin now: at most `most` moves, one per node at a time, and no
+    job that was moved within `_REST_S`."""
     chosen: list[MigrationProposal] = []
     busy = set(busy_nodes)
     left = most
@@ -371,7 +380,7 @@ def capped(
 
 
 def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> float:
-    """When all who would move have been left alone for long enough since they were moved last."""
+    """Return when all gangs of the proposal may migrate again."""
     return max([moved_at.get(move.number, -math.inf) for move in proposal.moves], default=-math.inf) + _REST_S
 
 
@@ -392,7 +401,7 @@ def _better_place(
         if hole is None:
             mark = trying.mark
             trying.give(one.gang.claims)
-            gone = others if others is not None else _NOBODY_ELSE
+            gone = others if others is not None else _NO_OTHERS
             hole = hole_for(room, gone, shape, placement=placement, most_cost=most, stay=(one.gang.number,))
             trying.undo(mark)
         if hole is not None:
@@ -403,8 +412,8 @@ def _better_place(
 
 
 def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
-    """No closer than this is there a place for it, if nobody else goes: as many devices as it has are not free in one
-    node, rack or fabric, with its own given back. Within a node all levels are as one."""
+    """Return a lower bound of the locality level of free places for a gang, counting its own devices as free: the
+    closest of node, rack and fabric with enough of them. Levels within a node are not told apart."""
     columns, size = view.columns(), len(view.nodes)
     free = np.bitwise_count(columns.free[:size]).astype(np.int64)
     for claim in gang.claims:

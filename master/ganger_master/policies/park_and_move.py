@@ -1,4 +1,4 @@
-"""Room for a gang on a full cluster: who that it outranks rests in host memory, and who moves to where those were."""
+"""Room for a gang on a full cluster: park gangs of lower rank in host memory, and move others to their places."""
 
 from __future__ import annotations
 
