@@ -116,7 +116,7 @@ def act_of(gang: Gang) -> Act:
 
 
 def seen_of(gang: Gang) -> Seen:
-    """The parts of a gang seen together; a bad end of one part outweighs everything."""
+    """Return what the parts of a gang amount to together; a bad end of one part outweighs everything."""
     pieces = gang.pieces
     if gang.intent is _RUN:
         for piece in pieces:
@@ -128,18 +128,30 @@ def seen_of(gang: Gang) -> Seen:
         if piece.phase is not _NOT_SEEN or piece.gone or piece.trouble:
             break
     else:
-        # Nothing was heard of any part yet, as of every gang that was just approved.
+        # No report yet, as for every gang that was just approved.
         return _BUSY
-    gone = [piece for piece in pieces if piece.gone]
-    if gone:
-        is_gone = len(gone) == len(pieces)
-        if is_gone and gang.intent is GangIntent.STOP:
-            return Seen.GONE
-        kinds = {piece.outcome.kind for piece in gone}
-        if not kinds <= _WELL:
-            return Seen.BROKEN
-        if is_gone:
-            return Seen.YIELDED if _YIELDED in kinds else Seen.DONE
+    return _seen_of_ended(gang) or _seen_of_present(gang)
+
+
+def _seen_of_ended(gang: Gang) -> Seen | None:
+    """Return what the parts that have ended decide for the whole gang; None if the others decide."""
+    gone = [piece for piece in gang.pieces if piece.gone]
+    if not gone:
+        return None
+    is_gone = len(gone) == len(gang.pieces)
+    if is_gone and gang.intent is GangIntent.STOP:
+        return Seen.GONE
+    kinds = {piece.outcome.kind for piece in gone}
+    if not kinds <= _WELL:
+        return Seen.BROKEN
+    if is_gone:
+        return Seen.YIELDED if _YIELDED in kinds else Seen.DONE
+    return None
+
+
+def _seen_of_present(gang: Gang) -> Seen:
+    """Return what the phases of the parts amount to, none of which has ended badly."""
+    pieces = gang.pieces
     if gang.intent in (GangIntent.PREPARE, GangIntent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
         return Seen.TROUBLED
     phases = {piece.phase for piece in pieces}

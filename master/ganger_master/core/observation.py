@@ -34,7 +34,7 @@ from ganger_master.core.state import State
 
 
 def observe(state: State, report: Observe, now: float, cause: str) -> None:
-    """Applies a report of the present session that is not older than the last one."""
+    """Apply a report of the node's present session that is not older than the last one."""
     node = state.nodes[report.node]
     strays: list[Stray] = []
     acknowledged: list[int] = []
@@ -58,21 +58,12 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             elif observed.phase is ObservedPhase.ENDED:
                 acknowledged.append(observed.epoch)
             continue
-        said = observed
-        if observed.presumed and state.jobs[gang.job].capabilities.known:
-            # What its ranks said before stands until they say something else.
-            observed = replace(observed, capabilities=Capabilities())
-        elif observed.presumed:
-            observed = replace(observed, capabilities=replace(observed.capabilities, presumed=True))
-        _observe_piece(state, gang, piece, observed, now)
-        _learn(state, gang, node, observed, now)
-        if observed.checkpoint is not None:
-            _learn_checkpoint(state, report.node, observed, observed.checkpoint, now)
+        _observe_part(state, node, gang, piece, observed, now)
         if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
         else:
-            state.last_said[report.node, said.epoch] = (said, state.gangs[gang.epoch], state.jobs[gang.job])
-    # Of who has applied nothing yet it means nothing what is not there.
+            state.last_said[report.node, observed.epoch] = (observed, state.gangs[gang.epoch], state.jobs[gang.job])
+    # A daemon that has applied no desired state yet cannot have ended what it does not report.
     for epoch in sorted(state.gangs_on.get(report.node, ())) if report.desired_version else ():
         if epoch not in seen:
             _observe_absence(state, state.gangs[epoch], report)
@@ -81,9 +72,29 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         state.note_rows(report.node, report.rows)
     if not node.heard:
         state.history(now, f"nodes/{node.name}", "node_ready", cause)
-    is_as_before = node.heard and node.storage_proved == report.storage_proved and node.strays == tuple(strays)
+    _note_node(state, node, report, tuple(strays), tuple(acknowledged))
+
+
+def _observe_part(state: State, node: Node, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
+    """Apply what a node reports about its part of a gang."""
+    if observed.presumed and state.jobs[gang.job].capabilities.known:
+        # The capabilities that its ranks reported before stand until they report others.
+        observed = replace(observed, capabilities=Capabilities())
+    elif observed.presumed:
+        observed = replace(observed, capabilities=replace(observed.capabilities, presumed=True))
+    _observe_piece(state, gang, piece, observed, now)
+    _learn(state, gang, node, observed, now)
+    if observed.checkpoint is not None:
+        _learn_checkpoint(state, node.name, observed, observed.checkpoint, now)
+
+
+def _note_node(
+    state: State, node: Node, report: Observe, strays: tuple[Stray, ...], acknowledged: tuple[int, ...]
+) -> None:
+    """Record what a report states about the node itself. `node`: as it was before the report."""
+    is_as_before = node.heard and node.storage_proved == report.storage_proved and node.strays == strays
     if is_as_before and node.device_faults == report.device_faults:
-        state.note_report(node.name, report.observation, report.desired_version, tuple(acknowledged))
+        state.note_report(node.name, report.observation, report.desired_version, acknowledged)
         return
     state.put_node(
         replace(
@@ -93,8 +104,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
             applied_version=report.desired_version,
             device_faults=dict(sorted(report.device_faults.items())),
             storage_proved=report.storage_proved,
-            strays=tuple(strays),
-            acknowledged=tuple(acknowledged),
+            strays=strays,
+            acknowledged=acknowledged,
         )
     )
 

@@ -31,8 +31,12 @@ _PENDING: Final = JobState.PENDING
 
 
 class State:
-    """See the module. `now` is the time of the restart: nodes count as answered then, so none is lost early. `tells`:
-    somebody stores it, reads its history or carries its orders out; who only asks what it decides pays for neither."""
+    """The state of the cluster; see the module.
+
+    settings: limits and times of the core. now: the time of the restart, in seconds; every node counts as answered
+    then, so that none is lost early. tells: keep changes, history and orders for a store and daemons; False where only
+    the decisions matter.
+    """
 
     def __init__(self, settings: CoreSettings, now: float = 0.0, tells: bool = True) -> None:
         self.settings = settings
@@ -46,7 +50,17 @@ class State:
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.counters = Counters(storage_token=settings.storage_token)
         self.view = View()
-        # Derived.
+        self._start_indexes()
+        self._start_memory()
+        # Changes since the last take_changes.
+        self.dirty = Dirty()
+        self.outbox: list[HistoryRow] = []
+        self._puts: dict[tuple[str, str], Element] = {}
+        self._removes: dict[tuple[str, str], None] = {}
+        self._counters_taken: Counters | None = None
+
+    def _start_indexes(self) -> None:
+        """Create the indexes that follow from the stored elements."""
         # Of the nodes that take gangs.
         self.devices = 0
         self.free_devices = 0
@@ -88,7 +102,9 @@ class State:
         # What `desired` is made of, by epoch, and by node and epoch.
         self.parties: dict[int, Party] = {}
         self.projected: dict[str, dict[int, Projected]] = {}
-        # Volatile.
+
+    def _start_memory(self) -> None:
+        """Create what a restart loses: reports, refusals, leases and the planner's ranking."""
         # During a restore: the nodes' reports with their times, and the recorded ends of jobs.
         self.reports: dict[str, tuple[float, Observe]] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
@@ -133,12 +149,6 @@ class State:
         self.promised: dict[int, tuple[Claim, ...]] = {}
         self.promised_at = 0.0
         self.wake_at: float | None = None
-        # Changes since the last take_changes.
-        self.dirty = Dirty()
-        self.outbox: list[HistoryRow] = []
-        self._puts: dict[tuple[str, str], Element] = {}
-        self._removes: dict[tuple[str, str], None] = {}
-        self._counters_taken: Counters | None = None
 
     def __copy__(self) -> State:
         """Shares everything with this one: for what-ifs that replace what they change."""
@@ -619,6 +629,21 @@ class State:
             self.finished[number] = None
         else:
             self.live[number] = None
+        waits = self._index_queue(old, job)
+        # Most of these sets are empty most of the time.
+        if job.again_at or self.backing_off:
+            _list(self.backing_off, number, job.again_at and job.state is _PENDING)
+        if job.epoch or self.resuming:
+            _list(self.resuming, number, waits and job.epoch)
+        if job.spec.time_limit_seconds is not None or self.running_limited:
+            is_limited = job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING
+            _list(self.running_limited, number, is_limited)
+        if job.next_epoch or self.moving:
+            _list(self.moving, number, job.next_epoch)
+
+    def _index_queue(self, old: JobRecord | None, job: JobRecord) -> bool:
+        """Update the queue for a job that was `old`; return whether the job waits."""
+        number = job.number
         was, waits = old is not None and self.is_waiting(old), self.is_waiting(job)
         if old is not None and was and (not waits or old.spec is not job.spec):
             place = (*self.policy.key(old), number)
@@ -631,7 +656,7 @@ class State:
                 if known:
                     known.pop(number, None)
             if waits:
-                # It asks for something else, anew, from the place in the line that it has by that.
+                # Its spec changed: it joins the queue anew, at the place that the new spec gives it.
                 was, self.kept = False, None
         if waits and not was:
             if number in self.refusals:
@@ -640,16 +665,7 @@ class State:
             self.waiting.add(place)
             if number not in self.aside:
                 self.front.add(place)
-        # Of most of these there is nobody most of the time.
-        if job.again_at or self.backing_off:
-            _list(self.backing_off, number, job.again_at and job.state is _PENDING)
-        if job.epoch or self.resuming:
-            _list(self.resuming, number, waits and job.epoch)
-        if job.spec.time_limit_seconds is not None or self.running_limited:
-            is_limited = job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING
-            _list(self.running_limited, number, is_limited)
-        if job.next_epoch or self.moving:
-            _list(self.moving, number, job.next_epoch)
+        return waits
 
     def index_strays(self, old: Node | None, node: Node) -> None:
         """Update `strays_of` (job uid to nodes) for a node that was `old`; None where it is new."""

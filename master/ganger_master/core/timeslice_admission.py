@@ -268,17 +268,8 @@ def _check_quantum(state: State, change: Change) -> None:
 
 
 def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
-    job = unfinished(state, change.number)
-    if isinstance(job, Refused):
-        _refuse(change.number, Reason.WRONG_STATE, detail=job.message)
-    if change.revision != job.revision:
-        _refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
-    if not job.spec.preemptible:
-        _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
-    if job.spec.time_limit_seconds is not None:
-        _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
-    if job.capabilities.no_turns:
-        _refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
+    """Return the member that a change proposes for the set `before` (None: a new set). Raises _RefusedError."""
+    job = _may_take_turns(state, change)
     gang = state.gangs.get(job.epoch)
     if state.is_waiting(job) and gang is not None:
         return _resting(state, change, job, gang)
@@ -290,6 +281,27 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
         return _Member(change, job, None, change.claims, LocalityLevel.CLUSTER)
     if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
         return _resting(state, change, job, gang)
+    return _running(state, change, job, gang, before)
+
+
+def _may_take_turns(state: State, change: Change) -> JobRecord:
+    """Return the job of a change, if its spec and its earlier attempts allow time slices. Raises _RefusedError."""
+    job = unfinished(state, change.number)
+    if isinstance(job, Refused):
+        _refuse(change.number, Reason.WRONG_STATE, detail=job.message)
+    if change.revision != job.revision:
+        _refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
+    if not job.spec.preemptible:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
+    if job.spec.time_limit_seconds is not None:
+        _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+    if job.capabilities.no_turns:
+        _refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
+    return job
+
+
+def _running(state: State, change: Change, job: JobRecord, gang: Gang | None, before: NodeSet | None) -> _Member:
+    """Return the member for a job that runs, and stays or moves. Raises _RefusedError."""
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
