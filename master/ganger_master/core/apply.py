@@ -1,4 +1,7 @@
-"""Events to state: the only door. Deterministic, without clock or IO; every consequence is drawn before it returns."""
+"""Events to state: the only place that changes it. Deterministic, without clock or IO.
+
+Every event ends with `settle`: the next request is judged by the view, so that must follow each event.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from ganger_master.core.state import State
 
 
 def apply(state: State, event: Event) -> None:
-    """Mutates the state; what the shell owes for it comes with `machine.finish`."""
+    """Apply an event to the state; its effects come with `machine.finish`."""
     _HANDLERS[type(event)](state, event)
     settle(state, event.time, event.cause)
 
@@ -284,7 +287,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         ends = retry.ends_at(state, job)
         if ends is not None and now >= ends:
             failure = retry.failure_of(job)
-            # Who has not stepped has nothing to save, and would not come to the boundary to do so.
+            # A gang that has not stepped has nothing to save, and would reach no boundary.
             saves = state.gangs[job.epoch].stepped
             ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
     for number in list(state.moving):
@@ -292,7 +295,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         if now >= since + state.settings.move_deadline_seconds:
             moves.give_up(state, number, now, event.cause)
     if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
-        # Whoever keeps them says so more often.
+        # A planner that still keeps them repeats it more often.
         state.promised = {}
     heartbeats.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
@@ -340,7 +343,7 @@ _ROUNDS_LIMIT = 20_000
 
 
 def settle(state: State, now: float, cause: str) -> None:
-    """Draws every consequence of an event and brings the view up to date."""
+    """Draw every consequence of an event and bring the view up to date."""
     dirty = state.dirty
     for _ in range(_ROUNDS_LIMIT):
         # Most events leave nothing of the one or the other.

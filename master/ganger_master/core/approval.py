@@ -1,11 +1,8 @@
-"""The verdict on a gang request: the first candidate that fits and that nobody ahead is kept, or why not.
+"""The verdict on a gang request: the first candidate that fits and that is not kept for jobs ahead, or the refusals.
 
 Conflicts are judged on the claimed devices, cores and bytes, never on version numbers: a request from an old view is
-fine if what it claims is still free. A rejection brings fresh rows of just the nodes it is about.
-
-Where a job could go: the one fit function, the approver and the placement, asked with what the state knows.
-
-Adds to them what only the state knows: quotas, shared storage, users a daemon can become, who goes first.
+fine if what it claims is still free. A rejection brings fresh states of just the nodes that it is about. `judge` adds
+what only the state has: quotas, shared storage, the users a daemon can switch to, and the order of the queue.
 """
 
 from __future__ import annotations
@@ -70,9 +67,8 @@ def approve(
 ) -> CandidateApproval | CandidateRejection:
     """Tries the candidates in order; takes nothing itself.
 
-    `rank` is the job's position in the policy's order, 0 for a request out of turn, which goes behind everybody.
-    `holding`: pieces that are the job's own. `retune`: with other cores and memory, `company`: beside whom it may be,
-    as `fit` has them.
+    rank: the job's position in the policy's order; 0: behind all others, for a request without a lease. holding: pieces
+    that are the job's own. retune, company: other cores and memory, and gangs that it may be beside, as `fit` has them.
     """
     refusals: tuple[Refusal, ...] = _NO_CANDIDATES
     conflicting: dict[str, NodeRow] = {}
@@ -373,7 +369,7 @@ def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool =
 
 
 def _promised(state: State, job: JobRecord) -> Protected:
-    """What the planner keeps for other jobs: first of all, whoever asks."""
+    """Return what the planner keeps for other jobs; it comes before every request."""
     others = [
         Reservation(f"jobs/{number}", 0, claims) for number, claims in state.promised.items() if number != job.number
     ]
@@ -382,7 +378,7 @@ def _promised(state: State, job: JobRecord) -> Protected:
 
 def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
     found = _blocked(state)
-    # Where not all is kept, only who has waited long is kept anything.
+    # A queue that is not strict keeps room only for jobs that have waited long.
     if not found.numbers or (now < found.waited_from and not state.policy.protects_all):
         return NOTHING
     blocked = first_blocked(state)
@@ -393,7 +389,7 @@ def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: b
         if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
     ]
     if job.number in state.resuming:
-        # What it keeps may be what they lack: it goes on, or neither would ever.
+        # It may hold what they lack: it resumes, or neither ever would.
         others = [other for other in ahead if not lacks_memory(state, other)]
         ahead = [] if state.policy.protects_all and others[:1] != ahead[:1] else others
     if not ahead:
@@ -405,13 +401,13 @@ def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: b
 
 
 def lacks_memory(state: State, job: JobRecord) -> bool:
-    """Whether a job waits for memory, of nodes or of devices: whoever rests keeps some of it."""
+    """Return whether a job waits for memory, of nodes or of devices: parked jobs keep some of it."""
     refusals = state.refusals.get(job.number, ())
     return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
 
 
 def reservations_of(state: State, jobs: Sequence[JobRecord], now: float) -> tuple[Reservation, ...]:
-    """Places of those of the jobs that are among the first who wait for pieces and waited long enough, by rank."""
+    """Return places, by rank, for those of the jobs that are among the first blocked ones and waited long enough."""
     return _reservations(state, first_blocked(state), jobs, now)
 
 
@@ -470,13 +466,13 @@ def _blocked(state: State) -> Blocked:
     return state.blocked
 
 
-_NOBODY: Final = Blocked((), 0.0)
+_NO_BLOCKED: Final = Blocked((), 0.0)
 
 
 def find_blocked(state: State) -> Blocked:
-    """What `state.blocked` remembers, found anew."""
+    """Return the first blocked jobs of the queue, which `state.blocked` caches."""
     if not state.lacking:
-        return _NOBODY
+        return _NO_BLOCKED
     blocked: list[JobRecord] = []
     for number in state.lacking:
         job = state.jobs[number]

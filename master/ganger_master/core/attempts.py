@@ -1,7 +1,7 @@
-"""How the attempts of one job go on: start, rest, resume. Level-triggered: `review` looks at what is there.
+"""The attempts of one job: start, park, resume. Level-triggered: `review` compares desired with observed state.
 
-Whatever happened, `review` draws the consequences for one job until nothing follows any more; asked twice it does
-nothing the second time. What a move, and what an end comes to, is told in `moving` and `ending`.
+`review` draws the consequences for one job until none is left; a second call does nothing. Moves are carried out by
+`moves`, ends by `ending`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
 _ROUNDS_LIMIT = 64
-# Of those who made room.
+# Jobs that the history names as having made room.
 _NAMED = 10
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for in every review.
 _FORGET, _WAIT, _STEPPED, _REST = Act.FORGET, Act.WAIT, Act.STEPPED, Act.REST
@@ -38,7 +38,7 @@ _LEAVING, _SOURCE = GangRole.LEAVING, GangRole.SOURCE
 
 
 def review(state: State, number: int, now: float, cause: str) -> None:
-    """Draws every consequence for a job."""
+    """Draw every consequence for a job."""
     for _ in range(_ROUNDS_LIMIT):
         if not _review_once(state, number, now, cause):
             return
@@ -46,9 +46,9 @@ def review(state: State, number: int, now: float, cause: str) -> None:
 
 
 def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str) -> int:
-    """A PENDING job got a gang: in place from its parked pieces, by a move from them, or afresh. Its epoch."""
+    """Start a PENDING job: in place from its parked gang, by a move from that, or afresh. Return its epoch."""
     job = state.jobs[number]
-    # Before it waits no more, and only where somebody reads its history, as with all that is worked out for that alone.
+    # While the job still waits, and only where its history is read.
     waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
@@ -66,7 +66,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
         version = state.next_desired_version
         state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
         state.put_job(job)
-        # Nothing follows from a gang that nobody has heard of.
+        # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)
     elif orders.same_place(parked.claims, claims) and not move_sources.is_superseded(state, parked):
         state.put_gang(orders.run(orders.holding(parked, claims), now))
@@ -106,7 +106,7 @@ def suspend(
     elif gang.phase is GangPhase.PARKED and gang.park_level >= level:
         state.put_job(replace(job, suspended_level=gang.park_level))
     else:
-        # Who waits where it rests waits again once it rests deeper, or cannot: it rests for no plan.
+        # A waiting job waits again once it is parked deeper, or cannot be: no plan parked it.
         waits = job.state is JobState.PENDING
         state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
@@ -313,7 +313,7 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
 
 
 def _waited(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[dict[str, str], str]:
-    """How long it waited, who left its nodes meanwhile, and why it was last refused: for its history."""
+    """Return for the history how long a job waited, which jobs left its nodes meanwhile, and its last refusal."""
     if not job.pending_since:
         return {}, ""
     figures = {"waited_s": f"{now - job.pending_since:.3f}"}
@@ -332,7 +332,7 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
 
 
 def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:
-    """Who was stopped has given all back, or its job ends and it need not be stopped."""
+    """Return whether a stopped gang has given all back, or its job ends and it need not be stopped."""
     return orders.holds_nothing(gang) if act is _FORGET else job.ending is not None and orders.is_over(gang)
 
 

@@ -1,11 +1,9 @@
-"""Host memory for OFFLOAD: reserved for a running gang as soon as its peak is known, if it fits beside all else.
+"""Co-location: which gangs may share devices, and the host and device memory that their offloaded state needs.
 
-What the processes of a gang keep of devices once they have offloaded: as measured, else as presumed.
-
-Packing: who may be on devices of whom, and what it makes of those who are joined there.
-
-A device that several gangs hold is held as long as one of them does. A claim says of which devices it shares
-(`shared_mask`): a newcomer's because its plan says so, a host's because somebody has joined it.
+A device that several gangs hold is held as long as one of them does. The `shared_mask` of a claim marks its shared
+devices: a plan sets it for the gang that comes, and `join` for the gangs that are there. Arenas for OFFLOAD are
+reserved for a running gang as soon as its peak is known, if they fit. The residue is the device memory that the
+processes of an offloaded gang keep, as measured, or else as presumed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ganger_master.core.state import State
 
 
 def follow(state: State) -> None:
-    """Grows the arenas of the gangs that were reported; rows must be up to date."""
+    """Grow the arenas of the gangs that were reported; the view must be up to date."""
     for number in list(state.dirty.arenas):
         job = state.jobs.get(number)
         gang = state.gangs.get(job.epoch) if job is not None else None
@@ -40,7 +38,7 @@ def follow(state: State) -> None:
         claims = tuple([_with_arena(claim, bytes_per_device) for claim in before])
         if claims != before and _fits(state, gang, claims):
             state.put_gang(orders.reserve(gang, claims))
-            # What this one takes the next one finds gone.
+            # The next gang is judged by what is left.
             for name in gang.nodes:
                 state.dirty.rows.pop(name, None)
                 if state.refresh_row(name):
@@ -53,7 +51,7 @@ def has_arenas(gang: Gang) -> bool:
 
 
 def per_device(gang: Gang) -> int:
-    """Bytes of arena reserved for each device of the gang."""
+    """Return the bytes of arena reserved for each device of the gang."""
     claim = next((claim for claim in gang.claims if claim.device_mask), None)
     return claim.arena_bytes // claim.device_mask.bit_count() if claim is not None else 0
 
@@ -72,9 +70,9 @@ def _fits(state: State, gang: Gang, claims: tuple[Claim, ...]) -> bool:
 
 
 def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -> tuple[int, ...]:
-    """Bytes by device of the node, of devices of the gang's alone; empty where they keep none.
+    """Return the bytes that a part keeps of its devices, by device of the node; empty where it keeps none.
 
-    While the gang is not seen at OFFLOAD, what is known already. What is presumed is no more than the job may use.
+    While the part is not reported at OFFLOAD, that is its last value. A presumed value is at most what the job may use.
     """
     if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
         return piece.residue_bytes
@@ -82,8 +80,9 @@ def residue_of(state: State, gang: Gang, piece: Piece, observed: ObservedGang) -
 
 
 def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the same of a gang that rests at OFFLOAD with this claim. `gpu_memory_bytes`: what its job may use of a
-    device, zero where it names nothing. `measured`: bytes by device, empty where they were not measured."""
+    """Return the bytes that a gang parked at OFFLOAD with this claim keeps, by device of the node.
+
+    gpu_memory_bytes: limit of its job for each device; zero: none. measured: bytes by device; empty: not measured."""
     configuration_set = state.configuration_sets[state.nodes[claim.node].configuration_set]
     whole = configuration_set.device_memory_bytes
     found = measured
@@ -96,8 +95,8 @@ def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[i
 
 
 def kept_memory_of(piece: Piece, observed: ObservedGang) -> int:
-    """Return the bytes of host memory that a part keeps beside its arenas while it rests at OFFLOAD, as measured when
-    it came to rest. Zero otherwise, and where that is not known: then it keeps all that is claimed."""
+    """Return the bytes of host memory that a part parked at OFFLOAD keeps besides its arenas, as measured when it was
+    parked. Zero otherwise, and where that is unknown: then it keeps all that is claimed."""
     if observed.phase is not ObservedPhase.PARKED or observed.level is not SuspendLevel.OFFLOAD:
         return 0
     if piece.phase is ObservedPhase.PARKED and piece.level is SuspendLevel.OFFLOAD:
@@ -106,19 +105,20 @@ def kept_memory_of(piece: Piece, observed: ObservedGang) -> int:
 
 
 def holders_on(state: State, node: str) -> list[tuple[int, Claim]]:
-    """Numbers of the jobs whose gangs hold something on a node, and what, by epoch."""
+    """Return the numbers of the jobs whose gangs hold something on a node, and their claims, by epoch."""
     gangs = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
     held = [(gang.job, gang.pieces[place].held) for gang, place in gangs]
     return [(number, claim) for number, claim in held if claim is not None]
 
 
-# What a node says whose daemon runs several gangs on a device at once.
+# The capability of a node whose daemon runs several gangs on a device at once.
 CAPABILITY: Final = "packing"
-_NOBODY: Final = -1
+# In place of bytes: the device may not be shared.
+_NOT_SHARED: Final = -1
 
 
 def rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
-    """What keeps a job from sharing devices on these nodes, whatever room there is."""
+    """Return why a job may not share devices on these nodes, whatever room there is; empty if it may."""
     nodes = [claim.node for claim in claims if claim.shared_mask and claim.node in state.nodes]
     if nodes and not job.spec.preemptible:
         detail = "a job that must not be suspended shares no devices"
@@ -136,9 +136,11 @@ def rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusa
 def company_of(
     state: State, job: JobRecord, claims: Sequence[Claim], agreed_only: bool = False
 ) -> Mapping[str, tuple[int, ...]]:
-    """Of the nodes where the claims share devices, as `fit` has it: bytes that those need who hold each device, by what
-    they name and what was measured. Nobody joins who is not to be suspended, of whom nothing is known, who is being
-    resized, who takes turns there, or its own job; nor, with `agreed_only`, who does not share the device already."""
+    """Return the device memory that present gangs need on nodes where the claims share devices, as `fit` takes it.
+
+    The bytes are those that the jobs name or that were measured. A device cannot be joined where a gang is of the same
+    job, must not be suspended, has unknown memory, is being resized or is time-sliced; with `agreed_only`, also where
+    its gang does not share it yet."""
     found = {}
     for claim in claims:
         if claim.shared_mask and claim.node in state.nodes:
@@ -147,7 +149,7 @@ def company_of(
 
 
 def join(state: State, epoch: int, now: float, cause: str) -> None:
-    """A gang has come to its place: whoever holds devices there too, shares them from now on."""
+    """Mark the devices of a new gang as shared for the gangs that hold them already."""
     gang = state.gangs[epoch]
     for piece in gang.pieces:
         if not piece.claim.shared_mask:
@@ -157,7 +159,7 @@ def join(state: State, epoch: int, now: float, cause: str) -> None:
 
 
 def beside(state: State, gang: Gang) -> tuple[int, ...]:
-    """Numbers of the jobs that hold devices of a gang, too, in order."""
+    """Return the numbers of the other jobs that hold devices of a gang, in order."""
     found = {
         other.job
         for piece in gang.pieces
@@ -168,8 +170,8 @@ def beside(state: State, gang: Gang) -> tuple[int, ...]:
 
 
 def leave(state: State, gang: Gang) -> None:
-    """A gang is gone from everywhere: whoever shared devices with it alone has them to itself again, mark and all. A
-    gang that rests keeps its mark, and those it was beside theirs: it may come back."""
+    """Remove the marks of devices that were shared only with this gang, which is gone from every node. A parked gang
+    keeps its marks, and so do the gangs beside it, because it may resume."""
     for piece in gang.pieces:
         if not piece.claim.shared_mask:
             continue
@@ -184,13 +186,13 @@ def leave(state: State, gang: Gang) -> None:
 
 
 def stray_devices(state: State, node: str) -> int:
-    """Return the devices of a node that gangs have which the master did not start: shared ones stay marked."""
+    """Return the devices of a node that quarantined gangs hold: shared ones stay marked."""
     strays = state.nodes[node].strays if node in state.nodes else ()
     return functools.reduce(operator.or_, [stray.device_mask for stray in strays], 0)
 
 
 def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -> tuple[int, ...]:
-    """By device of the node; of those that are not to be shared nothing is said."""
+    """Return the bytes needed by device of the node; `_NOT_SHARED` for those that may not be shared."""
     devices = state.view.topology(claim.node).devices
     needed: list[list[int]] = [[] for _ in range(devices)]
     for epoch, place in state.gangs_on.get(claim.node, {}).items():
@@ -204,8 +206,8 @@ def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -
         is_open = is_open and epoch not in state.set_of and not has_two_worlds(state, gang.job)
         for device in bits(held.device_mask & claim.shared_mask):
             agrees = is_open and (not agreed_only or bool(held.shared_mask >> device & 1))
-            needed[device].append(size if agrees else _NOBODY)
-    return tuple([sum(sizes) if sizes and min(sizes) >= 0 else _NOBODY for sizes in needed])
+            needed[device].append(size if agrees else _NOT_SHARED)
+    return tuple([sum(sizes) if sizes and min(sizes) >= 0 else _NOT_SHARED for sizes in needed])
 
 
 def _others_on(state: State, claim: Claim, epoch: int) -> list[tuple[Gang, Piece]]:
@@ -223,6 +225,6 @@ def _let_in(state: State, gang: Gang, newcomer: Claim, now: float, cause: str) -
         return
     state.put_gang(sharing)
     job = state.jobs[gang.job]
-    # Whoever planned for it alone plans anew.
+    # A plan that was made for the gang alone is outdated.
     state.put_job(replace(job, revision=job.revision + 1))
     state.history(now, job, "gang_joined", cause, epoch=gang.epoch, node=newcomer.node)

@@ -1,9 +1,7 @@
-"""Whose turn it is: leases to request a gang, given to waiting jobs in the policy's order.
+"""Placement leases: the right to request a gang, given to waiting jobs in the policy's order, and the requests.
 
-A turn is a hint that bounds how many ask at once; whether a request is granted is decided by fit and by what is kept
-for those who go first. Losing a turn costs its job nothing but time.
-
-What job schedulers ask for: a gang, or to give one back. Verdicts are answers, not errors.
+A lease only bounds how many jobs request at once. Fit, and the places kept for jobs that go first, decide whether a
+request is granted. Losing a lease costs a job only time. Verdicts on requests are answers, not errors.
 """
 
 from __future__ import annotations
@@ -37,24 +35,24 @@ from ganger_master.core.queue import WAITS_FOR_PIECES, GrantedLease
 from ganger_master.core.state import State
 from ganger_master.policies import Places
 
-# How far behind the head of the queue turns are given: bounds the work of one event.
+# Jobs behind the head of the queue that may get a lease: bounds the work of one event.
 WINDOW = 64
-# Of those who are passed over, for what they lack no other job holds, so many are looked at: the first ones, and as
-# many more, every second others.
+# Jobs that lack what no other job holds are passed over. Each pass considers this many of the first ones, and as many
+# of the rest, which rotate every second.
 ASIDE = 128
-# How soon such a job is asked again when the view has changed.
+# How soon such a job gets a lease again when the view has changed.
 _LASTING_SECONDS = 1.0
 
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
-    """Gives turns while there are any to give; their numbers."""
+    """Give leases while there are any to give; return their numbers."""
     given: list[int] = []
     most = state.settings.turns_at_once
     if len(state.turns) >= most or not state.waiting or state.policy.places is Places.PLANNER:
         return ()
     _turn_aside(state, now)
-    # What was refused on this view for lack of pieces, and the devices that are being asked for: by all, and by those
-    # ahead. Those behind hold up nobody: who comes first asks, or they would ask by turns for what is kept for it.
+    # Shapes that this view was too small for, and the devices that holders of leases may request: all, and those ahead.
+    # Jobs behind do not delay a job: otherwise they would request in turns the pieces that are kept for it.
     vain: set[GangShape] = set()
     asking, ahead = _asking(state), 0
     for number in _window(state):
@@ -73,10 +71,10 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
                 break
             vain.add(job.shape)
             continue
-        # Parked jobs may have room where others have none: what they keep is there already.
+        # Parked jobs may fit where others do not: they hold a part of what they need.
         is_known = number in state.refusals and number not in state.declined and not job.epoch
         if is_known and (_is_too_large(state, job, ahead) or (vain and job.shape in vain)):
-            # Who asks for the same goes first, and did not get it.
+            # A job ahead requested the same shape in vain.
             if state.policy.protects_all and _holds_up(state, number):
                 break
             continue
@@ -90,7 +88,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
         if _keeps_all(state, number):
             break
     if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
-        # Also those who keep it, be there whoever before them.
+        # Resuming jobs hold some of that memory, so they get a lease whatever jobs are before them.
         given.extend(
             _give(state, state.jobs[number], now)
             for number in islice(state.resuming, WINDOW)
@@ -117,22 +115,24 @@ def _give(state: State, job: JobRecord, now: float) -> int:
 
 
 def scheduler_of(state: State, job: JobRecord) -> str:
-    """Id of the scheduler whose stream claimed the job; "" for the default hosts. One that was named at submission has
-    a few leases of time to appear."""
+    """Return the id of the scheduler whose stream claimed the job; "" for the default hosts.
+
+    A scheduler that was named at submission has a few leases of time to connect."""
     if state.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
         return ""
     return state.claimed_by.get(job.number, job.spec.scheduler)
 
 
 def valid_turn(state: State, number: int, turn: int, now: float) -> GrantedLease | None:
-    """The job's turn of that number, unless it has expired."""
+    """Return the job's lease of that number, unless it has expired."""
     held = state.turns.get(turn)
     return held if held is not None and held.number == number and now <= held.expires else None
 
 
 def expire(state: State, now: float, told: int | None = None) -> None:
-    """Takes back leases that were not used; their jobs are asked again, behind those that were not asked yet. Of turns
-    after the one that was `told` nobody knows yet: their leases begin now at the earliest."""
+    """Take back leases that were not used; their jobs get another one, behind jobs that have had none yet.
+
+    told: the last lease that was sent. Leases after it begin now at the earliest."""
     for number in [number for number in state.turns if told is not None and number > told]:
         turn = state.turns[number]
         state.turns[number] = replace(turn, expires=now + state.settings.turn_lease_seconds)
@@ -146,24 +146,24 @@ def note_approved(state: State, number: int) -> None:
 
 
 def note_refused(state: State, event: GangRefused) -> None:
-    """Keeps why, for `explain`; the turn stays for another try, or its job waits until the view changes.
+    """Record the refusals, for `explain`. The lease stays for another try, or its job waits until the view changes.
 
-    A request without the job's turn changes nothing about it.
+    A request without the job's lease does not change the lease.
     """
     is_mistake = bool(event.refusals) and event.refusals[0].reason.kind is RefusalKind.MISTAKE
     turn = state.turns.get(state.turn_of.get(event.number, 0))
     in_turn = turn is not None and turn.turn == event.turn
-    # A blocker that is known stands against what a stranger got wrong.
+    # A mistake in a request without the lease does not replace a blocker that is known.
     if (in_turn or not is_mistake) and state.refusals.get(event.number) != event.refusals:
         state.note_refusals(event.number, event.refusals)
         state.dirty.news[event.number] = None
     if turn is None or not in_turn:
         return
     if is_mistake:
-        # What can never be is no use of a turn: a scheduler that answers every one so would starve its job.
+        # A request that can never be granted does not count as a use of the lease: it would starve the job.
         _lose(state, turn)
         if not turn.scheduler:
-            # There is nobody else to ask: not again before something changes.
+            # The default host gives no other answer before something changes.
             state.passed[event.number] = (state.view.version, event.time)
         return
     state.lost_turns.pop(event.number, None)
@@ -171,7 +171,7 @@ def note_refused(state: State, event: GangRefused) -> None:
         state.turns[turn.turn] = replace(turn, tries=turn.tries + 1)
         return
     state.note_conflicts(event.number, turn.tries + 1)
-    # One that passes again on the same old view would learn nothing by being asked at once.
+    # A scheduler that passes again on the same old view would decide the same at once.
     before, last = state.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
     state.passed[event.number] = (version, event.time)
@@ -209,10 +209,10 @@ _RETURN_SECONDS = 10.0
 
 
 def next_time(state: State, now: float) -> float | None:
-    """When a lease runs out, or a job that found no place is to be asked again."""
+    """Return when a lease expires, or a job that found no place may get one again; None if neither is due."""
     if not (state.turns or state.passed or state.aside):
         return None
-    # Also of one that ran out already: only time that passes takes it back, and till then it may block all behind it.
+    # Expired leases count, too: only a tick takes them back, and until then they may block all jobs behind.
     times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
     if len(state.aside) > ASIDE and (time := state.aside_at + _LASTING_SECONDS) > now:
         times.append(time)
@@ -221,7 +221,7 @@ def next_time(state: State, now: float) -> float | None:
         for number in _window(state):
             if number in state.passed:
                 time = _asked_again(state, number)
-                # One that may be asked already waits for a turn to become free, not for time to pass.
+                # A job whose time has passed waits for a lease to become free.
                 if time > now:
                     times.append(time)
                 left -= 1
@@ -240,8 +240,8 @@ def _lose(state: State, turn: GrantedLease) -> None:
 
 
 def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: float) -> None:
-    """Whose scheduler leaves a place that is there, by its own choice or for a wish, is kept none: it would hold up all
-    behind it for as long as it likes."""
+    """Record that a job's scheduler left a place unused, by choice or for a locality wish. No place is kept for such a
+    job: it would block all jobs behind it for as long as its scheduler likes."""
     number, declined, job = event.number, state.declined, state.jobs[event.number]
     locality = job.spec.locality
     is_patient = locality.wish is not None and event.time < job.pending_since + locality.patience_seconds
@@ -252,13 +252,13 @@ def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: f
         state.blocked = None
     elif event.time < last + _LOOKED_SECONDS:
         return
-    # Only those ahead of all others are kept anything.
+    # Places are kept only for the jobs ahead of all others.
     if (turn.scheduler or is_patient) and job in first_blocked(state) and has_place(state, job, event.time):
         declined[number] = is_patient
         state.blocked = None
 
 
-# To look for a place takes as long as many verdicts.
+# A search for a place costs as much as many verdicts.
 _LOOKED_SECONDS = 0.5
 
 
@@ -269,25 +269,25 @@ def _reserved_nodes(state: State, job: JobRecord, now: float) -> tuple[str, ...]
 
 
 def _has_room_beside(state: State, job: JobRecord, asking: int) -> bool:
-    """Where nobody may overtake, several ask at once only if there is ample room for all of them."""
+    """Return whether another job may request now: a strict queue allows several only with ample room for all."""
     if not state.turns or not state.policy.protects_all:
         return True
     return _AMPLE * (asking + job.gpus) <= state.free_devices
 
 
 def _keeps_all(state: State, number: int) -> bool:
-    """Whether nobody behind it gets anything before it has asked: what it was last refused for stands until then. Who
-    rests may go on all the same where memory is short."""
+    """Return whether jobs behind this one must wait for its request: its last refusal stands until then. Where memory
+    is short, parked jobs may resume all the same."""
     return state.policy.protects_all and not state.resuming and _holds_up(state, number)
 
 
-# Free devices per device asked for; fragments of the rest make less than this a gamble.
+# Free devices per requested device: with fewer, fragmentation makes a place unlikely.
 _AMPLE = 2
 
 
 def _window(state: State) -> Iterator[int]:
-    """Numbers of the first who wait, and of some of those before them who lack what no other job holds: however many
-    those are, they are in nobody's way."""
+    """Yield the numbers of the first waiting jobs, and of some jobs that are passed over; those do not count towards
+    the limit, so that they delay no other job."""
     looked_at, aside, since = 0, state.aside, state.aside_from
     places = state.front.places()
     if aside:
@@ -302,7 +302,7 @@ def _window(state: State) -> Iterator[int]:
 
 
 def _turn_aside(state: State, now: float) -> None:
-    """Has others looked at of those who are passed over, if they are too many for all of them."""
+    """Rotate the jobs that are passed over, if they are too many to consider all of them."""
     if len(state.aside) <= ASIDE:
         state.aside_from = 0
     elif not 0.0 <= now - state.aside_at < _LASTING_SECONDS:
@@ -315,20 +315,21 @@ def _lasts(state: State, number: int) -> bool:
 
 
 def _holds_up(state: State, number: int) -> bool:
-    """Whether it is kept all there is in a strict queue, so that nobody behind it would get what they ask for."""
+    """Return whether a strict queue keeps all pieces for this job, so that no job behind it can be granted any."""
     return number in state.lacking and number not in state.declined
 
 
 def _asking(state: State) -> int:
-    """Devices that the holders of turns ask for."""
+    """Return the devices that the holders of leases may request."""
     return sum([state.jobs[turn.number].gpus for turn in state.turns.values()])
 
 
 def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
-    """Whether it lacks devices wherever they may be, beside those that others ahead ask for at the moment; of who holds
-    up all others also whether it does on every node, where it may lie on no more than one. (Others are refused three
-    times before room is kept for them.) Schedulers of their own are asked all the same: that they answer shows that
-    they are there."""
+    """Return whether too few devices are free for a job, besides those that jobs ahead may request.
+
+    For a job that blocks a strict queue and must be on one node, the largest node counts. (Other jobs are refused three
+    times before room is kept for them.) Jobs with a scheduler of their own get a lease all the same: the answer shows
+    that the scheduler is connected."""
     lacks = job.gpus > state.free_devices - ahead
     if not lacks and state.policy.protects_all and job.shape.locality.widest <= LocalityLevel.NODE:
         lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
@@ -336,12 +337,12 @@ def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
 
 
 def _is_spent(state: State, job: JobRecord) -> bool:
-    """Whether its user's quota leaves less than the job needs at least, so that there is no use in asking it."""
+    """Return whether the quota of the job's user leaves less than the job needs at least."""
     return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
 
 
 def _asked_in_vain(state: State) -> int:
-    """Turns of jobs for which the last answer holds for long."""
+    """Return how many leases are held by jobs whose last refusal lasts."""
     return sum([_lasts(state, turn.number) for turn in state.turns.values()])
 
 
@@ -402,7 +403,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
 
 
 def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal]) -> tuple[Refusal, ...]:
-    """The scheduler's blockers, after what only the master knows."""
+    """Return the scheduler's blockers, after those that only the master can see."""
     own = rules(state, job)
     return (*own, *(blockers or ()), *(forbidden_nodes(state, job) if not own else ()))
 

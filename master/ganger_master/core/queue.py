@@ -1,4 +1,4 @@
-"""The queue: who waits, in the policy's order, and what is noted of those who do."""
+"""The queue of waiting jobs in the policy's order, and subsets of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from msgspec import Struct
 # The policy's key of a job, and its number behind.
 Place: TypeAlias = tuple[int, ...]
 
-# Blockers that only a change of the cluster's free pieces removes: their jobs are kept room for.
+# Blockers that only a change of the free pieces removes. Room is kept for jobs that have one.
 WAITS_FOR_PIECES: Final = frozenset(
     {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
 )
-# What the jobs ahead of it do not help a job against, nor those behind: it is passed over.
+# Blockers that do not depend on other jobs of the queue: a job that has one is passed over.
 _LASTING: Final = frozenset(
     {
         Reason.QUOTA,
@@ -32,8 +32,10 @@ _LONGEST_RUN: Final = 512
 
 
 class GrantedLease(Struct, frozen=True, gc=False):
-    """A lease to request a gang. Only the holder's requests count as in turn, until `expires`. It was decided when it
-    was `given`, and its holder is told once that is durable."""
+    """A placement lease: the right to request a gang until `expires`.
+
+    `given`: when it was decided, in seconds; the holder receives it once that is durable. `tries`: requests so far.
+    """
 
     turn: int
     number: int
@@ -46,23 +48,23 @@ class GrantedLease(Struct, frozen=True, gc=False):
     reserved_nodes: tuple[str, ...] = ()
 
     def is_told_late(self, now: float) -> bool:
-        """Whether so much of its lease is over before anybody knows of it that it is to begin anew."""
+        """Return whether so much of the lease has passed before it is sent that it must begin anew."""
         return now - self.given > _AT_ONCE * (self.expires - self.given)
 
 
-# The part of a lease in which its holder is to be told.
+# The share of a lease within which it must be sent to its holder.
 _AT_ONCE: Final = 0.1
 
 
 class Blocked(Struct, frozen=True, gc=False):
-    """The first waiting jobs that lack pieces, and since when one of them has waited long enough to be kept room."""
+    """The first waiting jobs that lack pieces, and the time from which room is kept for one of them."""
 
     numbers: tuple[int, ...]
     waited_from: float
 
 
 class ReservedPlaces(Struct, frozen=True, gc=False):
-    """The places that were last found for the jobs of these numbers, by job."""
+    """The places that were last found for the jobs of these numbers, by job name."""
 
     numbers: tuple[int, ...]
     view_version: int
@@ -75,17 +77,17 @@ def is_lack(refusals: tuple[Refusal, ...]) -> bool:
 
 
 def is_lasting(refusals: tuple[Refusal, ...], is_strict: bool) -> bool:
-    """Whether it is no other job that who was so refused waits for. A strict queue keeps room also for who waits for
-    nodes."""
+    """Return whether a job with these refusals waits for no other job. A strict queue keeps room also for jobs that
+    wait for nodes."""
     if not refusals or refusals[0].reason not in _LASTING:
         return False
     return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not is_strict
 
 
 class Waiting:
-    """A sorted set; whoever adds and removes takes care that a place is there at most once.
+    """A sorted set of places; the caller adds each place at most once.
 
-    Kept as short sorted runs: in one long list the first place would be as dear to leave as the whole queue is to move.
+    Short sorted runs bound the cost of a change: in one list, removing the first place would move all others.
     """
 
     def __init__(self) -> None:
@@ -111,7 +113,7 @@ class Waiting:
             del run[half:]
 
     def remove(self, place: Place) -> None:
-        """The place must be there."""
+        """Remove a place, which must be present."""
         at = bisect_right(self._heads, place) - 1
         run = self._runs[at]
         del run[bisect_left(run, place)]
@@ -122,13 +124,13 @@ class Waiting:
             del self._runs[at], self._heads[at]
 
     def rank(self, place: Place) -> int:
-        """How many go before it."""
+        """Return how many places are before this one."""
         at = max(0, bisect_right(self._heads, place) - 1)
         before = sum([len(run) for run in self._runs[:at]])
         return before + (bisect_left(self._runs[at], place) if self._runs else 0)
 
     def __iter__(self) -> Iterator[int]:
-        """Numbers of all, in order."""
+        """Iterate over the job numbers, in order."""
         return (place[-1] for place in self.places())
 
     def places(self) -> Iterator[Place]:
@@ -139,14 +141,14 @@ class Waiting:
 
 
 class QueueSubset:
-    """Some of those who wait, in the same order."""
+    """Some of the waiting jobs, in the same order."""
 
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._order = Waiting()
 
     def note(self, place: Place, belongs: bool) -> None:
-        """What was last said of the job at that place."""
+        """Record whether the job at that place belongs to the subset."""
         number = place[-1]
         if belongs and number not in self._places:
             self._places[number] = place

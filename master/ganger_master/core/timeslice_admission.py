@@ -1,9 +1,9 @@
-"""May these jobs take turns on these devices? The judgement of a plan's matrix, whole or not at all.
+"""Admission of a plan's slice matrix: may these jobs be time-sliced on these devices? All of it or nothing.
 
-Who takes turns must let itself be stopped, at the level of the matrix, and for nobody of lower priority; its state must
-have room: in the arenas of all rows at once for OFFLOAD, on the devices for PAUSE. Each row must fit. Node sets are
-disjoint, and one change of a set is made before the next. Who is elsewhere than its row would have it moves there, and
-takes turns where it is until it does.
+A time-sliced job must allow a stop at the level of the matrix, and shares devices only with jobs of its priority. Its
+parked state must have room: for OFFLOAD in the arenas of all slices at once, for PAUSE on the devices. Each slice must
+fit. Groups have no node in common, and one change of a group is made before the next. A job that runs elsewhere than
+its slice says moves there, and is time-sliced where it is until it does.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from ganger_master.core.state import State
 
 Claims: TypeAlias = tuple[Claim, ...]
 
-# What a node says whose daemon switches rows.
+# The capability of a node whose daemon switches time slices.
 CAPABILITY: Final = "rotation"
 SWITCHES_PER_QUANTUM: Final = 50.0
 ROWS_LIMIT: Final = 64
-# Shorter ones would be all switching on any machine.
+# With a shorter quantum any machine would only switch.
 _LEAST_QUANTUM_SECONDS: Final = 0.5
 
 
 class _RefusedError(Exception):
-    """`number`: of the job it is about."""
+    """A refusal of a matrix. `number`: the job that it is about."""
 
     def __init__(self, number: int, refusal: Refusal) -> None:
         self.number, self.refusal = number, refusal
 
 
 class _Member:
-    """One who is to take turns: `claims` are where it is or is to be, `gang` is what it holds, if it does."""
+    """A job of a proposed matrix. `claims`: its place now or then. `gang`: its present gang, None if it has none."""
 
     __slots__ = ("change", "claims", "gang", "job", "level", "moves", "rests")
 
@@ -75,12 +75,12 @@ class _Member:
 
     @property
     def comes(self) -> bool:
-        """Whether it has no devices there yet."""
+        """Return whether it has no devices at that place yet."""
         return self.begins or self.rests
 
     @property
     def begins(self) -> bool:
-        """Whether it has nothing at all there yet."""
+        """Return whether it holds nothing at that place yet."""
         return self.gang is None or self.moves
 
     def memory_for(self, place: int) -> int:
@@ -94,7 +94,7 @@ class _Member:
 def judge_rows(
     state: State, changes: Sequence[Change], proposer: str, now: float
 ) -> events.RowsChanged | tuple[int, Refusal]:
-    """What happens, or which job is to blame and why."""
+    """Return the event that applies the matrix, or the number of the job that it is refused for, and why."""
     try:
         return _judge(state, changes, proposer, now)
     except _RefusedError as refused:
@@ -168,8 +168,10 @@ def _staying(
     before: NodeSet | None,
     held: Mapping[str, Claim],
 ) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[_Member, tuple[int, ...]]]]:
-    """The rows, and of those who move and take turns in this set where they are now and the rows they have there: all
-    in which their devices idle and there are cores for them, or one of their own."""
+    """Return the time slices, and the present place and slices of each member that moves within this group.
+
+    Until such a member moves it stays in every slice in which its devices idle and the cores suffice, or else gets a
+    slice of its own."""
     found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
     taken = [[members[number] for number in row] for row in rows]
     for number, member in members.items():
@@ -200,10 +202,11 @@ def _changed_places(
     held: Mapping[str, Claim],
     settled: Collection[int],
 ) -> list[int]:
-    """The rows for who leaves, whose devices idle only beside where it comes to be. There it would be woken for the
-    moment that its program takes to start, and its neighbours would wait for it twice. So who takes turns with it has
-    one in its place, if that is possible, and it has theirs. `settled`: numbers of others who leave, and have
-    their rows already."""
+    """Return the slices of a member that leaves, whose devices idle only in slices of its destination.
+
+    There it would run only while its program starts, and its neighbours would wait for it twice. So it exchanges its
+    slice with the gangs that are time-sliced with it, if that is possible. settled: numbers of leaving members that
+    have their slices already."""
     for index, row in enumerate(taken):
         if index in own or coming in row:
             continue
@@ -229,8 +232,10 @@ def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bo
 
 
 def _is_launched_in_part(state: State, gang: Gang) -> bool:
-    """Whether some of its parts may be on their devices and wait for others that are to be launched yet. Turns that
-    begin then are a deadlock: who is there comes to no boundary without the others, and they wait for their turn."""
+    """Return whether some parts of a gang may wait on their devices for parts that are not launched yet.
+
+    Time slices that begin then are a deadlock: the parts that are there reach no boundary without the others, which
+    wait for their slice."""
     is_new = gang.phase is GangPhase.STARTING and not gang.stepped
     return is_new and len(gang.pieces) > 1 and gang.epoch not in state.set_of
 
@@ -321,7 +326,7 @@ def _running(state: State, change: Change, job: JobRecord, gang: Gang | None, be
 
 
 def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
-    """One who rests in host memory, and goes on there or elsewhere."""
+    """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
         _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
     if change.claims and not orders.same_place(change.claims, gang.claims):
@@ -354,7 +359,7 @@ def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member
             detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
             _refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
         if member.gang is None or member.gang.epoch != epoch:
-            # A node that was lost has yet to say that it is gone.
+            # A lost node has not reported that the gang is gone.
             detail = f"an earlier gang of jobs/{number} may be on its devices there yet"
             _refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
 
@@ -373,7 +378,7 @@ def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Me
 
 
 def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[int]]) -> None:
-    """Nobody stops for a lower priority, so only equals take turns on a device."""
+    """Check that only jobs of one priority are time-sliced on a device: no job stops for a lower priority."""
     on: dict[tuple[str, int], int] = {}
     for number in dict.fromkeys([number for row in rows for number in row]):
         member = members[number]
@@ -387,7 +392,7 @@ def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[in
 
 
 def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> dict[str, Claim]:
-    """What those who are there hold together, node by node: free for whoever takes turns with them."""
+    """Return what the present members hold together, by node: members that come may use it in other slices."""
     epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
     if before is not None:
         epochs.update(timeslice_groups.members(state, before))
@@ -422,7 +427,7 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
 
 
 def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
-    """What the others hold there together, and what it keeps itself."""
+    """Return what a member may use beyond free pieces: what the others hold there, and what it keeps itself."""
     kept = {}
     if member.gang is not None and not member.moves:
         kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
@@ -484,11 +489,11 @@ def _check_level(state: State, member: _Member, level: SuspendLevel, members: Ma
 def _check_room(
     state: State, member: _Member, claim: Claim, level: SuspendLevel, members: Mapping[int, _Member]
 ) -> None:
-    """For what rests: in an arena, or on the device."""
+    """Check the room for the parked state of a member: in its arena, or on the devices."""
     job = member.job
     whole = state.view.topology(claim.node).configuration_set.device_memory_bytes
     if level is SuspendLevel.OFFLOAD:
-        # Of whom nothing is known it could be all that a device has.
+        # A job that has not run yet could use all memory of a device.
         needed = job.arena_bytes_per_device or whole
         reserved = claim.arena_bytes // claim.device_mask.bit_count()
         if reserved < needed:
@@ -513,7 +518,7 @@ def _check_room(
 def _takes(
     state: State, held: Mapping[str, Claim], members: Mapping[int, _Member], rows: Sequence[Sequence[int]]
 ) -> Claims:
-    """What the set will hold beyond what its gangs hold now, node by node; what it gives back is not counted."""
+    """Return what the group will hold beyond what its gangs hold now, by node; what it gives back is not counted."""
     found = []
     for node in sorted({claim.node for member in members.values() for claim in member.claims}):
         mask = memory = 0

@@ -1,12 +1,11 @@
-"""What becomes of a node set: who takes turns is charged for it, who has gone leaves, a set without turns dissolves.
+"""Time-slice groups: what each gang of a group is charged with, which gangs leave, and when a group is dissolved.
 
-The gangs of a set all hold its devices. Cores are held once for all rows, as many as the largest row needs: each gang
-is charged with what its row needs beyond the rows before it, so that sums over gangs are what the set holds. Host
-memory is each gang's own. While a new matrix is not yet active everywhere, both count.
+All gangs of a group hold its devices. Cores are held once for all time slices, as many as the largest slice needs:
+each gang is charged with what its slice needs beyond the slices before, so that the sum over the gangs is what the
+group holds. Host memory is charged to each gang. While a new matrix is not yet active everywhere, both count.
 
-Which row of a node set runs at this moment: what the daemon that leads it said last.
-
-It changes with every quantum, so it is no part of what is stored, and nothing is decided by it.
+The slice that runs at this moment is what the group's leading daemon reported last. It changes with every quantum, so
+it is not stored, and no decision depends on it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ Cores: TypeAlias = tuple[int, ...]
 
 
 def charges(rows: Sequence[Sequence[int]], needs: Mapping[int, Cores]) -> dict[int, Cores]:
-    """Millicores by socket that each gang is charged with on a node; `needs`: those of its claim there. Their sum is
-    the largest row, socket by socket."""
+    """Return the millicores by socket that each gang is charged with on a node.
+
+    rows: epochs by time slice. needs: millicores by socket of each gang's claim. The charges add up to the largest
+    slice, socket by socket."""
     found = {epoch: [0] * len(cores) for epoch, cores in needs.items()}
     sockets = max([len(cores) for cores in needs.values()], default=0)
     most = [0] * sockets
@@ -45,10 +46,10 @@ def charges(rows: Sequence[Sequence[int]], needs: Mapping[int, Cores]) -> dict[i
 
 
 def change(state: State, event: RowsChanged) -> None:
-    """A plan's matrix begins to be told; who waited gets its gang. All of it fits: `taking_turns` has seen to that."""
+    """Apply a slice matrix that `timeslice_admission` has approved; waiting jobs of it get their gangs."""
     now, cause = event.time, event.cause
     for number, (claims, level) in event.starts.items():
-        # What a gang shares in turns is not taken off what is free, but computed with all others who share it.
+        # The charge of a time-sliced gang depends on all gangs of the group: compute the node anew.
         for claim in claims:
             state.dirty.rows[claim.node] = None
         placement_leases.note_approved(state, number)
@@ -56,7 +57,7 @@ def change(state: State, event: RowsChanged) -> None:
         state.counters.approved += 1
     for number in event.resumes:
         gang = state.gangs[state.jobs[number].epoch]
-        # Nobody is beside it who shares its devices at once.
+        # No gang is co-located with it.
         state.put_gang(_alone(state, gang))
         _go_on(state, number, now, cause)
     for number, (claims, level, purpose) in event.moves.items():
@@ -81,7 +82,7 @@ def change(state: State, event: RowsChanged) -> None:
     begun = event.starts.keys() | event.moves.keys() | {*event.resumes}
     for job in sorted({job for row in event.rows for job in row} - begun):
         state.put_job(replace(state.jobs[job], revision=state.jobs[job].revision + 1))
-        # Whom it shared devices with at once is gone, or rests.
+        # The gangs that it was co-located with are gone or parked.
         gang = _alone(state, state.gangs[state.jobs[job].epoch])
         if gang.pieces != state.gangs[gang.epoch].pieces:
             state.put_gang(gang)
@@ -94,7 +95,7 @@ def change(state: State, event: RowsChanged) -> None:
 
 
 def _alone(state: State, gang: Gang) -> Gang:
-    """Return the gang without marks of devices that it shares at once, except those that a stray has."""
+    """Return the gang without marks of shared devices, except devices that a quarantined gang holds."""
     for piece in gang.pieces:
         node = piece.claim.node
         gang = orders.marked(gang, node, piece.claim.shared_mask & colocation.stray_devices(state, node))
@@ -113,14 +114,14 @@ def _go_on(state: State, number: int, now: float, cause: str) -> None:
 def _start_again(
     state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str
 ) -> None:
-    """Who waits with its state in host memory."""
+    """Start a waiting job whose state is in host memory."""
     placement_leases.note_approved(state, number)
     attempts.start(state, number, claims, level, now, cause)
     state.counters.approved += 1
 
 
 def _epochs_of(state: State, event: RowsChanged) -> tuple[tuple[int, ...], ...]:
-    """Of who moves both: where it is to be, and as long as it takes turns here, where it is."""
+    """Return the epochs by time slice. A job that moves has two: its destination, and until it is parked its source."""
     found = []
     for index, row in enumerate(event.rows):
         jobs = [state.jobs[number] for number in row]
@@ -131,7 +132,7 @@ def _epochs_of(state: State, event: RowsChanged) -> tuple[tuple[int, ...], ...]:
 
 
 def follow(state: State, now: float, cause: str) -> None:
-    """What follows for the sets that were touched."""
+    """Review the groups that were touched."""
     while state.dirty.sets:
         number = next(iter(state.dirty.sets))
         del state.dirty.sets[number]
@@ -140,13 +141,13 @@ def follow(state: State, now: float, cause: str) -> None:
 
 
 def takes_turns(gang: Gang | None) -> bool:
-    """Whether it may be on its devices: until it rests elsewhere or has gone."""
+    """Return whether a gang may be on its devices: until it is parked elsewhere or gone."""
     return gang is not None and any(_on_devices(piece) for piece in gang.pieces)
 
 
 def members(state: State, node_set: NodeSet) -> list[int]:
-    """Epochs that take turns, in order. Who has left and runs again, on devices of its own, is not brought back by a
-    matrix that is about to end."""
+    """Return the epochs that are time-sliced in a group, in order. A gang that left, and runs on devices of its own, is
+    not a member because of a matrix that is about to end."""
     newest = node_set.newest.epochs
     found = []
     for epoch in {epoch for row in node_set.rows for epoch in row}:
@@ -157,7 +158,7 @@ def members(state: State, node_set: NodeSet) -> list[int]:
 
 
 def slowest_switch(state: State, number: int) -> float:
-    """Seconds that the last switch of rows took, as measured on the slowest of its nodes; zero if nobody has."""
+    """Return the seconds of the last slice switch on the slowest node of a group; zero if none was measured."""
     node_set = state.sets.get(number)
     if node_set is None:
         return 0.0
@@ -166,7 +167,7 @@ def slowest_switch(state: State, number: int) -> float:
 
 
 def is_free_of_turns(claims: Iterable[Sequence[Claim]]) -> bool:
-    """Whether no two of these gangs have a device in common."""
+    """Return whether no two of these gangs have a device in common."""
     used: dict[str, int] = {}
     for own in claims:
         for claim in own:
@@ -203,13 +204,13 @@ def _review(state: State, number: int, now: float, cause: str) -> None:
         state.history(now, f"nodes/{able[0]}", "leads_node_set", cause, node_set=number, set_epoch=node_set.set_epoch)
     state.put_set(node_set)
     _charge(state, node_set, live)
-    # What was just put has been looked at.
+    # The group that was just put has been reviewed.
     state.dirty.sets.pop(number, None)
 
 
 def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> None:
-    """Who turns out to be unable to stop would keep its devices from the others for ever: it waits for some of its own
-    again, from its last checkpoint, for nobody knew when it was let in."""
+    """Requeue gangs that turn out to be unable to stop for a slice switch: they would keep their devices from the other
+    gangs for ever. Their jobs continue from the last checkpoint, on devices of their own."""
     unable = {
         epoch
         for node in node_set.nodes
@@ -235,14 +236,14 @@ def _is_active(state: State, number: int, node: str, version: int) -> bool:
 
 
 def _is_lost(state: State, node: str) -> bool:
-    """One that has been removed was lost, too, and gangs that had a part there may take turns yet."""
+    """Return whether a node is lost. A removed node was lost, too, and gangs with a part there may still be members."""
     known = state.nodes.get(node)
     return known is None or known.lost
 
 
 def filled(rows: Sequence[Sequence[int]], gangs: Mapping[int, Gang]) -> tuple[tuple[int, ...], ...]:
-    """The rows with everybody in them who runs and whose devices idle there, who has the fewest turns first; as long
-    as none needs more cores than the largest does."""
+    """Return the time slices with running gangs added wherever their devices idle, gangs with the fewest slices first.
+    No slice may need more cores than the largest one does."""
     found = [list(row) for row in rows]
     turns = {epoch: sum([epoch in row for row in rows]) for epoch in gangs}
     needs = {node: _needs_on(gangs.values(), node) for gang in gangs.values() for node in gang.nodes}
@@ -266,7 +267,7 @@ def _largest(sums: Sequence[Cores]) -> Cores:
 
 
 def _needs_no_turns(state: State, node_set: NodeSet, live: Sequence[int]) -> bool:
-    """Whether all who are left can run at once."""
+    """Return whether all remaining gangs can run at once."""
     gangs = [state.gangs[epoch] for epoch in live]
     if not is_free_of_turns([gang.claims for gang in gangs]):
         return False
@@ -293,7 +294,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
         gang = state.gangs[epoch]
         pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
         gang = replace(gang, pieces=pieces, node_set=0)
-        # Who is being prepared has heard of no switch.
+        # A gang that is being prepared has taken part in no slice switch.
         state.put_gang(gang if gang.intent is GangIntent.PREPARE else orders.begin_anew(gang))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
@@ -333,7 +334,7 @@ def _nodes_of(state: State, epochs: Iterable[int]) -> tuple[str, ...]:
 
 
 def running_row(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows]) -> tuple[int, int] | None:
-    """Version of the matrix, and row from 0; None if nobody has said it of a matrix that stands."""
+    """Return the version of the matrix and the slice (from 0) that runs; None if no report names a valid matrix."""
     said = seen.get((node_set.number, node_set.leader))
     for matrix in (node_set.active, node_set.coming):
         if said is not None and matrix is not None and matrix.version == said.version and said.row < len(matrix.rows):
@@ -342,7 +343,7 @@ def running_row(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows])
 
 
 def has_turn(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows], epoch: int) -> bool | None:
-    """Whether the row that runs has the gang; None if nobody has said which one runs."""
+    """Return whether the slice that runs has the gang; None if no report tells which one runs."""
     running = running_row(node_set, seen)
     if running is None:
         return None
