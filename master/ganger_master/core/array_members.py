@@ -1,9 +1,7 @@
-"""What one member of an array runs: the array's description with the member's parameters put in.
+"""The members of a job array, and what each of them runs: the array's description with its parameters put in.
 
-Made when it is shown or sent, and not stored: all members share one description, and what a recording leaves out of
-it is left out of all of them alike.
-
-The members of an array, what one of them has reported for its rule, and what is told of it when one ends.
+A member's description is made when it is shown or sent, and not stored: all members share one description, and what a
+decision log leaves out of it is left out of all of them alike.
 """
 
 from __future__ import annotations

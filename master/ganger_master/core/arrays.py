@@ -1,8 +1,8 @@
-"""Job arrays: accepted as one, so many at once, and the rule that stops the worse ones.
+"""Job arrays: submission as one, the limit on members that run at once, and the rule that stops the worse members.
 
-A member is a job like any other. What the array adds: members beyond the limit are held until others end, and what
-members report at the rungs of its rule decides who is stopped (`core.early_stopping`). All of it is in the members, so
-there is nothing of an array to be lost but them.
+A member is a job like any other. Members beyond the array's limit are held until others end. The values that members
+report at the rungs of the stop rule decide which members are stopped (`core.early_stopping`). All state of an array is
+in its members.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def learn(state: State, job: JobRecord, progress: JobProgress, now: float) -> No
 
 
 def climb(state: State, number: int, value: float | None, at: float, now: float, has_ended: bool = False) -> None:
-    """Notes the value at every rung up to there, and stops whom the rule then says."""
+    """Record the value at every rung reached, and stop the members that the rule selects."""
     job = state.jobs[number]
     rule, array = rule_of(job), job.spec.array
     assert rule is not None

@@ -1,4 +1,4 @@
-"""What a change of a running job is for, whom it helps, and what it is expected to save and to cost."""
+"""The reason for a change of a running job, and what the change is expected to save and to cost."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from msgspec import Struct
 
 
 class Goal(StrEnum):
+    """What a change is for."""
+
     NONE = ""
-    # Closer together, for a job that is slower where it is.
+    # Move a job that is slower where it is onto devices closer together.
     LOCALITY = "LOCALITY"
-    # Room for a gang that waits.
+    # Make room for a pending gang.
     HOLE = "HOLE"
-    # Out of a pack.
+    # End a co-location.
     UNPACK = "UNPACK"
-    # Off a node that is being emptied.
+    # Leave a node that is drained.
     DRAIN = "DRAIN"
-    # Fewer nodes that are neither full nor idle.
+    # Reduce the nodes that are neither full nor idle.
     DEFRAGMENT = "DEFRAGMENT"
-    # Who was parked for another goes on.
+    # Resume a job that was parked for another.
     RETURN = "RETURN"
-    # Onto GPUs that nobody wants.
+    # Give an elastic job GPUs that no other job wants.
     GROW = "GROW"
-    # GPUs for who wants them, or that were worth too little.
+    # Take GPUs that other jobs want, or that brought too little, from an elastic job.
     GIVE_BACK = "GIVE_BACK"
-    # On devices together with others, which is tried and measured.
+    # Co-locate jobs on devices, as a trial.
     PACK = "PACK"
-    # Back to where it was: a move did not help.
+    # Revert a move that did not help.
     UNDO = "UNDO"
-    # Its place for another that needs it more, which gives its own.
+    # Exchange places with a job that needs this one more.
     EXCHANGE = "EXCHANGE"
-    # Off a node where it was measured to be slower beside others.
+    # Leave a node where it was measured to be slower beside others.
     BALANCE = "BALANCE"
-    # As much time on devices as others have, of those who take turns.
+    # Give time-sliced jobs equal shares of device time.
     FAIRNESS = "FAIRNESS"
 
 
 class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
-    """`job`: the number of the one that gets the room, zero if it is for none. `saved`: GPU-seconds, beyond what the
-    change costs. `pause_seconds`: how long the job is expected to stand still. `detail`: the figures it rests on."""
+    """The reason for one change.
+
+    job: number of the job that gets the room; zero: none. saved: expected gain in GPU-seconds, beyond what the change
+    costs. pause_seconds: expected pause of the job that changes. detail: the measurements that the change rests on.
+    """
 
     goal: Goal = Goal.NONE
     job: int = 0
@@ -50,13 +55,13 @@ class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def figures(self) -> dict[str, str]:
-        """For the history of the job."""
+        """Return the figures for the history of the job."""
         if self.goal is Goal.NONE:
             return {}
         helped = {"for": f"jobs/{self.job}"} if self.job else {}
         expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_seconds:.0f}"}
         if self.goal in (Goal.GROW, Goal.GIVE_BACK):
-            # What that is worth is measured afterwards.
+            # The gain of a resize is measured afterwards.
             return {"goal": self.goal.value, **helped}
         if self.detail:
             return {"goal": self.goal.value, **helped, "detail": self.detail}
@@ -67,8 +72,11 @@ NO_PURPOSE: Final = Purpose()
 
 
 class TrialFinding(Struct, frozen=True, gc=False):
-    """What was measured after a change. `gain`: the rate after it by the rate before, and its standard deviation; of a
-    pack the sum over all in it. `detail`: what was measured of whom."""
+    """The outcome of a measured change.
+
+    gain: rate after the change divided by the rate before, with its standard deviation; for a co-location the sum over
+    its jobs. detail: the measured rates by job.
+    """
 
     number: int
     goal: Goal

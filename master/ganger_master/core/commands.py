@@ -1,4 +1,4 @@
-"""What callers ask of the master. A command says who asks and what; `decide` answers it."""
+"""The commands of the core: requests of users, daemons and schedulers, and the clock. `decide` answers them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Change(Struct, frozen=True, gc=False):
 
 
 class Line(Struct, frozen=True, gc=False):
-    """Who goes first among those that wait, by the policy that is named."""
+    """The waiting jobs in the order of the named policy."""
 
     numbers: tuple[int, ...]
     policy: str = ""
@@ -271,7 +271,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     trouble: str = ""
     cores: tuple[str, ...] = ()
     device_mask: int = 0
-    # Device memory that its processes keep at OFFLOAD, by device of the node; empty while nobody knows.
+    # Device memory that its processes keep at OFFLOAD, by device of the node; empty while unknown.
     residue_bytes: tuple[int, ...] = ()
     kept_memory_bytes: int = 0
     # Of a part that has ended.
@@ -408,8 +408,8 @@ class AdoptQuarantined(Struct, frozen=True, gc=False):
 
 
 class ClaimTurns(Struct, frozen=True, gc=False):
-    """A turn stream opened or closed: it claims these jobs, or is a default host when it claims none. `alone`: until
-    it opened there was no default host, so turns that were given to them went to nobody."""
+    """A lease stream opened or closed: it claims these jobs, or is a default host when it claims none. `alone`: until
+    it opened there was no default host, so no host received the leases given to default hosts."""
 
     scheduler: str
     jobs: tuple[int, ...] = ()
@@ -418,10 +418,10 @@ class ClaimTurns(Struct, frozen=True, gc=False):
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Time has passed; the shell sends it when the last `wake_at` says so, and before everything else when the clock
-    was set (by so many seconds, forward or back) or the master stood still. `looks_again`: it has lost what it did not
-    store, and draws anew what follows from what nodes said. `told`: the newest turn whose holder was told; None where
-    everybody is told at once."""
+    """Time has passed. The shell sends a tick at the last `wake_at`, and before all else when the clock was set (by
+    `set_by` seconds, forward or back) or the master stood still. `looks_again`: the shell has lost what it did not
+    store; draw the consequences of the nodes' reports anew. `told`: the newest lease that was sent; None where leases
+    are sent at once."""
 
     set_by: float = 0.0
     stood_still: bool = False

@@ -1,9 +1,7 @@
-"""From the state to what each node is to want: a pure projection, made once per batch for the nodes that were touched.
+"""The desired state of each node: a pure projection of the state, made once per batch for the nodes that were touched.
 
 A node's version rises exactly when its set changes; versions are drawn from one counter, so that nothing of a node must
-become durable for it.
-
-What a daemon is told to want: the complete set for one node, as values the wire layer converts.
+become durable for it. The complete set of one node is plain values, which the wire layer converts.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ class DesiredGang(Struct, frozen=True, gc=False):
 
 
 class DesiredSource(Protocol):
-    """What a gang means for one node, made when somebody asks for it: many sets are followed by others unread."""
+    """A gang's desired state on one node, made when it is read: many sets are replaced before that."""
 
     @property
     def desired(self) -> DesiredGang: ...
@@ -138,7 +136,7 @@ class Party(Struct, eq=False, gc=False):
 
     @property
     def members(self) -> tuple[GangMember, ...]:
-        """Everybody, the node that holds rank 0 first."""
+        """Return all parts of the gang, the node of rank 0 first."""
         if self._members is None:
             members = []
             claims = self.gang.claims
@@ -240,7 +238,7 @@ def refresh(state: State) -> list[str]:
         new = project(state, node, version)
         is_same = _alike(new, old)
         state.desired[name] = replace(new, version=old.version) if is_same else new
-        # Who has just opened a session may have lost what it had: no spec is said again of what was begun before.
+        # A daemon that has just opened a session may have lost its gangs: their specs are not sent again.
         if not is_same or not node.heard:
             changed.append(name)
     state.dirty.wants.clear()

@@ -1,22 +1,22 @@
-"""Which members of a job array are to be stopped, by what they have reported so far?
+"""Which members of a job array to stop, by what they have reported so far.
 
-Pure: the same records give the same answer, whoever asks and however often. A member's records are what it had reported
-when it came to rung 0, 1, 2, ... of the rule; None is a value that is no number, and worse than any that is. Nobody is
-stopped because a member is slow: only what was reported at the same rung is compared.
+Pure: the same records give the same answer, in any order of calls. A member's records are the values that it had
+reported when it came to rung 0, 1, 2, ... of the rule; None is a value that is no number, and worse than any that is.
+A slow member is not stopped for that: only values of the same rung are compared.
 
 * HALVING, successive halving: of n members that set out, the best n / factor at the first rung go on, of these the best
   1 / factor at the second, and so on; one at least. Jamieson and Talwalkar, "Non-stochastic best arm identification and
-  hyperparameter optimization" (AISTATS 2016), Algorithm 1. There all wait at a rung for the last to come; here nobody
-  waits, and a member is stopped as soon as so many others did better that it cannot be among those who go on. So nobody
-  is stopped whom the paper's would keep, and who runs on before it is decided spends devices that were its own.
+  hyperparameter optimization" (AISTATS 2016), Algorithm 1. There all members wait at a rung for the last one. Here no
+  member waits: it is stopped as soon as enough others did better, so every member that the paper would keep is kept. A
+  member that runs on before its rung is decided spends only its own devices.
 * ASHA, asynchronous successive halving: judged when it comes to a rung, a member goes on if it is among the best
   1 / factor of those that have come to it so far, itself included. Li et al., "A system for massively parallel
   hyperparameter tuning" (MLSys 2020), section 3.2, in the form that stops instead of promoting, as Ray Tune has it: the
   first `factor` - 1 to come always go on.
 * MEDIAN: stopped where its best value so far is worse than the median of the others' running means up to the same rung.
   Golovin et al., "Google Vizier: a service for black-box optimization" (KDD 2017), section 3.2.2. There the others are
-  trials that have ended; here all that came as far, since the members of an array start together. At least
-  `LEAST_OTHERS` of them, or nobody is judged.
+  trials that have ended; here all that came as far, since the members of an array start together. With fewer than
+  `LEAST_OTHERS` of them, no member is stopped.
 * THRESHOLD: stopped where it is worse than a bound at a rung.
 """
 
@@ -38,18 +38,18 @@ LEAST_OTHERS: Final = 3
 
 
 class Contender(Struct, frozen=True, gc=False):
-    """A member. `records`: by rung; of one that was stopped, up to the rung at which it was."""
+    """A member. `records`: its values by rung; for a stopped member up to the rung at which it was stopped."""
 
     index: int
     records: tuple[Value, ...] = ()
     # It may come to further rungs: it runs, waits or is held.
     is_live: bool = True
-    # It ended before it was done, other than by the rule: who reported less than others is not compared with it.
+    # It ended early, but not by the rule: members are not compared with it.
     has_failed: bool = False
 
 
 class EarlyStop(Struct, frozen=True, gc=False):
-    """Whom to stop, at which rung, and why, for people."""
+    """The index of a member to stop, the rung, its value there, and the reason as text."""
 
     index: int
     rung: int
@@ -58,7 +58,7 @@ class EarlyStop(Struct, frozen=True, gc=False):
 
 
 def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tuple[EarlyStop, ...]:
-    """Whom to stop now that the member of index `reporting` has come to a new rung; in the order of their indices.
+    """Return the members to stop now that the member of index `reporting` has come to a new rung, by index.
 
     HALVING may stop others than that one, the other rules only judge it, at its newest rung."""
     if rule.kind is RuleKind.HALVING:
@@ -82,7 +82,7 @@ def judge(rule: StopRule, contenders: Sequence[Contender], reporting: int) -> tu
 
 
 def best(rule: StopRule, values: Sequence[tuple[int, Value]]) -> tuple[int, float] | None:
-    """Of (index, value) pairs the one that does best; the first of several."""
+    """Return the best of (index, value) pairs, the first of several; None if no value is a number."""
     found = min(((_key(rule, value), index, value) for index, value in values if value is not None), default=None)
     return None if found is None or found[2] is None else (found[1], found[2])
 
@@ -90,10 +90,10 @@ def best(rule: StopRule, values: Sequence[tuple[int, Value]]) -> tuple[int, floa
 def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[EarlyStop, ...]:
     stopped: dict[int, EarlyStop] = {}
     there = [one for one in contenders if not one.has_failed]
-    # Those who set out: who ended without coming to the first rung did not.
+    # Members that set out: those that ended before the first rung do not count.
     keeps = sum(bool(one.records) or one.is_live for one in there)
-    # Who goes on from every rung so far, whatever the others do. Only they count against others at the next: who may
-    # yet be stopped at a rung below never comes to it where all wait for each other.
+    # Members that pass every rung so far, whatever the others report. Only they count against others at the next one: a
+    # member that may yet be stopped at a lower rung would not reach it if all members waited for each other.
     sure = {one.index for one in there}
     for rung in range(max((len(one.records) for one in there), default=0)):
         keeps = max(1, int(keeps / rule.factor))

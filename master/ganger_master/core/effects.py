@@ -1,9 +1,7 @@
-"""What a shell owes the core after a batch, once the state that caused it is durable.
+"""What a batch has changed, and what the shell owes for it once that is durable.
 
-The order of obligations: commit `state.take_changes()` and every `History` row in one transaction, then let the rest
+The order of obligations: commit `state.take_changes()` and every `HistoryRow` in one transaction, then let the rest
 out.
-
-What a batch has changed: elements that a store must make durable, and what has to be looked at again.
 """
 
 from __future__ import annotations

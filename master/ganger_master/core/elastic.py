@@ -1,15 +1,9 @@
-"""Whether an elastic job may go on with another number of devices, and where: in its own place, as far as it goes.
+"""Elastic jobs: the numbers of devices that a job may start with or be resized to, and the resize itself.
 
-With how many devices an elastic job may start: any number that its spec accepts, unless what it did before binds it.
-
-How one that runs goes on with another number is the matter of `resizing` and `worlds`.
-
-Two worlds of one elastic job: the old one, and the one with another number of devices that is to follow it.
-
-The new world is the destination of a move whose source is the old one. What both are to hold they have in common, so
-the cluster is never asked for more than the larger of the two. A world that gives devices back rests first, with its
-state in host memory, and so does one whose devices have no room for two worlds at once; any other goes on until the new
-one is ready. Until the commit the old world is the job.
+A job between two sizes has two worlds: the new one is the destination of a move whose source is the old one. Devices
+that both hold are counted once, so the cluster never needs more than the larger of the two. The old world is parked
+first, with its state in host memory, if it gives devices back or if its devices have no memory for both worlds; else it
+runs until the new one is ready. Until the commit the old world is the job.
 """
 
 from __future__ import annotations
@@ -50,14 +44,15 @@ def devices_of(claims: Sequence[Claim]) -> int:
 
 
 def tasks_divide(job: JobRecord, gpus: int) -> bool:
-    """Whether the ranks that so many devices make divide what the job takes at once over all of them."""
+    """Return whether the ranks on that many devices divide the job's global batch."""
     each = job.spec.roles[0].shape.gpus
     return not job.capabilities.resize_divides or not job.capabilities.resize_divides % (gpus // each)
 
 
 def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool = False) -> GangShape | Refusal:
-    """By what these claims are judged: the shape of the number of devices they have, or why the job may not have so
-    many. `rests_for_any_size`: it rests where another number of ranks can take up its state."""
+    """Return the shape that claims with this number of devices are judged by, or why the job may not have that many.
+
+    rests_for_any_size: it is parked where another number of ranks can restore its state."""
     gpus = devices_of(claims)
     if not job.spec.is_elastic or gpus == job.gpus:
         return job.shape
@@ -88,7 +83,7 @@ def begin_resize(
     reason: str = "",
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
-    """The new world is prepared; the old one goes on, or is told to rest."""
+    """Prepare the new world, and park the old one if it cannot run on; return the new epoch."""
     job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
     epoch = begin_with(state, job, source, claims, level, now)
@@ -105,7 +100,7 @@ def begin_resize(
 def begin_with(
     state: State, job: JobRecord, source: Gang, claims: Sequence[Claim], level: LocalityLevel, now: float
 ) -> int:
-    """The destination of a change of worlds; the job's next epoch."""
+    """Create the new world as the destination of the resize; return the job's next epoch."""
     epoch = state.take_epoch()
     alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
     restore = Restore(
@@ -121,9 +116,10 @@ def begin_with(
 
 
 def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
-    """Of the worlds of a job the present one holds what it wants, the others what they want beside that: first the one
-    that is to follow, then those that were given up and are leaving. Whether somebody holds something else than
-    before."""
+    """Divide the pieces among the worlds of a job; return whether a world holds other pieces than before.
+
+    The present world holds all of its claims; the others hold what theirs need besides, the next world first, then
+    worlds that were given up and are stopping."""
     if len(gangs) < 2:
         return False
     sources = {gang.restore.parked_epoch for gang in gangs if gang.resizes}
@@ -133,7 +129,7 @@ def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
     changed = False
     taken = _Taken()
     if job.epoch in [gang.epoch for gang in worlds]:
-        # One that is left alone holds its own, and its cores may be those of several who take turns.
+        # A single world holds its own pieces, and its cores may be shared by time-sliced gangs.
         changed = move_sources.has_two_worlds(state, job.number) and _hold(state, state.gangs[job.epoch], taken)
         taken.present = {piece.claim.node: piece.held for piece in state.gangs[job.epoch].pieces}
     for gang in sorted(worlds, key=lambda gang: (gang.epoch != job.next_epoch, gang.epoch)):
@@ -144,19 +140,19 @@ def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
 
 
 def rests_for_any_size(state: State, job: JobRecord) -> bool:
-    """Whether it waits with its state parked where a world of another size can take it up."""
+    """Return whether the job waits with its state parked where a world of another size can restore it."""
     gang = state.gangs.get(job.epoch)
     return gang is not None and job.capabilities.resize and gang.rested_level is SuspendLevel.OFFLOAD
 
 
 def taken_by(gang: Gang, claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """What the change of a gang to these claims takes at once, beside what the gang holds."""
+    """Return what a resize to these claims takes at once, besides what the gang holds."""
     held = {piece.claim.node: piece.held for piece in gang.pieces}
     return tuple([beside(claim, held.get(claim.node)) for claim in claims])
 
 
 class _Taken:
-    """What worlds hold on nodes before it is another's turn to say what it holds beside."""
+    """What the worlds considered so far hold on each node."""
 
     def __init__(self) -> None:
         self.present: Mapping[str, Claim | None] = {}
@@ -172,7 +168,7 @@ class _Taken:
         present, others = self.present.get(node), self._others.get(node)
         if present is None or others is None:
             return present or others
-        # Of those that leave each still has its own memory, beside what the present one has.
+        # Each stopping world still has its own memory, besides that of the present one.
         both = _sum(present, others)
         return replace(both, memory_bytes=present.memory_bytes, arena_bytes=present.arena_bytes)
 
@@ -210,8 +206,8 @@ def _gives_back(gang: Gang, claims: Sequence[Claim]) -> bool:
 
 
 def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> bool:
-    """Whether the devices that both worlds use have memory for both, each with as much as was seen of the job and what
-    its processes keep beside."""
+    """Return whether the devices that both worlds use have memory for both: each with the job's measured use and the
+    residue of its processes."""
     common = [
         claim.node
         for claim in claims
@@ -226,7 +222,7 @@ def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim
 
 
 def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
-    """The gang that may go on with so many devices, or why it may not, wherever they are."""
+    """Return the gang if it may be resized to that many devices, wherever they are, or why it may not."""
     gang, spec, capabilities = state.gangs.get(job.epoch), job.spec, job.capabilities
     if not spec.is_elastic:
         return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
@@ -260,7 +256,7 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
 
 
 def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
-    """Why a gang cannot have these claims instead of its own; empty if it can."""
+    """Return why a gang cannot have these claims instead of its own; empty if it can."""
     gpus = devices_of(claims)
     if any(claim.shared_mask for claim in claims):
         return (shares_nothing(job),)
@@ -274,8 +270,9 @@ def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Clai
 
 
 def _no_memory_for_both(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
-    """Until the old world has gone both hold what they need, the larger of each kind: tasks of the new one cannot have
-    what arenas of the old one are in."""
+    """Return the refusal if host memory is too small for both worlds; empty if it suffices.
+
+    Until the old world is gone, tasks of the new one cannot have the memory that arenas of the old one are in."""
     for taken in taken_by(gang, claims):
         needed, free = taken.memory_bytes + taken.arena_bytes, state.view.memory[state.view.slots[taken.node]]
         if needed > free:
@@ -286,7 +283,7 @@ def _no_memory_for_both(state: State, job: JobRecord, gang: Gang, claims: Sequen
 
 
 def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
-    """Where it can have so many devices, as close to where it is as can be."""
+    """Return claims for that many devices, as close to the present ones as possible, or why there are none."""
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     claims = resized(state.view, shape, gang.claims)
     if claims is None:
@@ -296,7 +293,7 @@ def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[
 
 
 def shares_nothing(job: JobRecord) -> Refusal:
-    """Two worlds of one job have pieces in common, and with others none."""
+    """Return the refusal of shared devices: the worlds of a job share pieces only with each other."""
     return Refusal(Reason.NOT_SUPPORTED, job=job.name, detail="a world of another size shares no devices with others")
 
 

@@ -1,8 +1,7 @@
-"""How an attempt ends, who is to blame, and what its job becomes: done, failed, waiting again or at rest.
+"""How an attempt ends, which budget pays for it, and what its job becomes: done, failed, pending or suspended.
 
-Which jobs that have ended are still kept, so that memory is bounded; of the others it is known that they were.
-
-A submission that is repeated must be recognised for a while: of a job that goes, its request id stays as long.
+Finished jobs are kept within limits on their number and bytes. A repeated submission must be recognised for a while,
+so the request id of a forgotten job is kept as long.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
 
 
 def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
-    """The attempt has failed. Who is to blame decides which budget pays; the job goes on from its last checkpoint."""
+    """Handle a failed attempt. Its cause decides which budget pays; the job continues from its last checkpoint."""
     outcome = bad_outcome(gang)
     state.history(
         now, job, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
@@ -270,7 +269,7 @@ def clock_stopped(job: JobRecord, now: float) -> JobRecord:
 
 
 def started(job: JobRecord, gang: Gang) -> JobRecord:
-    """A gang that was over before anybody saw it step ran all the same: at the earliest since it had its place."""
+    """Return the job with a start time: when its gang got its place, if that ended before a step was reported."""
     return job if job.start_time else replace(job, start_time=gang.create_time)
 
 

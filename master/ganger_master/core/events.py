@@ -163,7 +163,7 @@ class CoresChanged(Struct, frozen=True, gc=False):
 
 
 class RowsChanged(Struct, frozen=True, gc=False):
-    """Jobs by number, row by row: the whole matrix of a node set, zero for a new one. Who waited starts there."""
+    """A time-slice group (`number`; zero: a new one) gets a slice matrix: the job numbers of each time slice."""
 
     time: float
     cause: str
@@ -172,14 +172,14 @@ class RowsChanged(Struct, frozen=True, gc=False):
     quantum_seconds: float
     level: SuspendLevel
     starts: Mapping[int, tuple[tuple[Claim, ...], LocalityLevel]]
-    # Who rested there by a plan, and goes on in its row.
+    # Jobs that a plan had parked there, and that resume in their slices.
     resumes: tuple[int, ...] = ()
     # What the set holds beyond what its gangs held before.
     takes: tuple[Claim, ...] = ()
     reason: str = ""
-    # Who goes on in its rows elsewhere than where it is.
+    # Jobs that move to the devices of their slices.
     moves: Mapping[int, tuple[tuple[Claim, ...], LocalityLevel, Purpose]] = {}
-    # Of those who move, and take turns in this set where they are: the rows they have there until they rest.
+    # The slices that moving jobs of this group have where they are, until they are parked.
     stays: Mapping[int, tuple[int, ...]] = {}
 
 
@@ -272,7 +272,7 @@ class TurnsClaimed(Struct, frozen=True, gc=False):
 
 
 class JobsRanked(Struct, frozen=True, gc=False):
-    """The planner said who goes first. Volatile: it says so again."""
+    """The planner ranked the waiting jobs. Volatile: it repeats the ranking."""
 
     time: float
     cause: str

@@ -1,7 +1,4 @@
-"""Why a job waits or rests, and when it may start: the true blocker first, and an interval only where one is honest.
-
-Why a job waits, the true blocker first, and when it may start: an interval only where one is honest.
-"""
+"""Why a job waits or is suspended, the true blocker first, and when it may start where an interval can be given."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _NEVER = 1e12
 
 
 class Holder(Struct, frozen=True, gc=False):
-    """A gang's claims and when it ends at the latest (None: nobody knows)."""
+    """A gang's claims and the time at which it ends at the latest; None: unknown."""
 
     job: str
     claims: tuple[Claim, ...]
@@ -88,7 +85,7 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
     limited = sorted(
         [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
     )
-    # Whoever else ends makes no less room: how many must end is found by halves.
+    # Room only grows as jobs end: find the number that must end by bisection.
     low, high, later = 0, len(limited) + 1, view
     while low + 1 < high:
         middle = (low + high) // 2
@@ -178,7 +175,7 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
 
 
 def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
-    """Why a job waits, as it was last told: by its scheduler, or by the planner's ranking where that places."""
+    """Return why a job waits, as last reported: by its scheduler, or by the planner's ranking where that places."""
     if job.held and job.state is JobState.PENDING and job.spec.array is not None:
         return (_held_back(job.spec.array),)
     if is_backing_off(job):
@@ -236,7 +233,7 @@ def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
 
 
 def _ranked(state: State, job: JobRecord) -> Refusal:
-    """What the planner's order means for one who waits."""
+    """Return what the planner's ranking means for a waiting job."""
     rank, policy = state.ranks.get(job.number, 0), state.ranked_by or state.settings.policy
     if not rank:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
@@ -271,7 +268,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
         for refusal in forbidden:
             view.set_available(refusal.node, False)
         for claim in own:
-            # What it keeps where it rests is in nobody's way but others'.
+            # What it keeps where it is parked does not block the job itself.
             view.give(claim)
     found = placement_blockers(
         view,
@@ -301,7 +298,7 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
 
 
 def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
-    """The nodes of its gang whose daemon does not call: what it does there nobody knows, and no order reaches it."""
+    """Return the nodes of its gang whose daemons do not call: its state there is unknown, and no order reaches it."""
     gang = state.gangs.get(job.epoch)
     told, fate = [], _once_lost(job)
     patience = math.inf if state.silent_after is None else state.silent_after
@@ -355,7 +352,7 @@ def _condition(node: Node) -> str:
 
 
 def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:
-    """Names who keeps the most of the devices that lack memory: it helps to end it, or to park it at CHECKPOINT."""
+    """Name the job that keeps the most of devices that lack memory: ending it, or parking it at CHECKPOINT, helps."""
     if refusal.reason is not Reason.DEVICE_MEMORY or refusal.job or not refusal.node:
         return refusal
     kept = {
@@ -387,7 +384,7 @@ def _shape(job: JobRecord) -> GangShape:
 
 
 def _holders(state: State, now: float) -> list[Holder]:
-    """Who holds what, and until when at the latest."""
+    """Return the claims of every gang, and when it ends at the latest."""
     holders = []
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]

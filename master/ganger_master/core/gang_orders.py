@@ -125,14 +125,15 @@ def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
 
 
 def let_in(gang: Gang, newcomer: Claim) -> Gang:
-    """Shares devices with who comes to them; its daemon is told."""
+    """Mark the devices that a newcomer shares; its daemon gets a new order."""
     pieces = tuple([_shared(piece, newcomer) if piece.claim.node == newcomer.node else piece for piece in gang.pieces])
     return gang if pieces == gang.pieces else _order(replace(gang, pieces=pieces))
 
 
 def marked(gang: Gang, node: str, mask: int) -> Gang:
-    """Shares these of its devices on a node, and no others. Its daemon need not be told at once: who comes to a device
-    has no mark either, and so waits until it is free."""
+    """Mark these of its devices on a node as shared, and no others.
+
+    Its daemon needs no new order: a gang that comes to an unmarked device waits until that is free."""
 
     def of(piece: Piece) -> Piece:
         if piece.claim.node != node:

@@ -1,21 +1,17 @@
-"""The condition under which a master may extend a node's lease: it is known to own the store.
+"""Heartbeats of nodes: silent and lost nodes, the condition for extending a node's lease, and jumps of the clock.
 
 A daemon counts its lease from the sending of the call that was answered. A newer master waits for lost_after and a
 margin from the moment at which it took the store over. So an answer is safe if the store was still this master's at,
 or shortly before, the time at which it received the call: the lease then ends within the newer master's margin.
 
-Nodes whose daemons do not call. A node that is silent for longer than any daemon without
-news takes no gangs until it calls: an order may not reach it. A node that has been silent for so long that its ranks no
-longer step is lost, and its jobs go on elsewhere.
+A node that is silent for longer than any daemon without news takes no gangs until it calls: an order may not reach it.
+A node that has been silent for so long that its ranks no longer step is lost, and its jobs go on elsewhere. When at
+least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes. Then they
+are lost after twice the time, and never while no node calls at all: no node could take their jobs, and their processes
+are only paused.
 
-When at least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes.
-Then they are lost after twice the time, and never by the clock while no node calls at all: no node could take their
-jobs, and their processes are only paused.
-
-Time that did not pass as the clock says: somebody set the clock, or the master stood still and answered nobody.
-
-Silence since then is the master's own: no node is lost for it and no lease was left unused. How long something has been
-going on is counted on as before.
+When the clock was set, or the master stood still and answered no call, the silence is the master's own: no node is
+lost for it, and no lease counts as unused. Durations are counted on as before.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ _PATIENCE: Final = 2.0
 
 
 def follow(state: State, now: float, cause: str) -> None:
-    """Looks through all nodes, but only when one of them can have turned silent or be lost."""
+    """Review all nodes, but only when one of them can have turned silent or be lost."""
     if state.next_silence_check is None or now < state.next_silence_check:
         return
     silent_after = math.inf if state.silent_after is None else state.silent_after
@@ -70,7 +66,7 @@ def follow(state: State, now: float, cause: str) -> None:
             lost.append(name)
             continue
         later = min(later, lost_at)
-        # Who has not told what it has takes no gangs in any case.
+        # A node that has not reported its gangs takes none in any case.
         if node.heard and not node.silent:
             if now > answered + silent_after:
                 silent.append(name)
@@ -154,22 +150,23 @@ def note_unanswerable(state: State, name: str, problem: str, now: float, cause: 
     state.history(now, f"nodes/{name}", "node_silent", cause, problem)
 
 
-# Less is what clocks drift; what nodes are granted beyond lost_after has room for it.
+# A smaller difference is drift, which the margin beyond lost_after covers.
 _SET_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """What two clocks said at once, in seconds: the one that people set, and one that only ever goes on."""
+    """Two clocks read at once, in seconds: the wall clock, which can be set, and a monotonic one."""
 
     wall: float
     steady: float
 
 
 def noticed(before: ClockReading, now: ClockReading) -> Tick | None:
-    """What to tell the core ahead of everything else; None where time just passed. `before` is to be only seconds ago
-    unless the master stood still."""
+    """Return the tick to apply before all else if the clock was set or the master stood still; None otherwise.
+
+    before: a reading of only seconds ago, unless the master stood still."""
     passed = now.steady - before.steady
     set_by = now.wall - before.wall - passed
     is_set, stood_still = abs(set_by) >= _SET_SECONDS, passed >= _STILL_SECONDS
@@ -177,8 +174,9 @@ def noticed(before: ClockReading, now: ClockReading) -> Tick | None:
 
 
 def forgive(state: State, now: float, set_by: float) -> None:
-    """Goes on as if everybody had been answered now, but who was silent is so until it calls; the clock says `set_by`
-    seconds more than it would have."""
+    """Continue as if every node had been answered now; silent nodes stay silent until they call.
+
+    set_by: seconds by which the clock was set forward; negative: back."""
     state.next_silence_check = None
     for node in state.nodes.values():
         if not node.lost:
@@ -195,7 +193,7 @@ def _move_times(state: State, set_by: float) -> None:
 
     state.passed = {number: (version, moved(time)) for number, (version, time) in state.passed.items()}
     state.returned = {number: moved(time) for number, time in state.returned.items()}
-    # It goes by how long those who lack places have waited.
+    # It depends on how long blocked jobs have waited.
     state.blocked = None
     state.promised_at = moved(state.promised_at)
     for number in list(state.live):

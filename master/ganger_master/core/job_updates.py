@@ -1,7 +1,7 @@
-"""`update`: what was asked for is changed afterwards. What may be at any time, and what only before the first start.
+"""Updates of submitted jobs: what may change at any time, and what only before the first start.
 
-The new spec is judged as a submitted one. A job that waits stands where its new priority puts it from then on, and
-is asked anew for what it lacks; of one that runs, nothing but its time is otherwise.
+The new spec is judged as a submitted one. A waiting job takes the place in the queue that its new priority gives it,
+and gets a lease anew. For a running job only the time limit, the priority and the name change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes
 
-# Of a job so many request ids are known: who repeats one does so within seconds.
+# Request ids kept of a job: a request is repeated within seconds.
 _KEPT: Final = 8
 # Where a violation of the new spec stands in the request, if not under the same name.
 _PATHS: Final = {
@@ -34,7 +34,7 @@ _PATHS: Final = {
 
 
 def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
-    """All of it or nothing. The same request again is no news, whatever became of the job since."""
+    """Update a job, all of it or nothing. The same request again changes nothing, whatever became of the job since."""
     job = find_job(state, command.number)
     if isinstance(job, Refused):
         return (), job
@@ -51,8 +51,8 @@ def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple
 
 
 def update_array(state: State, command: commands.UpdateArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
-    """Of every member that has not ended. Who has started, or takes turns, may be refused what others get; any other
-    refusal is of the update itself."""
+    """Update every member that has not ended. Members that have started or are time-sliced may be refused alone; any
+    other refusal is one of the update itself."""
     members = members_of(state.jobs, command.number)
     if not members:
         return (), no_array(command.number)

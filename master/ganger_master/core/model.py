@@ -173,8 +173,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     movable: bool = True
     # Its share of what it has to share with others, to that of a job of weight 1.
     weight: float = 1.0
-    # Its training is over, says its owner, once its loss falls by less than this part of the largest one in each of so
-    # many passes over the data; zero: nobody says.
+    # Its owner counts it as converged once its loss falls by less than this part of the largest decrease in each of
+    # that many passes over the data; zero: not given.
     least_decrease: float = 0.0
     converged_passes: int = 1
     # Whether its only task has the variables of torchrun, too.
@@ -326,8 +326,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     # Devices of its newest gang, where that are not as many as its roles name; else zero.
     gpus_given: int = 0
     failures: int = 0
-    # Those in a row that came soon, and until when nobody looks for a place for it because of them; zero: it waits for
-    # nothing but its place.
+    # Failures in a row that came soon, and the end of the backoff for them; zero: it waits only for a place.
     failed_in_row: int = 0
     again_at: float = 0.0
     preemptions: int = 0
@@ -359,7 +358,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     reason: str = ""
     # What went wrong last without ending it, until the next suspend, move or checkpoint.
     trouble: str = ""
-    # A member of an array that waits until another has ended: nobody looks for a place for it.
+    # A member of an array that waits until another has ended: no place is sought for it.
     held: bool = False
     # What it had reported at the rungs of its array's stop rule; None is no number.
     rungs: tuple[float | None, ...] = ()
@@ -440,7 +439,7 @@ class Request(Struct, frozen=True, gc=False):
 
     number: int
     request_id: str
-    # When the job was submitted, and by whom: each user has ids of its own.
+    # When the job was submitted, and its user: each user has ids of its own.
     time: float
     user: str = ""
 
@@ -499,7 +498,7 @@ class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_path: str = ""
     parked_epoch: int = 0
     step: int = 0
-    # Nobody starts on a device before the parked epoch has given it up.
+    # Its ranks start on a device only after the parked epoch has given it up.
     alone: bool = False
     # Of one of the parked epoch's devices, as far as was known; zero: not at all.
     peak_device_bytes: int = 0
@@ -718,13 +717,13 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Who runs when on shared devices: epochs that run at once, row by row, each row for a quantum, over and over. An
-    epoch in more rows than others has the larger share of the time."""
+    """A slice matrix: `rows` are time slices of epochs that run at once, each for a quantum, in turn. An epoch in more
+    slices than others has the larger share of the time."""
 
     version: int
     rows: tuple[tuple[int, ...], ...]
     quantum_seconds: float
-    # What who leaves a row gives up: PAUSE or OFFLOAD.
+    # The level at which a gang is parked between its slices: PAUSE or OFFLOAD.
     level: SuspendLevel
 
     @property

@@ -1,4 +1,4 @@
-"""What is left of a gang that its job moved away from: the source of the next one, a copy until that has stepped."""
+"""The source of a move: parked until the new gang has stepped, and what a job can go back to until then."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def go_on_elsewhere(
     now: float,
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
-    """Prepares a destination that takes its state from there; its epoch, which is not active yet."""
+    """Prepare a destination that takes its state from `source`; return its epoch, which is not active yet."""
     epoch = state.take_epoch()
     peak = job.peak_device_bytes
     restore = Restore(parked_epoch=source.epoch, step=source.stop_step, peak_device_bytes=peak)
@@ -44,7 +44,7 @@ def go_on_elsewhere(
 
 
 def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:
-    """A move failed after its commit and its destination is dead: the parked source runs again, as a newer epoch."""
+    """Run the parked source again, as a newer epoch: the move failed after its commit."""
     job = replace(job, state=JobState.HOLDING)
     state.put_gang(orders.holding_nothing(source))
     source = state.gangs[source.epoch]
@@ -53,7 +53,7 @@ def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) 
 
 
 def reap(state: State, job: JobRecord, now: float) -> bool:
-    """The new gang has the state and used it: the copies it came from may go."""
+    """Stop the sources of a job whose new gang has stepped; return whether there were any."""
     sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
     for source in sources:
         state.put_gang(orders.stop(source, now))
@@ -61,21 +61,21 @@ def reap(state: State, job: JobRecord, now: float) -> bool:
 
 
 def is_usable(gang: Gang) -> bool:
-    """Whether a job whose new gang has failed can go on from it."""
+    """Return whether a job whose new gang has failed can continue from this one."""
     return gang.role is GangRole.SOURCE and gang.phase is GangPhase.PARKED and seen_of(gang) is Seen.PARKED
 
 
 def is_superseded(state: State, gang: Gang) -> bool:
-    """A newer epoch of the job was committed after it: it may be read, never run."""
+    """Return whether a newer epoch of the job was committed: then this gang may be read, but never run."""
     return state.jobs[gang.job].moved_from >= gang.epoch
 
 
 def has_two_worlds(state: State, number: int) -> bool:
-    """Whether a job is between two worlds, be it that the old one is only still leaving: what both have in common the
-    one of them holds, and who comes to it there would not be known to the other."""
+    """Return whether an elastic job has two worlds, also while the old one is only stopping. Only one of them holds
+    their common devices, so a gang that joined those would not be known to the other."""
     return any(one.resizes and one.restore.parked_epoch in state.gangs for one in state.gangs_of_job(number))
 
 
 def can_go_back(gang: Gang) -> bool:
-    """Whether an old world that was told to rest, or to hand over, can simply go on: it has given nothing up yet."""
+    """Return whether a source that was ordered to park or to hand over can run on: it has given nothing up yet."""
     return gang.intent in (GangIntent.RUN, GangIntent.HAND_OVER) or gang.phase is not GangPhase.PARKED

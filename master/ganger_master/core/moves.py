@@ -1,4 +1,4 @@
-"""How a job comes elsewhere: a destination is prepared, the state handed over, and from then on only one may step."""
+"""Moves: the destination is prepared, the state handed over, and from the commit on only one gang may step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def begin(
     cause: str,
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
-    """A running job, or one that a plan has parked, is to go on elsewhere; who runs, runs until the destination is
-    prepared."""
+    """Begin to move a job that runs or that a plan has parked; a running one runs until the destination is prepared."""
     job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
@@ -161,9 +160,10 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
 
 
 def pause(state: State, gang: Gang, now: float) -> float:
-    """Seconds from the last step where it came from to the first one here, of the slowest ranks; zero if it did not
-    move, or nobody said. Clocks of nodes differ a little. Of one that takes turns: from its launch, in its first turn,
-    for until then it would have rested anyhow."""
+    """Return the seconds from the last step of the source to the first one of the destination, of the slowest ranks.
+
+    Zero if the gang did not move or the times were not reported. The clocks of nodes differ a little. For a time-sliced
+    gang the pause begins with its launch, in its first slice: until then it would have been parked anyhow."""
     source = state.gangs.get(gang.restore.parked_epoch)
     if source is None or source.role is not GangRole.SOURCE:
         return 0.0

@@ -260,7 +260,7 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
         return
     if observed.epoch >= state.counters.next_epoch or checkpoint.path in job.unreadable:
         return
-    # No more than can be known: of who is where, only while the gang is kept.
+    # The nodes of a gang can be checked only while the gang is kept.
     gang = state.gangs.get(observed.epoch)
     if gang is not None and (gang.job != job.number or node not in gang.nodes):
         return

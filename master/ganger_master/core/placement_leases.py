@@ -181,8 +181,8 @@ def note_refused(state: State, event: GangRefused) -> None:
 
 
 def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
-    """A stream came or went: turns of jobs it claims are its, turns it leaves behind expire at once, and turns that
-    went to nobody are given again with their whole lease."""
+    """Apply a lease stream that opened or closed: it gets the leases of jobs that it claims, leases it leaves behind
+    expire at once, and leases that no host received begin anew."""
     for number in [number for number, owner in state.claimed_by.items() if owner == claim.scheduler]:
         del state.claimed_by[number]
     if claim.connected:

@@ -157,12 +157,12 @@ class _Trial:
         # What of that is taken beside others.
         self._joined: list[Claim] = []
         self._settings = [state.settings]
-        # Not looked at yet: to copy the view of a large cluster takes as long as to judge many changes, and what the
-        # last one takes nobody asks.
+        # Events that are not applied yet: a copy of a large view costs as much as many verdicts, and no change follows
+        # the last one.
         self._unseen: list[Event] = []
         # Where gangs take turns otherwise than they did.
         self._rows_on: set[str] = set()
-        # Of those who are between two worlds then.
+        # Claims of jobs that then have two worlds.
         self._resized: list[Claim] = []
 
     @property
@@ -219,7 +219,7 @@ class _Trial:
             self._state.settings = self._settings[-1]
 
     def disturbed(self, change: commands.Change) -> Refusal | None:
-        """Whether it is about devices that somebody has just come to share: to be judged once that has happened."""
+        """Return a refusal if an earlier change of the plan shares the devices: this one is to be judged after it."""
         self._look()
         if self._rows_on:
             job = self._state.jobs.get(change.number)

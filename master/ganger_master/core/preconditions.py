@@ -1,4 +1,4 @@
-"""What a job's state allows: may it be suspended at this level, may it be moved, is it there at all?"""
+"""What a job's state allows: whether it exists, may be suspended at a level, or may be moved."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ def check_move(
 
 
 def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
-    """Who still holds something on these nodes and is told to go; empty if nobody does."""
+    """Return the text about gangs that are still stopping on these nodes; empty if there are none."""
     found: dict[str, list[str]] = {}
     for node in sorted(nodes):
         for epoch in state.gangs_on.get(node, {}):
             gang = state.gangs[epoch]
             if gang.intent is GangIntent.STOP:
-                who = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"
-                found.setdefault(who, []).append(f"nodes/{node}")
-    return "; ".join(f"{who} is still leaving {', '.join(places)}" for who, places in found.items())
+                name = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"
+                found.setdefault(name, []).append(f"nodes/{node}")
+    return "; ".join(f"{name} is still leaving {', '.join(places)}" for name, places in found.items())
 
 
 def busy(job: JobRecord, why: str) -> Refused:

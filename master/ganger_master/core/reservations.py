@@ -1,12 +1,9 @@
-"""Places kept for gangs that optimistic requests would starve: one table in rank order, made anew each pass.
+"""Places reserved for gangs that optimistic requests would starve, and pieces that lower-ranked requests may not take.
 
-A reserved place is whole or not at all: one the gang could hold if everybody else left it. The one with the most of it
-free already is taken, so that the last piece frees soonest. Being recomputed, it is gone with the job, node or rank.
-
-What is kept for gangs that go first: pieces that requests ranked behind them may not take.
-
-Protected pieces may be free or held; a request is in the way only where what would be left free is less than what is
-kept. Pieces are kept with the rank and the job they are kept for, so that a refusal names whom one waits for.
+Reservations are one table in rank order, recomputed in each pass, so they end with the job, node or rank. A reserved
+place is whole or absent: one that the gang could hold if all other jobs left it. The place with the most of it free
+is taken, so that the last piece frees soonest. Protected pieces may be free or held; a request conflicts only where it
+would leave less free than is kept. Pieces carry the rank and the job that they are kept for: a refusal names it.
 """
 
 from __future__ import annotations
@@ -138,7 +135,7 @@ class ProtectedPieces(Struct, frozen=True, gc=False):
 
 
 class Protected(Struct, frozen=True, gc=False):
-    """By node, in rank order. `everything`: job and rank of the first in a strict queue; nobody may pass it."""
+    """Protected pieces by node, in rank order. `everything`: the first job of a strict queue, and its rank."""
 
     nodes: Mapping[str, tuple[ProtectedPieces, ...]] = field(default_factory=dict)
     everything: tuple[str, int] | None = None
@@ -168,7 +165,7 @@ def protect(view: View, reservations: Iterable[Reservation], everything: tuple[s
 def trespass(
     view: View, protected: Protected, claims: Sequence[Claim], *, rank: int = 0, job: str = ""
 ) -> tuple[Refusal, ...]:
-    """Why these claims, which fit, may not be had by a job of this rank (0: behind everybody); empty if they may."""
+    """Return why a job of this rank (0: behind all) may not have these claims, which fit; empty if it may."""
     if protected.everything is not None and _goes_first(*protected.everything, rank, job):
         first, its_rank = protected.everything
         return (

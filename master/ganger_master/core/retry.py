@@ -1,17 +1,13 @@
-"""What follows from launches that fail by no fault of the command: a full disk, a launcher that does not start, a
-directory that is not there.
+"""Retries: failed launches and attempts, the backoff after them, time limits, and levels that a job no longer offers.
 
-The node is closed to the job from then on, so that one bad node does not use up all its attempts, until a gang of
-whomever has run there, its daemon begins a new session or an operator uncordons it; a node without which the job would
-find no place in the whole cluster stays open to it. Other jobs are not kept from the node: one that can be launched
-nowhere would close one node after the other.
+A node that could not launch a gang, by no fault of the command, is closed to that job, so that one bad node does not
+use up all its attempts. It opens when any gang has run there, its daemon begins a new session or an operator uncordons
+it. A node without which the job would find no place in the whole cluster stays open. Other jobs may use the node: one
+that can be launched nowhere would close one node after the other.
 
-When a job is tried again whose attempts fail by themselves: at once after the first, then later and later, so that
-one that cannot work spends its restarts neither in a minute nor on devices that others wait for.
-
-When the time is up that a job was given: running time, or so much of one start before its first step.
-
-Levels that a job no longer offers because they failed once: the next attempt would fail too, and end the job.
+A job whose attempts fail by themselves is retried at once after the first failure, then after growing delays, so that
+a job that cannot work spends its restarts neither in a minute nor on devices that others wait for. A level that failed
+once is withdrawn: the next attempt would fail too, and end the job.
 """
 
 from __future__ import annotations

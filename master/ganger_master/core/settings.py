@@ -21,11 +21,11 @@ class CoreSettings:
     # Beyond that its node takes no gangs until it calls; None: they are taken for well, as where nodes are modelled.
     silent_margin_seconds: float | None = 30.0
     policy: str = "fifo"
-    # Between two plans of the planner that stop who runs.
+    # Minimum time between two plans that preempt running jobs.
     plan_every_seconds: float = 300.0
     # For how long a row runs where gangs take turns; None: none are to.
     quantum_seconds: float | None = 60.0
-    # Moves of one node in an hour that nobody waits for; None: the planner's to say.
+    # Opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None
     storage: str = ""
     storage_token: str = ""
@@ -67,5 +67,5 @@ class CoreSettings:
     spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
     former_requests_limit: int = 250_000
-    # Devices a user may hold at once; "" is everybody not named. Absent: no limit.
+    # Devices a user may hold at once; "": users that are not named. Absent: no limit.
     quota_devices: Mapping[str, int] = field(default_factory=dict)

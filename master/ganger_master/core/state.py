@@ -79,7 +79,7 @@ class State:
         self.shares = Shares()
         self.holdings = Holdings()
         self.waiting = Waiting()
-        # All of these but those who are `aside`.
+        # All of these, except those that are `aside`.
         self.front = Waiting()
         # Waiting jobs that rest somewhere, and keep memory there.
         self.resuming: dict[int, None] = {}
@@ -109,7 +109,7 @@ class State:
         self.reports: dict[str, tuple[float, Observe]] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
         self.last_answer: dict[str, float] = {}
-        # By node: who last gave devices back there, and when; for who waited for them.
+        # By node: the job that last gave devices back there, and when; for the history of the job that gets them.
         self.left_by: dict[str, tuple[int, float]] = {}
         # By epoch, of gangs that found no place off a draining node: `freed` of the view that was looked at, and when.
         self.drained_in_vain: dict[int, tuple[int, float]] = {}
@@ -120,10 +120,10 @@ class State:
         # No node can turn silent or be lost before this time; None while none can.
         self.next_silence_check: float | None = None
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
-        # Who was last refused for lack of pieces.
+        # Waiting jobs whose last refusal was a lack of pieces.
         self.lacking = QueueSubset()
-        # And who for what no other job holds; which of them are looked at now, by how many of them are ahead, and since
-        # when.
+        # Waiting jobs whose last refusal depends on no other job; the offset of those that are considered now, and
+        # since when.
         self.aside = QueueSubset()
         self.aside_from = 0
         self.aside_at = 0.0
@@ -142,10 +142,10 @@ class State:
         # When a scheduler that had lost its turns last came back.
         self.returned: dict[int, float] = {}
         self.claimed_by: dict[int, str] = {}
-        # What the planner last said of who goes first, and by which policy.
+        # The planner's last ranking, and its policy.
         self.ranks: dict[int, int] = {}
         self.ranked_by = ""
-        # Places it keeps for jobs that wait, and when it last said so.
+        # Places that the planner keeps for waiting jobs, and when it last reported them.
         self.promised: dict[int, tuple[Claim, ...]] = {}
         self.promised_at = 0.0
         self.wake_at: float | None = None
@@ -288,7 +288,7 @@ class State:
             self._tell_peers(node.name)
 
     def note_report(self, name: str, observation: int, applied_version: int, acknowledged: tuple[int, ...]) -> None:
-        """A report says no more of the node itself than what it has applied and who has ended, as nearly all do."""
+        """Record a report that changes only the node's applied version and ended gangs, as nearly all do."""
         node = self.nodes[name]
         is_known = node.acknowledged == acknowledged
         if is_known and node.observation == observation and node.applied_version == applied_version:
@@ -453,7 +453,7 @@ class State:
         self.aside.note(place, lasts)
 
     def _is_behind(self, number: int, blocked: Blocked) -> bool:
-        """Whether so many are blocked ahead of the job that it is none of those who count."""
+        """Return whether so many blocked jobs are ahead that room is not kept for this one."""
         numbers = blocked.numbers
         if number in numbers or len(numbers) < self.settings.protected_jobs:
             return False
@@ -715,7 +715,7 @@ class State:
                 self.dirty.wants[node] = []
 
     def _tell_peers(self, name: str) -> None:
-        """Whoever is told a node's addresses, that they are others, or gone: as one would be told who asked anew."""
+        """Renew the desired state of nodes whose orders carry this node's addresses, which have changed."""
         for epoch in self.gangs_on[name]:
             self.parties.pop(epoch, None)
             for other in self._listeners(self.gangs[epoch]):

@@ -1,9 +1,7 @@
-"""A state as plain values, and the same state made of them: whoever goes on from it decides as the first would have.
+"""A state as plain values, and the state restored from them: it decides as the first one would have.
 
-Not what a store keeps: that is less, because a restart voids sessions and forgets turns, refusals and places kept. Here
-all of it is there, and what can be derived from the rest is derived again.
-
-What a master finds in its store, as a state to go on from.
+An image has more than a store keeps, because a restart voids sessions and forgets leases, refusals and reserved places.
+What can be derived is derived again. The state that a master finds in its store is restored here, too.
 """
 
 from __future__ import annotations
@@ -314,8 +312,8 @@ def _put_node(state: State, node: Node, now: float, former: State | None) -> Non
         return
     known = former.nodes.get(node.name)
     if known is not None and known.session == node.session:
-        # Of reports that changed nothing the store knows nothing; older ones may still be under way. Who is silent may
-        # be what could not be stored: to say so again would fail again.
+        # The store has no reports that changed nothing, and older ones may still be under way. That the node is silent
+        # may be what could not be stored: storing it again would fail again.
         node = replace(node, observation=known.observation, applied_version=known.applied_version, silent=known.silent)
     state.put_node(node)
     if not node.lost:

@@ -26,7 +26,7 @@ _LABELS_LIMIT = 100
 _ENVIRONMENT_LIMIT = 256 * 1024
 # The longest string that Linux passes to a program (MAX_ARG_STRLEN), without "=" and the NUL at the end.
 _VARIABLE_LIMIT = 128 * 1024 - 2
-# Above these nobody means what the numbers say, and sums of them would not fit into the wire's.
+# Larger values are mistakes, and sums of them would not fit into the fields of the wire.
 _MILLICORES_LIMIT = 65_536_000
 _BYTES_LIMIT = 1 << 50
 _ALL_BYTES_LIMIT = 1 << 60

@@ -1,6 +1,6 @@
-"""Pending jobs of each user, and the bytes that the specs of jobs take.
+"""What each user holds: devices, for quotas, and pending jobs with the bytes of their specs.
 
-Who holds how many devices: what quotas are about. Kept as jobs come and go, for there are many of them.
+The sums are kept up to date as jobs come and go, because there are many of them.
 """
 
 from __future__ import annotations
