@@ -1,4 +1,4 @@
-"""A state driven by hand: commands at times, reports of daemons as they are told to be."""
+"""A state driven by hand: commands at given times, and the reports of simulated daemons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says nothing about is gone only if the version its daemon has applied wanted it."""
+"""A gang that a report omits is gone only if the desired state that its daemon has applied contained it."""
 
 from __future__ import annotations
 

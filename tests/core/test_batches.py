@@ -1,4 +1,4 @@
-"""What is done once per batch, or remembered, gives what doing it each time would."""
+"""Work that is done once per batch, or cached, gives the same as if it were done each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job whose state cannot be carried elsewhere goes on only where it rests."""
+"""A job whose state cannot be carried elsewhere resumes only where it is parked."""
 
 from __future__ import annotations
 

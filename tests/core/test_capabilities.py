@@ -1,4 +1,4 @@
-"""What a job can do is what its ranks said last; that they are silent yet says nothing."""
+"""A job's capabilities are those that its ranks reported last; a rank without a report changes nothing."""
 
 from __future__ import annotations
 

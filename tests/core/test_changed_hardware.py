@@ -107,7 +107,7 @@ def test_a_gang_that_is_still_elsewhere_is_stopped_there() -> None:
     assert epoch not in drive.state.gangs
 
 
-def test_those_who_took_turns_on_it_wait_again_and_the_set_is_dissolved() -> None:
+def test_gangs_time_sliced_on_it_are_requeued_and_their_group_is_dissolved() -> None:
     drive = ChangingTurns(nodes=2)
     jobs = drive.share(8)
     assert isinstance(drive.opens("n1", LARGER, boots=1), SessionAnswer)
@@ -220,7 +220,7 @@ def _do(drive: Changing, kinds: dict[str, ConfigurationSet], deed: str, *about: 
                 epoch = drive.job(number).epoch
                 drive.step(SuspendJob(number, level))
                 if epoch in drive.state.gangs:
-                    # Of nodes that are lost nobody hears.
+                    # Lost nodes report nothing.
                     drive.seen(number, epoch, ObservedPhase.PARKED, stop_step=1)
         case "end", int(number):
             if number in drive.state.jobs:
@@ -230,7 +230,7 @@ def _do(drive: Changing, kinds: dict[str, ConfigurationSet], deed: str, *about: 
 
 
 def _assert_as_seen_by_a_newcomer(view: View) -> None:
-    """Who has followed every change would place as one does who is told the rows now."""
+    """Check that a view that followed every change equals one that is built from its rows now."""
     fresh = View(view.sets.values(), mode=view.mode)
     for row in view.rows():
         fresh.put(row)

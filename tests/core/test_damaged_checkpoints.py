@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be read is passed over for the complete one before; a job never starts anew in silence."""
+"""An unreadable checkpoint is passed over for the complete one before; a job never restarts from zero unreported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_node_tells_of_checkpoints_of_gangs_that_it_has_a_part_in() -> None:
     assert drive.job(number).checkpoint == told.checkpoint
 
 
-def test_no_checkpoint_is_of_a_later_epoch_than_who_tells_of_it() -> None:
+def test_a_checkpoint_of_a_later_epoch_than_the_reporting_gang_is_ignored() -> None:
     drive, number = begun()
     gang = drive.state.gangs[drive.job(number).epoch]
     later = Checkpoint(10, gang.epoch + 1, "a")

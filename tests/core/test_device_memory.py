@@ -1,4 +1,4 @@
-"""What parked jobs keep of devices is counted: from the report to the row, the verdict, `why`, and after a restart."""
+"""Device memory that parked jobs keep is counted in the node state, verdicts and `why`, and after a restart."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_job_whose_peak_was_measured_needs_as_much_as_that() -> None:
     assert drive.job(other).shape.device_memory_bytes == GIB
     drive.step(SuspendJob(other, SuspendLevel.OFFLOAD))
     drive.seen(other, epoch, ObservedPhase.PARKED, 40)
-    # Of whom nothing is known takes what is left.
+    # A job of unknown memory use takes what is left.
     unknown = drive.submit(spec)
     later = drive.start(unknown)
     report = drive.report(drive.state.gangs[later], ObservedPhase.RUNNING)
@@ -138,7 +138,7 @@ def test_a_job_whose_peak_was_measured_needs_as_much_as_that() -> None:
         ((5 * GIB,) * 4, GIB, GIB),
     ],
 )
-def test_what_nobody_could_measure_is_presumed_but_never_more_than_the_job_may_use(
+def test_an_unmeasured_residue_is_presumed_but_never_above_what_the_job_may_use(
     said: tuple[int, ...], declared: int, kept: int
 ) -> None:
     drive = Drive(1, CoreSettings(residue_bytes=200 * MIB))
@@ -209,12 +209,12 @@ def test_the_invariants_see_a_device_that_is_given_twice_over() -> None:
     assert number != other
 
 
-def test_who_keeps_what_the_first_in_a_strict_queue_lacks_goes_on_before_it() -> None:
+def test_a_parked_job_with_the_memory_that_the_first_of_a_strict_queue_lacks_resumes_before_it() -> None:
     drive = drive_with_residue(300 * MIB)
     resting = parked(drive, 4, SuspendLevel.OFFLOAD)
     first = drive.submit(replace(job_of(4), priority=5))
     assert isinstance(drive.request(first, blockers=True), Rejected)
-    # Nothing that could free its devices runs, and the queue lets nobody pass.
+    # No running job could free its devices, and the queue lets no job pass.
     drive.step(ResumeJob(resting))
     other = drive.submit(job_of(1))
     assert [drive.state.queue_rank(number) for number in (first, resting, other)] == [1, 2, 3]
@@ -227,7 +227,7 @@ def test_who_keeps_what_the_first_in_a_strict_queue_lacks_goes_on_before_it() ->
     assert isinstance(drive.request(first, *drive.places(first)), Approved)
 
 
-def test_who_rests_goes_before_nobody_who_lacks_something_else() -> None:
+def test_a_parked_job_does_not_pass_jobs_that_lack_something_else() -> None:
     drive = drive_with_residue(0)
     resting = parked(drive, 2, SuspendLevel.OFFLOAD)
     running = drive.submit(job_of(1))

@@ -1,4 +1,4 @@
-"""A node that is drained: each job on it says why it is still there."""
+"""A drained node: each job on it reports why it is still there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leaves(what: str) -> str:
     return f"it is to leave nodes/n1, which is being drained: {what}"
 
 
-def test_who_finds_no_room_elsewhere_says_so_and_what_it_lacks_there() -> None:
+def test_a_job_without_room_elsewhere_reports_what_it_lacks_there() -> None:
     drive = Drive(2)
     number = on_n1(drive)
     drive.start(drive.submit(job_of(1)))
@@ -81,7 +81,7 @@ def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_a
     assert drive.job(number).next_epoch, "there is room"
 
 
-def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_so() -> None:
+def test_a_job_for_which_the_planner_finds_no_room_is_saved_to_storage_in_the_end() -> None:
     drive = Drive(1, CoreSettings(policy="gandiva"))
     number = drive.submit(job_of(4))
     start = Change(number, drive.job(number).revision, "START", drive.places(number)[0])
@@ -93,13 +93,13 @@ def test_where_a_planner_makes_room_who_finds_none_is_saved_in_the_end_and_says_
     assert told(drive, number)[0] == (Reason.NODE_UNAVAILABLE, said)
 
 
-def test_who_is_on_its_way_waits_for_nothing() -> None:
+def test_a_job_that_is_moving_away_has_no_blockers() -> None:
     drive = Drive(2)
     number = on_n1(drive)
     drive.step(DrainNode("n1", "new fan"))
     assert drive.job(number).next_epoch
     assert told(drive, number) == []
-    # So does who is being saved.
+    # A job that is being saved has none either.
     alone = Drive(1)
     number = on_n1(alone, ALL_LEVELS)
     alone.step(DrainNode("n1", "new fan"))
@@ -116,7 +116,7 @@ def test_where_no_other_node_takes_jobs_that_is_all_there_is_to_say() -> None:
     assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
 
 
-def test_who_can_neither_be_moved_nor_saved_is_said_to_stay() -> None:
+def test_a_job_that_can_be_neither_moved_nor_saved_is_reported_to_stay() -> None:
     drive = Drive(2)
     number = on_n1(drive, NOTHING)
     drive.step(DrainNode("n1", "new fan"))
@@ -124,7 +124,7 @@ def test_who_can_neither_be_moved_nor_saved_is_said_to_stay() -> None:
     assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
 
 
-def test_of_whom_no_agent_spoke_up_so_far_it_is_said_that_this_may_change() -> None:
+def test_the_report_on_a_job_without_capabilities_yet_says_that_this_may_change() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(4))
     gang = drive.state.gangs[drive.start(number)]
@@ -135,7 +135,7 @@ def test_of_whom_no_agent_spoke_up_so_far_it_is_said_that_this_may_change() -> N
     assert told(drive, number) == [(Reason.NODE_UNAVAILABLE, leaves(text))]
 
 
-def test_who_has_not_stepped_yet_goes_once_it_does() -> None:
+def test_a_job_that_has_not_stepped_leaves_once_it_does() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(4))
     drive.start(number)
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_failed_is_what_it_waits_for() -> None:
     assert text == leaves("saving it failed (no space left), and is tried again after a minute")
 
 
-def test_who_rests_in_host_memory_and_cannot_be_saved_is_its_user_s_to_resume_or_end() -> None:
+def test_a_suspended_job_in_host_memory_that_cannot_be_saved_waits_for_its_user_to_resume_or_end_it() -> None:
     drive = Drive(2)
     number = on_n1(drive)
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))

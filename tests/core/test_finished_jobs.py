@@ -1,4 +1,4 @@
-"""Of jobs that ended long ago only the request ids are kept: memory is bounded, and nothing is accepted twice."""
+"""Of jobs that ended long ago only the request ids are kept: memory is bounded, and no request is accepted twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a gang gives back comes free in the view at once; the row is what it would be if it were computed anew, which
-`Drive` looks at after every step."""
+"""Pieces that a gang gives back are free in the view at once; `Drive` recomputes each node state after every step."""
 
 from __future__ import annotations
 

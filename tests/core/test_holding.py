@@ -1,4 +1,4 @@
-"""Whatever is asked in whatever order: nothing is held twice, a gang is placed whole, and freed is what was held."""
+"""Under any sequence of commands no piece is held twice, gangs are placed whole, and all that was held is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job at rest keeps its arena and what its processes use of its node's host memory, not all that it claims."""
+"""A parked job keeps its arena and the host memory that its processes use, not all that it claims."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Who is being launched on several nodes begins no turns before it has stepped on all of them: a part that is there
-already would wait on its devices for the others, and these for their turn."""
+"""A gang that is being launched on several nodes is not time-sliced before it has stepped on all of them: its first
+parts would wait on their devices for the others, and these for their slice.
+"""
 
 from __future__ import annotations
 

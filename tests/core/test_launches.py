@@ -1,4 +1,4 @@
-"""Launches that fail by no fault of the command: the job goes elsewhere, and the node says so."""
+"""Launches that fail by no fault of the command: the job goes elsewhere, and the node reports it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_node_that_it_cannot_do_without_stays_open_and_its_attempts_are_counte
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.UNKNOWN, OutcomeKind.YIELDED, OutcomeKind.FENCED])
-def test_so_are_those_that_end_before_a_step_and_nobody_says_why(kind: OutcomeKind) -> None:
+def test_ends_without_a_reason_before_a_step_count_as_failed_launches(kind: OutcomeKind) -> None:
     drive = Launching(settings=CoreSettings(launch_failures_allowed=2))
     number = drive.submit(job_of(4))
 
@@ -124,7 +124,7 @@ def test_a_node_counts_failed_launches_in_a_row_and_names_the_last() -> None:
     assert node.takes_gangs, "a job that can be launched nowhere must not empty the cluster"
 
 
-def test_who_steps_there_opens_it_again() -> None:
+def test_a_gang_that_steps_on_a_closed_node_opens_it_again() -> None:
     drive = Launching(nodes=2)
     number, other = drive.submit(job_of(2)), drive.submit(job_of(2))
     drive.fails(number, "n1")
@@ -138,7 +138,7 @@ def test_who_steps_there_opens_it_again() -> None:
 
 
 @pytest.mark.parametrize(("kind", "exit_code"), [(OutcomeKind.DONE, 0), (OutcomeKind.FAILED, 3)])
-def test_so_does_whose_command_ends_there_before_anybody_saw_it_step(kind: OutcomeKind, exit_code: int) -> None:
+def test_a_command_that_ends_on_a_closed_node_before_a_step_opens_it_again(kind: OutcomeKind, exit_code: int) -> None:
     drive = Launching(nodes=2)
     number, other = drive.submit(job_of(4)), drive.submit(job_of(4))
     drive.fails(number, "n1")

@@ -1,4 +1,4 @@
-"""A master whose last decisions could not be stored goes on from those before them, and with its daemons."""
+"""A master whose last decisions could not be stored continues from the decisions before, with its daemons."""
 
 from __future__ import annotations
 

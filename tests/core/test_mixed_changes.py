@@ -1,4 +1,4 @@
-"""Packs, moves and other sizes that meet: what storms of plans found (tests/faultsim/test_sharing_storms.py). (1 s)"""
+"""Co-locations, moves and resizes that meet, as found by tests/faultsim/test_sharing_storms.py. (1 s)"""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_world_of_another_size_shares_no_devices_whether_the_old_one_runs_or_r
     assert drive.propose(drive.change(number, "START", alone)) == [None]
 
 
-def test_nobody_joins_a_job_between_two_worlds_until_the_old_one_has_left() -> None:
+def test_no_job_is_colocated_with_one_between_two_worlds_until_the_old_one_has_left() -> None:
     drive = Mixed()
     number, guest = drive.running(elastic(1, 1, 4)), drive.submit(elastic(1, 1, 1))
     source = drive.job(number).epoch
@@ -86,7 +86,7 @@ def test_nobody_joins_a_job_between_two_worlds_until_the_old_one_has_left() -> N
     assert drive.pack(guest, number) is None
 
 
-def test_nobody_joins_a_job_that_the_same_plan_resizes() -> None:
+def test_no_job_is_colocated_with_one_that_the_same_plan_resizes() -> None:
     drive = Mixed()
     number, guest = drive.running(elastic(1, 1, 4)), drive.submit(elastic(1, 1, 1))
     resize = drive.change(number, "RESIZE", drive.claims(number, 2))
@@ -96,11 +96,11 @@ def test_nobody_joins_a_job_that_the_same_plan_resizes() -> None:
 
 
 def turning(drive: Turns) -> tuple[int, int]:
-    """Two who take turns on two devices."""
+    """Start two time-sliced jobs on two devices."""
     return drive.share(2)
 
 
-def test_nobody_joins_who_takes_turns_at_once() -> None:
+def test_no_job_is_colocated_with_time_sliced_ones() -> None:
     drive = PackingTurns()
     host, _ = turning(drive)
     guest = drive.submit(job_of(2))
@@ -109,7 +109,7 @@ def test_nobody_joins_who_takes_turns_at_once() -> None:
     assert reason_of(refusal) is Reason.GPUS
 
 
-def test_who_takes_turns_and_is_on_its_way_to_rest_may_go_on_in_the_plan_that_starts_another() -> None:
+def test_a_time_sliced_job_that_is_being_parked_may_resume_in_the_plan_that_starts_another() -> None:
     drive = PackingTurns()
     host, guest = turning(drive)
     other = drive.submit(job_of(1))
@@ -120,7 +120,7 @@ def test_who_takes_turns_and_is_on_its_way_to_rest_may_go_on_in_the_plan_that_st
     assert {drive.job(number).state for number in (host, guest, other)} == {JobState.HOLDING}
 
 
-def test_who_was_resized_takes_turns_once_its_former_world_has_left() -> None:
+def test_a_resized_job_can_be_time_sliced_once_its_former_world_has_left() -> None:
     drive = PackingTurns()
     host = drive.running(elastic(1, 1, 4, GIB))
     source = drive.job(host).epoch
@@ -168,7 +168,7 @@ def offloaded_and_waiting(drive: Mixed) -> tuple[int, int]:
     return number, epoch
 
 
-def test_a_drain_saves_who_waits_to_go_on_from_its_host_memory_and_it_waits_again() -> None:
+def test_a_drain_saves_a_job_that_waits_to_resume_from_host_memory_and_it_waits_again() -> None:
     drive = Mixed()
     number, epoch = offloaded_and_waiting(drive)
     drive.step(DrainNode("n1", "a new fan"))
@@ -180,7 +180,7 @@ def test_a_drain_saves_who_waits_to_go_on_from_its_host_memory_and_it_waits_agai
     assert (drive.job(number).state, drive.job(number).epoch) == (JobState.PENDING, 0)
 
 
-def test_who_waits_in_host_memory_and_cannot_be_saved_waits_on() -> None:
+def test_a_job_that_waits_in_host_memory_and_cannot_be_saved_still_waits() -> None:
     drive = Mixed()
     number, epoch = offloaded_and_waiting(drive)
     drive.step(DrainNode("n1", "a new fan"))

@@ -124,7 +124,7 @@ def test_a_copy_that_was_moved_away_from_counts_beside_the_gang_that_starts_from
     assert isinstance(answer, Approved if fits else Rejected), answer
 
 
-def test_who_moves_a_suspended_job_is_told_to_resume_it_first() -> None:
+def test_a_move_of_a_suspended_job_is_refused_with_the_advice_to_resume_it_first() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(2))
     drive.start(number)

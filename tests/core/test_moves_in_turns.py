@@ -1,4 +1,4 @@
-"""Who takes turns goes elsewhere: to devices of its own, or to those of others, as one with their next matrix."""
+"""Time-sliced jobs that move: to devices of their own, or to those of other groups, by their next matrix."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_unt
     assert gang.node_set == six.set, "it is on its devices until it rests"
 
 
-def test_who_took_turns_with_it_has_its_row_while_its_destination_starts_in_that(six: Six) -> None:
+def test_its_time_slice_neighbour_gets_its_slice_while_the_destination_starts_in_the_neighbours(six: Six) -> None:
     one, two, three, _, five, six_ = six.jobs
     source = six.epoch(five)
     six.propose(*six.beside(five, three))
@@ -99,7 +99,7 @@ def test_who_took_turns_with_it_has_its_row_while_its_destination_starts_in_that
     assert {six.job(five).next_epoch, six.epoch(six_)} <= set(second)
 
 
-def test_who_leaves_is_beside_its_destination_where_nobody_else_has_its_devices(six: Six) -> None:
+def test_a_leaving_gang_shares_the_slice_of_its_destination_where_its_devices_idle(six: Six) -> None:
     four, one = six.jobs[3], six.jobs[0]
     rows = dict(zip(six.jobs, [(0,), (0,), (0, 1), (1,), (2,), (1, 2)], strict=True))
     moved = [
@@ -111,7 +111,7 @@ def test_who_leaves_is_beside_its_destination_where_nobody_else_has_its_devices(
     assert [six.epoch(four) in row for row in newest.rows] == [True, True, True]
 
 
-def test_who_took_turns_with_it_keeps_its_row_where_there_are_no_cores_for_it_beside_the_destination() -> None:
+def test_its_neighbour_keeps_its_slice_where_cores_lack_beside_the_destination() -> None:
     (role,) = SMALL.roles
     # a socket has eight cores
     many = replace(SMALL, roles=(replace(role, shape=replace(role.shape, millicores=6_000)),))
@@ -125,7 +125,7 @@ def test_who_took_turns_with_it_keeps_its_row_where_there_are_no_cores_for_it_be
     assert {six.epoch(five), six.job(five).next_epoch, six.epoch(six_), six.epoch(four)} == set(second)
 
 
-def test_who_leaves_has_no_row_in_which_there_are_no_cores_for_it() -> None:
+def test_a_leaving_gang_has_no_slice_in_which_cores_lack_for_it() -> None:
     drive = Turns()
     stays = drive.run(SMALL)
     (role,) = SMALL.roles
@@ -151,7 +151,7 @@ def test_who_leaves_has_no_row_in_which_there_are_no_cores_for_it() -> None:
     assert drive.job(host).epoch not in row
 
 
-def test_of_two_who_leave_one_device_by_one_plan_each_has_a_row_there_until_it_rests() -> None:
+def test_two_gangs_that_leave_one_device_by_one_plan_keep_a_slice_each_until_they_are_parked() -> None:
     drive = Turns()
     stays, first, second, idle = [drive.run(SMALL) for _ in range(4)]
     one, other = drive.submit(SMALL), drive.submit(SMALL)
@@ -175,7 +175,7 @@ def test_of_two_who_leave_one_device_by_one_plan_each_has_a_row_there_until_it_r
     assert all(any(epoch in row for row in rows) for epoch in there)
 
 
-def test_once_it_has_moved_who_was_beside_it_has_the_device_in_every_row(six: Six) -> None:
+def test_once_it_has_moved_its_neighbour_has_the_device_in_every_slice(six: Six) -> None:
     one, _, three, _, five, _ = six.jobs
     six.propose(*six.beside(five, three))
     six.stand("n1", ObservedRows(six.set, 2, 2, 0))
@@ -233,7 +233,7 @@ def test_one_goes_to_devices_of_its_own_on_another_node_and_the_others_share_wha
     assert all(drive.jobs[0] in row for row in active(drive))
 
 
-def test_a_node_is_drained_of_those_who_take_turns_without_a_restart() -> None:
+def test_a_node_is_drained_of_time_sliced_jobs_without_a_restart() -> None:
     drive = Turns(2)
     host, guest = drive.share(2)
     here = drive.state.gangs[drive.job(host).epoch].nodes[0]
@@ -278,7 +278,7 @@ def moved(claims: tuple[Claim, ...], **fields: object) -> tuple[Claim, ...]:
     ids=[
         "no room for its state",
         "of another size",
-        "where somebody runs in its row",
+        "where another gang runs in its slice",
         "nowhere",
         "at once",
         "of fewer sockets than there are",
@@ -304,7 +304,7 @@ def test_nothing_else_becomes_of_a_set_while_one_of_it_moves(six: Six) -> None:
     assert isinstance(six.step(MoveJob(five)), Refused)
 
 
-def test_whoever_has_the_fewest_turns_has_what_idles_in_a_row(six: Six) -> None:
+def test_the_gang_with_the_fewest_slices_gets_devices_that_idle_in_a_slice(six: Six) -> None:
     gangs = {six.epoch(number): six.state.gangs[six.epoch(number)] for number in six.jobs}
     one, two, three, four, five, other = gangs
     full = (one, two, three, four)
@@ -313,7 +313,7 @@ def test_whoever_has_the_fewest_turns_has_what_idles_in_a_row(six: Six) -> None:
     assert filled([[one, two], [five, other]], gangs) == ((one, two), (five, other)), "no more cores than before"
 
 
-def test_who_takes_turns_is_not_resized_and_nobody_is_told_to_try_again() -> None:
+def test_a_resize_of_a_time_sliced_job_is_refused_without_the_advice_to_try_again() -> None:
     drive = Turns()
     rigid, elastic = drive.run(SMALL), drive.submit(replace(SMALL, gpus_min=1, gpus_max=2))
     changes = [drive.row(rigid, 0), drive.row(elastic, 1, claims=drive.place(elastic, rigid))]

@@ -1,4 +1,4 @@
-"""Out of turn a request goes behind everybody: it may have what is kept for nobody, and nothing else."""
+"""A request out of turn ranks behind all jobs: it gets only what is kept for no job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blocked_large(policy: str) -> tuple[Drive, int]:
     return drive, drive.submit(job_of(1))
 
 
-def test_in_a_strict_queue_nothing_is_left_for_requests_out_of_turn_while_somebody_is_blocked() -> None:
+def test_a_strict_queue_leaves_nothing_for_requests_out_of_turn_while_a_job_is_blocked() -> None:
     drive, small = blocked_large("fifo")
     answer = drive.request(small, *drive.places(small), turn=0)
     assert isinstance(answer, Rejected)

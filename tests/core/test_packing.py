@@ -1,4 +1,4 @@
-"""Packing: a plan puts a gang on devices of another, where both may be and both fit; who leaves last frees them."""
+"""Co-location: a plan puts a gang on devices of another where both may be and both fit; the last one frees them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_two_gangs_share_a_device_if_a_plan_says_so_and_both_fit(drive: Packing)
     assert drive.job(guest).state is JobState.HOLDING
 
 
-def test_the_daemon_of_who_is_joined_is_told_and_whoever_asks_who_is_beside_whom(drive: Packing) -> None:
+def test_the_daemon_of_a_joined_gang_and_the_explanation_get_the_colocated_jobs(drive: Packing) -> None:
     host = drive.run(small())
     before = drive.state.gangs[drive.job(host).epoch]
     guest = drive.submit(small())
@@ -100,7 +100,7 @@ def test_a_job_scheduler_cannot_put_its_job_on_devices_of_another(drive: Packing
     assert answer.reason == "NOT_SUPPORTED"
 
 
-def test_nobody_comes_to_a_held_device_without_saying_so(drive: Packing) -> None:
+def test_a_claim_on_a_held_device_without_a_shared_mark_is_refused(drive: Packing) -> None:
     host = drive.run(small())
     guest = drive.submit(small())
     alone = tuple(replace(claim, shared_mask=0) for claim in drive.beside(guest, host))
@@ -110,7 +110,7 @@ def test_nobody_comes_to_a_held_device_without_saying_so(drive: Packing) -> None
     assert refusal.figures["conflicting"] == 1
 
 
-def test_who_does_not_fit_into_device_memory_is_refused_with_the_number(drive: Packing) -> None:
+def test_a_job_that_does_not_fit_into_device_memory_is_refused_with_the_number(drive: Packing) -> None:
     host = drive.run(small(needs=GIB * 6 // 10))
     refusal = drive.pack(drive.submit(small()), host)
     assert refusal is not None
@@ -134,7 +134,7 @@ def test_what_parked_gangs_keep_of_the_device_counts(drive: Packing) -> None:
     assert refusal.figures["free_bytes"] == int(0.95 * GIB) - HALF - GIB // 5
 
 
-def test_of_whom_nobody_knows_what_it_uses_nobody_joins(drive: Packing) -> None:
+def test_no_job_joins_one_whose_memory_use_is_unknown(drive: Packing) -> None:
     host = drive.run(small(needs=0))
     refusal = drive.pack(drive.submit(small()), host)
     assert refusal is not None
@@ -145,12 +145,12 @@ def test_of_whom_nobody_knows_what_it_uses_nobody_joins(drive: Packing) -> None:
     assert refusal.reason is Reason.DEVICE_MEMORY
 
 
-@pytest.mark.parametrize("who", ["host", "guest"])
-def test_who_is_not_to_be_suspended_shares_nothing(drive: Packing, who: str) -> None:
-    host = drive.run(replace(small(), preemptible=who != "host"))
-    refusal = drive.pack(drive.submit(replace(small(), preemptible=who != "guest")), host)
+@pytest.mark.parametrize("fixed", ["host", "guest"])
+def test_a_job_that_must_not_be_suspended_shares_no_device(drive: Packing, fixed: str) -> None:
+    host = drive.run(replace(small(), preemptible=fixed != "host"))
+    refusal = drive.pack(drive.submit(replace(small(), preemptible=fixed != "guest")), host)
     assert refusal is not None
-    assert refusal.reason is (Reason.GPUS if who == "host" else Reason.WRONG_STATE)
+    assert refusal.reason is (Reason.GPUS if fixed == "host" else Reason.WRONG_STATE)
 
 
 def test_a_daemon_that_cannot_says_so() -> None:
@@ -177,7 +177,7 @@ def test_the_device_is_free_when_the_last_of_them_has_gone(drive: Packing, first
         assert drive.state.free_devices == free
 
 
-def test_who_is_left_has_its_device_to_itself_again_mark_and_all(drive: Packing) -> None:
+def test_the_remaining_gang_has_its_device_alone_again_and_loses_the_mark(drive: Packing) -> None:
     host = drive.run(small(needs=GIB // 4))
     guests = [drive.submit(small(needs=GIB // 4)) for _ in range(2)]
     for guest in guests:
@@ -189,7 +189,7 @@ def test_who_is_left_has_its_device_to_itself_again_mark_and_all(drive: Packing)
         return claim.shared_mask
 
     assert mark()
-    # Who rests may come back to it.
+    # A parked gang may come back to it.
     assert drive.propose(drive.change(guests[0], "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
     drive.seen(guests[0], drive.job(guests[0]).epoch, ObservedPhase.PARKED, stop_step=3)
     for guest, is_shared in ((guests[1], True), (guests[0], False)):
@@ -215,7 +215,7 @@ def test_two_that_would_join_in_one_plan_are_judged_one_after_the_other(drive: P
     assert first is None
     assert second is not None
     assert second.reason is Reason.STALE_REVISION
-    # Who was joined is another one now: what was planned for it alone is planned anew.
+    # Its revision rose as it was joined: plans made for it alone are outdated.
     assert drive.propose(Change(host, drive.job(host).revision - 1, "SUSPEND"))[0] is not None
 
 
@@ -236,7 +236,7 @@ def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> No
     assert drive.propose(drive.change(guest, "MOVE", out)) == [None]
 
 
-def test_a_host_that_rested_beside_others_gives_cores_to_the_next_who_comes_by_the_same_plan(drive: Packing) -> None:
+def test_a_host_that_was_parked_beside_others_gives_cores_to_the_next_job_of_the_same_plan(drive: Packing) -> None:
     host, first = drive.run(small(needs=GIB // 4)), drive.submit(small(needs=GIB // 4))
     assert drive.pack(first, host) is None
     drive.runs(first)
@@ -252,7 +252,7 @@ def test_a_host_that_rested_beside_others_gives_cores_to_the_next_who_comes_by_t
     assert drive.propose(gives, comes) == [None, None]
 
 
-def test_who_may_not_move_in_with_fewer_cores_than_it_asks_for_is_told_what_is_missing(drive: Packing) -> None:
+def test_a_job_refused_for_fewer_cores_than_it_needs_gets_the_missing_amount(drive: Packing) -> None:
     host, guest = drive.run(small(needs=GIB * 6 // 10)), drive.run(small())
     (there,) = drive.beside(guest, host)
     fewer = replace(there, millicores=tuple([cores // 2 for cores in there.millicores]))
@@ -272,7 +272,7 @@ def test_a_pack_outlives_the_master(drive: Packing) -> None:
     assert again.rows["n1"].device_rows == state.rows["n1"].device_rows
 
 
-def test_who_is_parked_of_a_pack_goes_on_beside_the_other_and_beside_nobody_else(drive: Packing) -> None:
+def test_a_parked_colocated_job_resumes_beside_its_partner_and_no_other_job(drive: Packing) -> None:
     host = drive.run(small())
     guest = drive.submit(small())
     assert drive.pack(guest, host) is None

@@ -1,4 +1,4 @@
-"""What is kept is kept from all behind and from nobody ahead: agreement with a naive twin."""
+"""Protected pieces are kept from requests behind, and from none ahead: agreement with a naive implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says its changes are for, the places it keeps, and what a move has cost as its daemons tell. (1 s)"""
+"""The reasons that a plan gives for its changes, the places it keeps, and the costs of a move as reported. (1 s)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> Change:
     return Change(number, drive.job(number).revision, "MOVE", claims, purpose=HOLE)
 
 
-def test_why_knows_who_is_on_the_way_for_whom_and_history_what_it_cost() -> None:
+def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs() -> None:
     drive = fragmented()
     drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), promises=(Promise(3, place("n1", 0b1111)),)))
     assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
@@ -59,21 +59,21 @@ def test_why_knows_who_is_on_the_way_for_whom_and_history_what_it_cost() -> None
     assert making_room_for(drive.state, 3) == ()
 
 
-def test_who_rests_for_another_is_on_its_way_too() -> None:
+def test_a_job_being_parked_for_another_counts_as_making_room() -> None:
     drive = fragmented()
     change = Change(1, drive.job(1).revision, "SUSPEND", level=SuspendLevel.OFFLOAD, purpose=HOLE)
     drive.step(ProposePlan((change,)))
     assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
 
 
-def test_a_place_that_is_kept_is_had_by_nobody_else_until_its_job_starts() -> None:
+def test_no_other_job_gets_a_reserved_place_until_its_job_starts() -> None:
     drive = fragmented()
     drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
     other = drive.submit(job_of(2))
     answer = drive.request(other, place("n1", 0b1100), turn=0)
     assert isinstance(answer, Rejected)
     assert (answer.refusals[0].reason, answer.refusals[0].job) == (Reason.RESERVED, "jobs/3")
-    # Nor by who moves, and what is left is anybody's.
+    # A moving job does not get it either; the rest is free for every job.
     assert isinstance(drive.step(MoveJob(2, ("n1",))), Refused)
     answer = drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place("n2", 0b1100)),)))
     assert isinstance(answer, PlanAnswer)
@@ -82,7 +82,7 @@ def test_a_place_that_is_kept_is_had_by_nobody_else_until_its_job_starts() -> No
     assert isinstance(drive.step(MoveJob(2, ("n1",))), JobAnswer)
 
 
-def test_a_place_that_nobody_speaks_of_any_more_is_free_again() -> None:
+def test_a_reserved_place_that_the_planner_no_longer_reports_is_free_again() -> None:
     drive = fragmented()
     drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
     drive.now += drive.state.settings.move_deadline_seconds - 1.0

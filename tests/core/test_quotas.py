@@ -1,4 +1,4 @@
-"""What users hold is counted as jobs come and go; counted anew over all live jobs it is the same."""
+"""Devices that users hold are counted as jobs come and go, and equal a recount over all live jobs."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, i
         shares.charge(number, user, devices)
         last[number] = user, devices
     for user in ("ann", "bob"):
-        assert shares.held.get(user, 0) == sum(devices for who, devices in last.values() if who == user)
+        assert shares.held.get(user, 0) == sum(devices for owner, devices in last.values() if owner == user)
         for number in last:
-            others = [devices for other, (who, devices) in last.items() if who == user and other != number]
+            others = [devices for other, (owner, devices) in last.items() if owner == user and other != number]
             assert shares.beside(number, user) == sum(others)
 
 

@@ -1,4 +1,4 @@
-"""A suspend whose level cannot be had is given up aloud: the job rests where it rested before, or runs on."""
+"""A suspend whose level is not available is given up and reported: the job stays parked or runs on."""
 
 from __future__ import annotations
 

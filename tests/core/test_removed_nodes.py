@@ -1,4 +1,4 @@
-"""A node that does not come back is forgotten on an operator's word, whatever it held; never one that may be alive."""
+"""An operator can make the master forget a node that does not come back, but not one that may be alive."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_gang_that_is_still_being_stopped_elsewhere_outlives_the_removed_node(
     assert set(drive.state.gangs_on) == {"n2"}
 
 
-def test_who_still_stops_is_told_that_the_removed_node_has_no_address_any_more() -> None:
+def test_a_gang_that_still_stops_gets_no_address_of_the_removed_node() -> None:
     drive = Drive(nodes=2)
     number = drive.submit(job_of(8))
     epoch = drive.start(number)
@@ -92,7 +92,7 @@ def test_a_node_is_not_removed_while_it_answers_or_a_job_has_something_on_it() -
     drive.start(drive.submit(job_of(1)))
     fall_silent(drive)
     assert refusal(drive, "n1") == "NODE_BUSY"
-    # After a restart nobody knows whether the job runs there.
+    # After a restart it is unknown whether the job runs there.
     restarted(drive)
     assert drive.state.nodes["n1"].state is NodeState.UNKNOWN
     assert refusal(drive, "n1") == "NODE_BUSY"

@@ -1,4 +1,4 @@
-"""Gang requests: which are judged at all, and what only the state knows of a place."""
+"""Gang requests: which are judged at all, and the checks that only the state allows."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def shape(gpus: int = 1, cores: int = 2, memory: int = 4) -> tuple[Role, ...]:
     ("roles", "lacks"),
     [(shape(4), Reason.GPUS), (shape(memory=62), Reason.MEMORY), (shape(cores=15), Reason.CORES)],
 )
-def test_whatever_pieces_the_first_of_a_strict_queue_lacks_nobody_passes_it(
+def test_no_job_passes_the_first_of_a_strict_queue_whatever_pieces_it_lacks(
     roles: tuple[Role, ...], lacks: Reason
 ) -> None:
     drive = Drive(1)
@@ -165,7 +165,7 @@ def test_whatever_pieces_the_first_of_a_strict_queue_lacks_nobody_passes_it(
     assert reason(drive.request(behind, *drive.places(behind))) is Reason.PROTECTED
 
 
-def test_nobody_passes_the_first_of_a_strict_queue_while_its_node_is_out_of_service() -> None:
+def test_no_job_passes_the_first_of_a_strict_queue_while_its_node_is_out_of_service() -> None:
     drive = Drive(2)
     running = drive.submit(job_of(2))
     drive.start(running)

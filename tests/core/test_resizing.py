@@ -1,5 +1,4 @@
-"""An elastic job goes on with another number of devices: what its two worlds hold, and what becomes of it when one of
-them fails."""
+"""Resizes of elastic jobs: what the two worlds hold, and what becomes of the job when one of them fails."""
 
 from __future__ import annotations
 
@@ -141,7 +140,7 @@ def test_a_new_world_that_fails_after_the_commit_is_followed_by_one_in_the_place
     drive.seen(number, destination, ObservedPhase.READY, 40)
     drive.fails(number, destination)
     job = drive.job(number)
-    # The parked copy has its own device back before anybody else could get it, and runs again as a newer epoch.
+    # The parked copy has its own device back before another job could get it, and runs again as a newer epoch.
     assert (job.epoch, job.gpus) == (source, 1)
     assert job.next_epoch > destination
     assert drive.held(number)[0] == 1
@@ -167,7 +166,7 @@ def test_of_two_new_worlds_that_were_given_up_one_holds_what_the_lost_old_one_di
     assert (drive.held(number), free(drive), free(drive, "n2")) == ({}, 4, 4)
 
 
-def test_who_may_not_be_resized_is_told_why() -> None:
+def test_a_refused_resize_gives_its_reason() -> None:
     drive = World()
     fixed = drive.running(job_of(1))
     number = drive.running(elastic(2, 1, 3))

@@ -1,4 +1,4 @@
-"""A job whose attempts fail by themselves, one after the other, is tried again later and later."""
+"""A job whose attempts fail one after the other is retried after growing delays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fail(drive: Drive, number: int, ran: float = 0.0) -> None:
 
 
 def tick_until_tried(drive: Drive, number: int) -> float:
-    """How long it took until somebody looks for a place for it."""
+    """Return the seconds until a place is sought for the job."""
     began = drive.now
     while not drive.state.is_waiting(drive.job(number)):
         wake = next_wake(drive.state, drive.now)
@@ -79,7 +79,7 @@ def test_each_start_of_a_job_receives_the_number_of_its_attempt() -> None:
     assert attempts == [1, 2, 3]
 
 
-def test_who_is_not_to_be_tried_again_fails_at_once() -> None:
+def test_a_job_without_retries_fails_at_once() -> None:
     drive, number = failing(failures=1, allowed=0)
     assert drive.job(number).state is JobState.FAILED
 
@@ -105,7 +105,7 @@ def test_why_says_how_often_it_failed_and_when_it_is_tried_again() -> None:
     assert all(one.reason is not Reason.FAILING for one in explain(drive.state, number, drive.now).blockers)
 
 
-def test_who_suspends_and_resumes_it_has_it_tried_at_once() -> None:
+def test_suspending_and_resuming_a_job_ends_its_backoff() -> None:
     drive, number = failing(failures=5)
     drive.step(SuspendJob(number))
     assert drive.job(number).state is JobState.SUSPENDED
@@ -114,7 +114,7 @@ def test_who_suspends_and_resumes_it_has_it_tried_at_once() -> None:
     assert drive.state.is_waiting(drive.job(number))
 
 
-def test_who_cancels_it_ends_it() -> None:
+def test_a_cancelled_job_in_backoff_ends() -> None:
     drive, number = failing(failures=5)
     drive.step(CancelJob(number))
     assert drive.job(number).state is JobState.CANCELLED
@@ -138,7 +138,7 @@ def test_an_image_of_the_state_keeps_when_it_is_tried() -> None:
     assert round(tick_until_tried(drive, number)) == 40
 
 
-def test_a_clock_that_is_set_back_keeps_nobody() -> None:
+def test_a_clock_that_is_set_back_prolongs_no_backoff() -> None:
     drive, number = failing(failures=4)
     drive.now -= 3_600.0
     drive.step(Tick())
@@ -172,5 +172,5 @@ def test_delays_never_fall_and_have_an_end(failed: int, delay: float, most: floa
     assert 0.0 <= now <= later <= most
 
 
-def test_without_a_delay_nobody_waits() -> None:
+def test_without_a_delay_no_job_waits() -> None:
     assert delay_after(CoreSettings(restart_delay_seconds=0.0), 7) == 0.0

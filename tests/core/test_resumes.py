@@ -1,4 +1,4 @@
-"""A job that is resumed before it rests runs on, or waits beside what rests where it stands."""
+"""A job that is resumed before it is parked runs on, or waits beside its parked parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the master takes for a node."""
+"""Sessions of nodes: which daemon the master accepts as a node."""
 
 from __future__ import annotations
 

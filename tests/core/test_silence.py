@@ -97,7 +97,7 @@ def test_a_daemon_that_calls_as_rarely_as_it_may_is_never_silent(lost_after: flo
     assert not drive.state.nodes["n1"].takes_gangs
 
 
-def test_nobody_turns_silent_while_the_master_stood_still_and_who_was_silent_stays_so() -> None:
+def test_no_node_turns_silent_while_the_master_stood_still_and_silent_nodes_stay_silent() -> None:
     drive = Drive(nodes=2)
     pass_time(drive, SILENCE, "n1")
     drive.now += 3_600.0

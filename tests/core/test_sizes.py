@@ -1,4 +1,4 @@
-"""Elastic jobs start with any number of devices that their spec accepts and nothing before binds; nobody else does."""
+"""Elastic jobs start with any number of devices that their spec accepts, unless an earlier attempt fixes it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_whole_tasks_are_given() -> None:
     assert start(drive, number, 4) is None
 
 
-def test_who_is_not_elastic_has_its_one_size() -> None:
+def test_a_job_that_is_not_elastic_has_one_size() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     assert start(drive, number, 1) is not None
@@ -173,7 +173,7 @@ def test_a_job_that_does_not_say_so_keeps_the_size_of_its_checkpoint() -> None:
     assert drive.state.gangs[drive.job(number).epoch].devices == 4
 
 
-def test_who_rests_in_arenas_goes_on_there_with_what_it_had() -> None:
+def test_a_job_parked_in_arenas_resumes_there_with_its_old_size() -> None:
     drive = Drive()
     number = drive.submit(elastic(2, 1, 4))
     assert start(drive, number, 3) is None

@@ -1,4 +1,4 @@
-"""The clock is set, or the master stands still: how long things go on is counted on, and nobody is blamed for it."""
+"""The clock is set, or the master stands still: durations are counted on, and no node or job is penalised."""
 
 from __future__ import annotations
 

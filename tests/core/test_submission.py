@@ -1,4 +1,4 @@
-"""What a submission may say: numbers and texts that would break whoever reads the job later are refused."""
+"""The limits of a submission: numbers and texts that would break a later reader are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is to run after all takes nothing back that has become another's, whether it came to rest before or not."""
+"""A job whose stop is withdrawn takes back nothing that another job has got, whether it was parked or not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def masks(drive: Drive, epoch: int) -> list[int]:
 
 
 def resting_short_of_a_checkpoint(drive: Drive, number: int, epoch: int) -> int:
-    """It rested in host memory and was to rest on storage, where there is no room: one of its parts says so, of the
-    other one nobody knows where it stands. Another job runs on devices it had; its number."""
+    """Park a job in host memory, then at CHECKPOINT, for which storage has no room: one part reports that, the other
+    part has not reported. Start another job on devices that it had; return that job's number."""
     drive.seen(number, epoch, ObservedPhase.PARKED, 7)
     other = drive.submit(replace(job_of(4), gpu_memory_bytes=0))
     drive.start(other)
@@ -69,7 +69,7 @@ def test_a_part_that_ended_while_its_gang_was_to_stop_takes_no_devices_back_when
     assert drive.state.gangs[epoch].intent is GangIntent.RUN
 
 
-def test_who_comes_back_from_a_checkpoint_that_had_no_room_runs_by_plan_only_where_its_devices_are_free() -> None:
+def test_a_job_whose_checkpoint_had_no_room_resumes_by_plan_only_where_its_devices_are_free() -> None:
     drive, number, epoch = two_parts()
     assert planned(drive, number, "SUSPEND", SuspendLevel.OFFLOAD).approved
     other = resting_short_of_a_checkpoint(drive, number, epoch)
@@ -81,7 +81,7 @@ def test_who_comes_back_from_a_checkpoint_that_had_no_room_runs_by_plan_only_whe
     assert masks(drive, epoch) == [0b1111, 0b1111]
 
 
-def test_who_comes_back_from_a_checkpoint_that_had_no_room_and_is_resumed_waits_for_devices() -> None:
+def test_a_resumed_job_whose_checkpoint_had_no_room_waits_for_devices() -> None:
     drive, number, epoch = two_parts()
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
     resting_short_of_a_checkpoint(drive, number, epoch)
@@ -93,7 +93,7 @@ def test_who_comes_back_from_a_checkpoint_that_had_no_room_and_is_resumed_waits_
 
 
 @pytest.mark.parametrize("by_plan", [True, False])
-def test_who_was_never_at_rest_runs_on_with_all_it_holds(by_plan: bool) -> None:
+def test_a_job_that_was_not_parked_yet_runs_on_with_all_it_holds(by_plan: bool) -> None:
     drive, number, epoch = two_parts()
     if by_plan:
         assert planned(drive, number, "SUSPEND", SuspendLevel.OFFLOAD).approved

@@ -1,4 +1,4 @@
-"""Turns on devices: which matrices a master approves, what a node set holds, and what becomes of it."""
+"""Time slices: which matrices the master approves, what a group holds, and how it is dissolved."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Turns(Drive):
         return [None if one.approved else one.refusals[0] for one in answer.verdicts]
 
     def share(self, gpus: int = 4) -> tuple[int, int]:
-        """One who runs and one who came later, in turns."""
+        """Start a job and then a second one on the same devices, time-sliced."""
         host = self.run(job_of(gpus))
         guest = self.submit(job_of(gpus))
         changes = (self.row(host, 0), self.row(guest, 1, claims=self.place(guest, host)))
@@ -110,7 +110,7 @@ def blamed(refusals: list[Refusal | None]) -> Refusal:
     return found[0]
 
 
-def test_a_waiting_job_starts_on_devices_of_one_who_runs_and_both_take_turns(drive: Turns) -> None:
+def test_a_waiting_job_starts_on_devices_of_a_running_one_and_both_are_time_sliced(drive: Turns) -> None:
     host, guest = drive.share()
     assert drive.job(guest).state is JobState.HOLDING
     row = drive.state.rows["n1"]
@@ -133,7 +133,7 @@ def test_cores_are_held_once_for_all_rows_and_memory_for_each(drive: Turns) -> N
     assert one.free_memory_bytes - both.free_memory_bytes == 4 * (4 * GIB + ARENA)
 
 
-def test_who_is_cancelled_leaves_and_the_last_one_has_the_devices_to_itself(drive: Turns) -> None:
+def test_a_cancelled_job_leaves_the_group_and_the_last_one_has_the_devices_to_itself(drive: Turns) -> None:
     host, guest = drive.share()
     drive.step(CancelJob(host))
     assert drive.state.sets, "it still is on the devices"
@@ -148,7 +148,7 @@ def test_who_is_cancelled_leaves_and_the_last_one_has_the_devices_to_itself(driv
     assert gang.pieces[0].held == gang.pieces[0].claim
 
 
-def test_who_rests_at_offload_leaves_and_keeps_its_arena_alone(drive: Turns) -> None:
+def test_a_job_parked_at_offload_leaves_the_group_and_keeps_only_its_arena(drive: Turns) -> None:
     host, _guest = drive.share()
     drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
     epoch = drive.job(host).epoch
@@ -175,9 +175,7 @@ def test_a_suspend_that_is_refused_leaves_the_turns_as_they_were(drive: Turns) -
 
 
 @pytest.mark.parametrize(("nodes", "newest"), [(1, 1), (2, 3)])
-def test_who_is_to_stop_and_goes_on_after_all_does_so_by_the_next_matrix_if_it_has_parts_on_several_nodes(
-    nodes: int, newest: int
-) -> None:
+def test_a_gang_on_several_nodes_whose_stop_is_withdrawn_resumes_by_the_next_matrix(nodes: int, newest: int) -> None:
     """Some of its parts rest already, and a switch may reach a node before the order does."""
     drive = Turns(nodes)
     host, guest = drive.share(4 * nodes)
@@ -216,7 +214,7 @@ def test_a_third_job_joins_by_the_whole_next_matrix_and_both_matrices_are_held_u
     assert drive.state.sets[number].active.version == 2
 
 
-def test_a_matrix_that_leaves_out_one_who_takes_turns_is_refused(drive: Turns) -> None:
+def test_a_matrix_that_leaves_out_a_member_of_the_group_is_refused(drive: Turns) -> None:
     host, _ = drive.share()
     number = next(iter(drive.state.sets))
     refusal = blamed(drive.propose(drive.row(host, 0, node_set=number)))
@@ -280,7 +278,7 @@ def test_a_job_that_is_not_to_be_suspended_takes_no_turns(drive: Turns) -> None:
     assert "not to be suspended" in refusal.message
 
 
-def test_nobody_takes_turns_with_another_priority(drive: Turns) -> None:
+def test_jobs_of_different_priorities_are_not_time_sliced(drive: Turns) -> None:
     refusal = refused_with(drive, replace(job_of(4), priority=3))
     assert refusal.reason is Reason.WRONG_STATE
     assert dict(refusal.figures) == {"priority": 3, "priority_there": 0}
@@ -310,7 +308,7 @@ def test_the_states_of_all_rows_must_fit_into_host_memory(drive: Turns) -> None:
     assert refusal.figures["needed_bytes"] == 4 * (8 * GIB + ARENA)
 
 
-def test_of_whom_nothing_is_known_the_whole_device_must_have_room(drive: Turns) -> None:
+def test_a_job_of_unknown_memory_use_needs_room_for_the_whole_device(drive: Turns) -> None:
     unknown = replace(job_of(4), gpu_memory_bytes=0)
     host = drive.run(job_of(4))
     guest = drive.submit(unknown)
@@ -383,7 +381,7 @@ def test_a_daemon_that_switches_no_rows_is_asked_for_none() -> None:
     assert refusal.reason is Reason.NOT_SUPPORTED
 
 
-def test_who_takes_turns_is_neither_paused_nor_given_other_cores(drive: Turns) -> None:
+def test_a_time_sliced_job_is_neither_paused_nor_given_other_cores(drive: Turns) -> None:
     host, _ = drive.share()
     assert isinstance(drive.step(RetuneJob(host, 1_000)), Refused)
     assert drive.step(RetuneJob(host, repin=True)) == JobAnswer(host)
@@ -392,7 +390,7 @@ def test_who_takes_turns_is_neither_paused_nor_given_other_cores(drive: Turns) -
     assert paused.reason == "LEVEL_UNAVAILABLE"
 
 
-def test_who_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: Turns) -> None:
+def test_a_job_that_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: Turns) -> None:
     host, guest = drive.share()
     number = next(iter(drive.state.sets))
     drive.stand("n1", ObservedRows(number, 1, 1, 1, unable=(drive.job(guest).epoch,)))
@@ -411,7 +409,7 @@ def ends_by(drive: Turns, number: int, kind: OutcomeKind) -> None:
     drive.seen_without("n1", number)
 
 
-def test_who_was_killed_because_it_did_not_leave_its_turn_takes_none_any_more(drive: Turns) -> None:
+def test_a_job_killed_for_outstaying_its_slice_is_not_time_sliced_any_more(drive: Turns) -> None:
     host, guest = drive.share()
     ends_by(drive, guest, OutcomeKind.ESCALATED)
     assert drive.job(guest).state is JobState.PENDING
@@ -457,7 +455,7 @@ def test_a_node_set_whose_leader_is_lost_is_led_by_another_with_a_higher_epoch()
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6, max_size=6),
 )
-def test_charges_sum_to_the_largest_row_and_nobody_is_charged_more_than_it_needs(
+def test_charges_sum_to_the_largest_slice_and_no_gang_is_charged_more_than_it_needs(
     rows: list[list[int]], needs: list[tuple[int, int]]
 ) -> None:
     named = dict(enumerate(needs))
@@ -488,7 +486,7 @@ def test_a_node_may_be_removed_where_gangs_over_it_and_others_took_turns() -> No
     assert [drive.job(number).state for number in (host, guest)] == [JobState.PENDING] * 2
 
 
-def test_nobody_begins_anew_in_turns_where_its_earlier_gang_may_be_on_its_devices_yet() -> None:
+def test_no_job_starts_in_a_group_where_its_earlier_gang_may_be_on_its_devices_yet() -> None:
     """The node was lost, and has not said since that it is gone."""
     drive = Turns()
     jobs = drive.share(4)

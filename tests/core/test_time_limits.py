@@ -1,4 +1,4 @@
-"""A job that was given a time gives its devices back when that is up, whatever it does with it."""
+"""A job with a time limit gives its devices back when that is over, whatever it does with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Limited(Drive):
         return self.job(self.number).ending is JobState.FAILED
 
 
-def test_who_hangs_before_the_first_step_is_stopped_when_the_time_is_up() -> None:
+def test_a_job_that_hangs_before_the_first_step_is_stopped_at_its_time_limit() -> None:
     drive = Limited()
     drive.observe("n1", drive.launched())
     began = drive.now

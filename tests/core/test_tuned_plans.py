@@ -1,4 +1,4 @@
-"""Plans that tune: gangs with other cores and memory than their jobs ask for, and never less memory than they need."""
+"""Plans that tune gangs: other cores and memory than requested, but never less memory than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: who loses one, who keeps it, and when a job is asked again."""
+"""Placement leases: which jobs get, keep and lose one, and when a job gets another."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_job_whose_scheduler_passed_on_an_older_view_is_asked_again_at_once_an
     assert number not in drive.state.turn_of
 
 
-def test_turns_that_went_to_nobody_are_given_anew_to_the_first_host() -> None:
+def test_leases_that_no_host_received_begin_anew_for_the_first_host() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     unheard = drive.state.turns[drive.state.turn_of[number]]
@@ -90,7 +90,7 @@ def test_in_a_strict_queue_several_are_asked_at_once_only_where_there_is_room_fo
     assert [turn.number for turn in drive.state.turns.values()] == [third]
 
 
-def test_in_a_strict_queue_nobody_is_asked_before_who_was_refused_has_asked_again() -> None:
+def test_a_strict_queue_gives_no_lease_before_the_refused_job_has_requested_again() -> None:
     drive = Drive(12)
     large = [drive.submit(job_of(3)) for _ in range(12)]
     for number in large:
@@ -156,7 +156,7 @@ def with_own_scheduler(drive: Drive, gpus: int) -> int:
     return number
 
 
-def test_a_scheduler_that_passes_though_there_is_a_place_holds_up_nobody() -> None:
+def test_a_scheduler_that_passes_although_there_is_a_place_blocks_no_other_job() -> None:
     drive = Drive(1)
     first = with_own_scheduler(drive, 1)
     passes(drive, first)
@@ -192,7 +192,7 @@ def test_a_scheduler_of_ones_own_that_truly_finds_no_place_is_kept_one() -> None
     assert answer.refusals[0].reason is Reason.PROTECTED
 
 
-def test_who_waits_for_its_wish_holds_up_nobody_until_its_patience_ends() -> None:
+def test_a_job_that_waits_for_its_locality_wish_blocks_no_other_job_until_its_patience_ends() -> None:
     drive = Drive(1)
     # Three devices never lie at one socket.
     picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
@@ -279,7 +279,7 @@ def test_a_lease_that_its_holder_knew_of_and_did_not_use_is_taken_back() -> None
     assert drive.state.turn_of[number] != turn.turn
 
 
-def test_who_goes_first_is_asked_once_its_devices_are_free_though_some_behind_ask_for_them() -> None:
+def test_the_first_job_gets_a_lease_once_its_devices_are_free_although_jobs_behind_request_them() -> None:
     drive = Drive(2, CoreSettings(policy="backfill"))
     running = [drive.submit(job_of(4)), drive.submit(job_of(4))]
     for number in running:
@@ -343,7 +343,7 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
         assert len(numbers) <= 2 * ASIDE + 1
         assert numbers == sorted(numbers)
         assert numbers[:ASIDE] == alice[:ASIDE], "the first ones always"
-        assert numbers[-1] == bob, "they are in nobody's way"
+        assert numbers[-1] == bob, "they do not count towards the window"
         looked_at.update(numbers)
     assert looked_at == {*alice, bob}
     wake = placement_leases.next_time(drive.state, drive.now)

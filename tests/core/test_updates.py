@@ -1,4 +1,4 @@
-"""What may be changed of a job once it is submitted, when, and what follows from it at once."""
+"""Updates of submitted jobs: what may change, when, and what follows at once."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_priority_time_and_name_can_be_changed_until_the_end_all_else_until_the_
         ({"priority": -3, "display_name": "c"}, "name none -> c, priority 0 -> -3"),
     ],
 )
-def test_the_history_says_who_changed_what(change: dict[str, Any], told: str) -> None:
+def test_the_history_names_the_user_and_what_changed(change: dict[str, Any], told: str) -> None:
     drive = Drive()
     assert update(drive, waiting(drive), **change) == ""
     entry = drive.told[-1]
@@ -246,7 +246,7 @@ def test_what_was_asked_for_before_is_neither_granted_nor_refused_any_more() -> 
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from((*ALWAYS, *WISHES)), st.integers(-2, 2))))
-def test_whoever_is_changed_in_whatever_order_the_queue_holds_together(
+def test_the_queue_stays_consistent_under_updates_of_any_jobs_in_any_order(
     changes: list[tuple[int, dict[str, Any], int]],
 ) -> None:
     drive = Drive(1)
@@ -305,7 +305,7 @@ def test_a_limit_below_what_it_has_run_ends_it_as_one_that_it_comes_to() -> None
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_limit_is_given_to_who_had_none_and_taken_away(is_given: bool) -> None:
+def test_a_time_limit_is_given_to_a_job_without_one_and_taken_away(is_given: bool) -> None:
     drive = Drive(settings=UNWATCHED)
     number = running(drive) if is_given else limited(drive)
     assert update(drive, number, time_limit_seconds=100.0 if is_given else 0.0) == ""
@@ -314,7 +314,7 @@ def test_a_limit_is_given_to_who_had_none_and_taken_away(is_given: bool) -> None
     assert (drive.job(number).ending is JobState.FAILED) == is_given
 
 
-def test_who_takes_turns_keeps_the_priority_and_has_no_limit() -> None:
+def test_a_time_sliced_job_keeps_its_priority_and_gets_no_time_limit() -> None:
     drive = Turns()
     host, guest = drive.share()
     for number in (host, guest):
@@ -398,7 +398,7 @@ def array(drive: Drive, size: int = 3, at_once: int = 0) -> list[JobRecord]:
     return [drive.job(number) for number in range(2, 2 + size)]
 
 
-def test_of_an_array_every_member_that_has_not_ended_is_updated_and_who_cannot_be_is_named() -> None:
+def test_an_array_update_changes_every_unfinished_member_and_names_those_that_cannot_change() -> None:
     drive = Drive()
     first, second, third = (job.number for job in array(drive))
     drive.step(CancelJob(first))

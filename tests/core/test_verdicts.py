@@ -1,4 +1,4 @@
-"""Verdicts: no double allocation, all or nothing, those who go first are kept their place, and why."""
+"""Verdicts: no double allocation, all or nothing, places kept for jobs ahead, and the reasons of a refusal."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_reserved_pieces_are_kept_from_those_behind_and_free_for_those_ahead() -
     assert isinstance(approve(view, gang(1), elsewhere, protected=protected), CandidateApproval)
 
 
-def test_strict_queue_lets_nobody_pass_its_first() -> None:
+def test_strict_queue_lets_no_job_pass_its_first() -> None:
     view = cluster(2)
     strict = Protected(everything=("jobs/1", 1))
     wanted = candidates(view, gang(1)).candidates
@@ -253,7 +253,7 @@ def test_blockers_are_ordered_true_ones_first() -> None:
     assert [one.reason for one in order(given_order)] == [Reason.QUOTA, Reason.GPUS, Reason.STALE_REVISION]
 
 
-def test_explanation_names_whom_a_job_waits_for_and_nothing_when_it_could_start() -> None:
+def test_explanation_names_the_job_that_is_waited_for_and_nothing_when_it_could_start() -> None:
     view = cluster(1)
     protected = protect(view, reserve(view, [ReservationRequest("jobs/1", 1, gang(4))]))
     (refusal,) = placement_blockers(view, gang(1), waited=0, protected=protected, rank=2, job="jobs/2")

@@ -1,4 +1,4 @@
-"""The queue in runs is the sorted list it stands for."""
+"""The queue, kept in sorted runs, equals one sorted list."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
     assert why(drive, picky) == [Reason.GPUS]
 
 
-def test_of_a_job_on_a_node_that_is_silent_it_is_said_that_nobody_knows_and_when_it_goes_on() -> None:
+def test_the_explanation_of_a_job_on_a_silent_node_says_that_its_state_is_unknown_and_when_it_goes_on() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
     drive.start(number)

@@ -1,4 +1,4 @@
-"""A state with elastic jobs that say that they can be resized, and daemons that report both of their worlds."""
+"""A state with resizable elastic jobs, and simulated daemons that report both of their worlds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class World(Drive):
     def reported(self, gang: Gang, node: str) -> ObservedGang | None:
         piece = gang.piece(node)
         if piece is not None and piece.phase is ObservedPhase.NONE and not piece.gone:
-            # Two worlds of a job are on one node: whoever hears of the one has heard of the other.
+            # Two worlds of a job are on one node: its daemon reports both.
             return self.report(gang, ObservedPhase.STARTING)
         return super().reported(gang, node)
 
