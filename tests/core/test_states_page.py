@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_master.core.lifecycle import TABLE, Seen
+from ganger_master.core.lifecycle import TABLE, GangObservation
 from ganger_master.core.model import GangIntent, GangPhase, JobState
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "states.md"
@@ -17,7 +17,8 @@ def rendered() -> str:
         "|---" * (len(GangIntent) + 1) + "|",
     ]
     lines += [
-        f"| {seen.value} | " + " | ".join(TABLE[intent, seen].value for intent in GangIntent) + " |" for seen in Seen
+        f"| {seen.value} | " + " | ".join(TABLE[intent, seen].value for intent in GangIntent) + " |"
+        for seen in GangObservation
     ]
     return "\n".join(lines)
 
@@ -27,7 +28,7 @@ def test_the_page_shows_the_table_of_the_code() -> None:
 
 
 def test_every_pair_of_intent_and_sight_has_an_entry() -> None:
-    assert set(TABLE) == {(intent, seen) for intent in GangIntent for seen in Seen}
+    assert set(TABLE) == {(intent, seen) for intent in GangIntent for seen in GangObservation}
 
 
 @pytest.mark.parametrize("word", [*JobState, *GangPhase])

@@ -72,7 +72,7 @@ class ArrayAnswer(Struct, frozen=True, gc=False):
 
 
 class UpdateAnswer(Struct, frozen=True, gc=False):
-    """Of an array: so many members are as asked for, and why the others are not, by job."""
+    """The answer to an array update: how many members are as requested, and why the others are not, by job."""
 
     number: int
     updated: int

@@ -272,7 +272,7 @@ def _change_judged(state: State, event: events.ChangeJudged) -> None:
 
 def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
-    # The wake-up that was asked for has come: the next one is to be said again, even if it is the same instant.
+    # The requested wake-up has come: the next one is requested anew, even if it is the same instant.
     state.wake_at = None
     if state.counters.restoring is not None:
         _settle_if_complete(state, now, event.cause)

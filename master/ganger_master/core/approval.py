@@ -196,7 +196,7 @@ def judge_change(
     return refusals
 
 
-def asked_memory(state: State, job: JobRecord, claim: Claim) -> int:
+def requested_memory(state: State, job: JobRecord, claim: Claim) -> int:
     """Bytes that the job asks for, or has a right to, for the tasks of a claim on its node; 0 for a node that left."""
     slot = state.view.slots.get(claim.node)
     if slot is None:
@@ -264,7 +264,7 @@ def is_beyond_quota(state: State, job: JobRecord) -> bool:
 def _holders(state: State, job: JobRecord) -> str:
     """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
     shares = state.shares
-    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _TOLD, job.number)]
+    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _HOLDERS_SHOWN, job.number)]
     more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
     return ", ".join([*told, f"{more} more jobs"] if more else told)
 
@@ -328,7 +328,7 @@ def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | 
 
 
 def can_become(node: Node, user: str) -> bool:
-    """A daemon that cannot switch users runs everything as its own; one that names no user says nothing about it."""
+    """Return whether a node runs jobs of this user: a daemon that cannot switch users runs all as its own."""
     own = node.capabilities.get("user", "")
     return node.capabilities.get("switch_user", "yes") != "no" or not user or not own or own == user
 
@@ -452,7 +452,7 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
 
 _KEPT_SECONDS = 0.5
 # Most jobs that a refusal by quota names.
-_TOLD: Final = 3
+_HOLDERS_SHOWN: Final = 3
 
 
 def first_blocked(state: State) -> list[JobRecord]:

@@ -36,7 +36,7 @@ _PLACES_LIMIT: Final = 1_000
 _BYTES_LIMIT: Final = 16 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 # What is wrong with a member is wrong with most of them.
-_TOLD: Final = 3
+_SHOWN: Final = 3
 
 
 def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
@@ -149,7 +149,7 @@ def follow(state: State, now: float) -> None:
 
 
 def learn(state: State, job: JobRecord, progress: JobProgress, now: float) -> None:
-    """What a part that has ended said last counts too: its end may have come before the next report."""
+    """Apply the last report of a part that has ended: its end may have come before the next report."""
     rule = rule_of(job)
     report = None if rule is None else report_of(rule, progress.step, progress.loss, progress.metrics)
     if rule is not None and report is not None and has_climbed(rule, job, report[1]):
@@ -275,7 +275,7 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
                 found.append((f"{path}.parameters.{name[:40]}", f"at most {_VALUE_LIMIT} bytes, no NUL"))
             else:
                 named.add(name)
-        if len(found) >= _TOLD:
+        if len(found) >= _SHOWN:
             break
     return found
 
@@ -325,7 +325,7 @@ def report_of(
 ) -> tuple[float | None, float] | None:
     """The value of the rule's metric and the amount of its resource at which it was reported; None before that.
 
-    Without a report of that name `loss` is what the steps themselves tell of."""
+    Without a report of that name, `loss` is the one that the steps report."""
     named = {metric.name: metric for metric in metrics}
     value, at = named.get(rule.metric), named.get(rule.resource)
     if value is None:
@@ -335,7 +335,7 @@ def report_of(
         value = JobMetric(LOSS, loss, step)
     if rule.resource == STEP and at is None:
         return value.value, float(value.step)
-    # Of two that were reported together, or the newer one says nothing of the older.
+    # Both must be of one report: a newer value has no amount yet.
     if at is None or at.value is None or at.step < value.step:
         return None
     return value.value, at.value

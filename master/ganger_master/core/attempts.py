@@ -32,7 +32,7 @@ from ganger_master.core.state import State
 _ROUNDS_LIMIT = 64
 # Jobs that the history names as having made room.
 _NAMED = 10
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for in every review.
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are compared in every review.
 _FORGET, _WAIT, _STEPPED, _REST = Act.FORGET, Act.WAIT, Act.STEPPED, Act.REST
 _LEAVING, _SOURCE = GangRole.LEAVING, GangRole.SOURCE
 
@@ -183,7 +183,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
 
 
 def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, cause: str) -> bool:
-    """Carries out what the table says of one gang; False when nothing changed."""
+    """Carry out the act that the table gives for one gang; return False when nothing changed."""
     if gang.role is _SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
         if act in (Act.FAIL, Act.SUCCEED):
@@ -198,7 +198,7 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
         case Act.HAND_OVER:
             return moves.let_hand_over(state, job, now)
         case Act.COMMIT:
-            # The source may not have been told yet, as long as its destination was not seen on its way.
+            # The source may have no order yet, if the destination was never reported as PREPARED.
             return moves.commit(state, job, now, cause) or moves.let_hand_over(state, job, now)
         case Act.ABORT:
             moves.abort(state, retry.note_failed_launch(state, job, gang), gang, now, cause)

@@ -138,7 +138,7 @@ class RequestGang(Struct, frozen=True, gc=False):
     mode: str = "EXCLUSIVE"
     blockers: tuple[Refusal, ...] = ()
     scheduler: str = ""
-    # Of the view it was computed from; zero when not said.
+    # Of the view it was computed from; zero: not given.
     view_version: int = 0
 
 
@@ -189,7 +189,7 @@ PROMISES_LIMIT: Final = 1_000
 
 
 class ProposePlan(Struct, frozen=True, gc=False):
-    """Without a `line`, or `promises`, those told before stand."""
+    """A plan of the planner. Without a `line`, or `promises`, those of the last plan stand."""
 
     changes: tuple[Change, ...]
     reason: str = ""
@@ -263,7 +263,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     checkpoint: Checkpoint | None = None
     peak_device_bytes: int = 0
     capabilities: Capabilities = _NOTHING_KNOWN
-    # No rank has said what it can: `capabilities` are those of an opaque job.
+    # No rank has reported its capabilities: they are those of an opaque job.
     presumed: bool = False
     arena_bytes: int = 0
     threads: int = 0
@@ -308,7 +308,7 @@ class ObservedRows(Struct, frozen=True, gc=False):
 
 
 class Observe(Struct, frozen=True, gc=False):
-    """The complete observed set of a node. Sent for every call that says `changed`; others are `NodeAnswered`."""
+    """The complete observed set of a node. Sent for every call with `changed`; others are `NodeAnswered`."""
 
     node: str
     session: str

@@ -39,7 +39,7 @@ def decide(state: State, command: Command, now: float) -> Decision:
     return _DECIDERS[type(command)](state, command, now)
 
 
-def _as_told(
+def _from_events(
     told: Callable[[State, Any, float], tuple[tuple[Event, ...], Answer]],
 ) -> Callable[[State, Any, float], Decision]:
     """Of what is decided elsewhere."""
@@ -352,14 +352,14 @@ def _user(user: str) -> str:
 
 
 _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
-    commands.RequestGang: _as_told(request_gang),
-    commands.ReleaseGang: _as_told(release_gang),
-    commands.ProposePlan: _as_told(propose_plan),
-    commands.SubmitArray: _as_told(arrays.submit),
-    commands.CancelArray: _as_told(arrays.cancel),
-    commands.RecordMetric: _as_told(arrays.record),
-    commands.UpdateJob: _as_told(job_updates.update),
-    commands.UpdateArray: _as_told(job_updates.update_array),
+    commands.RequestGang: _from_events(request_gang),
+    commands.ReleaseGang: _from_events(release_gang),
+    commands.ProposePlan: _from_events(propose_plan),
+    commands.SubmitArray: _from_events(arrays.submit),
+    commands.CancelArray: _from_events(arrays.cancel),
+    commands.RecordMetric: _from_events(arrays.record),
+    commands.UpdateJob: _from_events(job_updates.update),
+    commands.UpdateArray: _from_events(job_updates.update_array),
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
     commands.SuspendJob: _suspend,
@@ -375,11 +375,11 @@ _DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.UncordonNode: _mark,
     commands.DeclareLost: _declare_lost,
     commands.RemoveNode: _remove_node,
-    commands.OpenStore: _as_told(rollback.decide_open),
+    commands.OpenStore: _from_events(rollback.decide_open),
     commands.NoteEnds: _note_ends,
-    commands.GoOn: _as_told(rollback.decide_go_on),
-    commands.EndQuarantined: _as_told(quarantine.decide_end),
-    commands.AdoptQuarantined: _as_told(quarantine.decide_adopt),
+    commands.GoOn: _from_events(rollback.decide_go_on),
+    commands.EndQuarantined: _from_events(quarantine.decide_end),
+    commands.AdoptQuarantined: _from_events(quarantine.decide_adopt),
     commands.ClaimTurns: _claim_turns,
     commands.Tick: _tick,
 }

@@ -80,7 +80,7 @@ class DesiredGang(Struct, frozen=True, gc=False):
     kept_checkpoints: tuple[str, ...] = ()
     # How many times the job was started, this time included.
     attempt: int = 1
-    # The daemon has not yet launched this epoch, as far as it has said. No change of what is wanted.
+    # The daemon has not reported that it launched this epoch. Not a change of the desired state.
     needs_spec: bool = True
 
 

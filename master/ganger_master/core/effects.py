@@ -41,7 +41,7 @@ class Effects(Struct, frozen=True, gc=False):
     rows: tuple[str, ...] = ()
     # Turns that were given: send them (`state.turns`) to the stream of their scheduler.
     turns: tuple[int, ...] = ()
-    # Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one. None: as said before.
+    # Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one. None: unchanged.
     wake_at: float | None = None
 
 

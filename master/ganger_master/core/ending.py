@@ -38,7 +38,7 @@ def forget(state: State, now: float) -> None:
         _forget_job(state, number, now)
     while state.former:
         oldest = next(iter(state.former.values()))
-        if _must_be_known(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
+        if _is_remembered(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
             return
         state.forget_request(oldest.user, oldest.request_id)
 
@@ -77,11 +77,11 @@ def _forget_job(state: State, number: int, now: float) -> None:
     # After its day an id may be another's.
     has_id = state.requests.get((job.user, job.request_id)) == number
     state.forget_job(number)
-    if has_id and _must_be_known(state, job.create_time, now):
+    if has_id and _is_remembered(state, job.create_time, now):
         state.put_request(Request(number, job.request_id, job.create_time, job.user))
 
 
-def _must_be_known(state: State, submitted: float, now: float) -> bool:
+def _is_remembered(state: State, submitted: float, now: float) -> bool:
     return now - submitted <= state.settings.request_kept_seconds
 
 

@@ -64,7 +64,7 @@ class JobCancelled(Struct, frozen=True, gc=False):
 
 
 class JobUpdated(Struct, frozen=True, gc=False):
-    """`spec`: as it is from now on; `update`: what was asked for, under this id."""
+    """A job gets a new spec. `update`: the update that was requested, under this id."""
 
     time: float
     cause: str
@@ -280,7 +280,7 @@ class JobsRanked(Struct, frozen=True, gc=False):
 
 
 class PlacesPromised(Struct, frozen=True, gc=False):
-    """The planner said which places it keeps. Volatile: it says so again."""
+    """The planner reserved places. Volatile: it repeats them."""
 
     time: float
     cause: str
@@ -296,8 +296,8 @@ class ChangeJudged(Struct, frozen=True, gc=False):
 
 
 class TimePassed(Struct, frozen=True, gc=False):
-    """`set_by`: so much of it did not, for the clock was set, forward or back. `told`: the newest turn that its holder
-    knows of; None: all are known."""
+    """`set_by`: so much of it did not, for the clock was set, forward or back. `told`: the newest lease that was
+    sent; None: all were."""
 
     time: float
     cause: str = "clock"

@@ -26,7 +26,7 @@ from ganger_master.core.retry import is_backing_off
 from ganger_master.core.state import State
 from ganger_master.policies import Places
 
-# Candidates asked about before a job counts as kept out: the way may be free elsewhere.
+# Candidates that are checked before a job counts as kept out: another place may be free.
 _CANDIDATES = 16
 _NEVER = 1e12
 
@@ -129,7 +129,7 @@ class Explanation(Struct, frozen=True, gc=False):
 
 
 def explain(state: State, number: int, now: float) -> Explanation:
-    """KeyError for an unknown job. No decision is different for it having been asked."""
+    """Return why a job waits or is suspended, without changing any decision. Raises KeyError for an unknown job."""
     kept, blocked = state.kept, state.blocked
     try:
         return _explain(state, state.jobs[number], now)
@@ -258,7 +258,7 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
 
 
 def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
-    """Judged afresh, as a request of the job would be now; what its scheduler said when it passed comes last."""
+    """Judge the job as a request of it would be now; its scheduler's own blockers come last."""
     quota = approval.rules(state, job)
     forbidden = approval.forbidden_nodes(state, job)
     own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.resuming else ()
@@ -292,8 +292,8 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
     if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
         return refusal
     closed = [refusal.node] if refusal.node else [name for name in sorted(state.nodes) if not _is_open(state, name)]
-    told = [_condition(state.nodes[name]) for name in closed[:_NODES_TOLD] if name in state.nodes]
-    more = [f"{len(closed) - _NODES_TOLD} more"] if len(closed) > _NODES_TOLD else []
+    told = [_condition(state.nodes[name]) for name in closed[:_NODES_SHOWN] if name in state.nodes]
+    more = [f"{len(closed) - _NODES_SHOWN} more"] if len(closed) > _NODES_SHOWN else []
     return replace(refusal, node="", detail="; ".join([*told, *more]))
 
 
@@ -339,7 +339,7 @@ def _once_lost(job: JobRecord) -> str:
     return "goes on elsewhere"
 
 
-_NODES_TOLD = 3
+_NODES_SHOWN = 3
 
 
 def _is_open(state: State, name: str) -> bool:
@@ -410,8 +410,8 @@ def _on_the_way(state: State, job: JobRecord) -> str:
     else:
         return ""
     names = [f"nodes/{piece.claim.node}" for piece in pieces]
-    more = f" and {len(names) - _NODES_TOLD} more" if len(names) > _NODES_TOLD else ""
-    return f"it was ordered to {what}; {', '.join(names[:_NODES_TOLD])}{more} {waits}" if names else ""
+    more = f" and {len(names) - _NODES_SHOWN} more" if len(names) > _NODES_SHOWN else ""
+    return f"it was ordered to {what}; {', '.join(names[:_NODES_SHOWN])}{more} {waits}" if names else ""
 
 
 def _at_rest(state: State, job: JobRecord) -> str:

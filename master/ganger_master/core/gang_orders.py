@@ -66,7 +66,7 @@ def run(gang: Gang, now: float) -> Gang:
             rested_level=SuspendLevel.NONE,
             phase=phase,
             parked_by_plan=False,
-            # A report from before the order says nothing about the steps after it.
+            # A report from before the order does not cover the steps after it.
             pieces=tuple(_not_parked(piece) for piece in gang.pieces),
             since=now,
         )
@@ -186,7 +186,7 @@ def _has_given_up(piece: Piece) -> bool:
 
 
 def begin_anew(gang: Gang) -> Gang:
-    """What it was told on the nodes since its last order counts no more."""
+    """Give a gang a new order that voids orders given on its nodes since the last one."""
     return _order(gang)
 
 

@@ -38,7 +38,7 @@ def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple
     job = find_job(state, command.number)
     if isinstance(job, Refused):
         return (), job
-    spec = _decided(state, job, command.update, command.request_id)
+    spec = _updated_spec(state, job, command.update, command.request_id)
     if isinstance(spec, Refused):
         return (), spec
     if spec == job.spec:
@@ -56,14 +56,14 @@ def update_array(state: State, command: commands.UpdateArray, now: float) -> tup
     members = members_of(state.jobs, command.number)
     if not members:
         return (), no_array(command.number)
-    asked = [job for job in members if _may_change(state, job, command.request_id)]
-    if not asked:
+    wanted = [job for job in members if _may_change(state, job, command.request_id)]
+    if not wanted:
         name = f"arrays/{command.number}"
         return (), Refused("JOB_FINISHED", f"every member of {name} has ended", {"array": name})
     specs: list[tuple[int, JobSpec]] = []
     refused: list[tuple[int, Refused]] = []
-    for job in asked:
-        spec = _decided(state, job, command.update, command.request_id)
+    for job in wanted:
+        spec = _updated_spec(state, job, command.update, command.request_id)
         if isinstance(spec, JobSpec):
             specs.append((job.number, spec))
         elif spec.reason == _NOT_NOW:
@@ -84,18 +84,20 @@ def update_array(state: State, command: commands.UpdateArray, now: float) -> tup
 # -- what happens ------------------------------------------------------------------------------------------------------
 
 
-def carry_out(state: State, number: int, spec: JobSpec, asked: Update, request_id: str, now: float, cause: str) -> None:
+def carry_out(
+    state: State, number: int, spec: JobSpec, wanted: Update, request_id: str, now: float, cause: str
+) -> None:
     job = state.jobs[number]
     old = job.spec
-    updates = (*job.updates, Updated(request_id, asked))[-_KEPT:] if request_id else job.updates
+    updates = (*job.updates, Updated(request_id, wanted))[-_KEPT:] if request_id else job.updates
     submitted = job.submitted or Submitted(**{name: getattr(old, name) for name in Submitted.__struct_fields__})
     state.put_job(replace(job, spec=spec, revision=job.revision + 1, submitted=submitted, updates=updates))
-    state.history(now, job, "job_updated", cause, _told(old, spec))
+    state.history(now, job, "job_updated", cause, _change_text(old, spec))
 
 
 def carry_out_array(state: State, event: events.ArrayUpdated) -> None:
     number, spec = event.specs[0]
-    told = _told(state.jobs[number].spec, spec)
+    told = _change_text(state.jobs[number].spec, spec)
     for number, spec in event.specs:
         carry_out(state, number, spec, event.update, event.request_id, event.time, event.cause)
     state.history(event.time, f"arrays/{event.number}", "array_updated", event.cause, told, members=len(event.specs))
@@ -118,7 +120,7 @@ def _otherwise(old: JobSpec, new: JobSpec) -> list[_Aspect]:
     return [aspect for aspect in _ASPECTS if aspect.of(old) != aspect.of(new)]
 
 
-def _told(old: JobSpec, new: JobSpec) -> str:
+def _change_text(old: JobSpec, new: JobSpec) -> str:
     """ "priority 0 -> 5, time limit none -> 2h"."""
     found = _otherwise(old, new)
     return ", ".join([f"{one.name} {one.text(one.of(old))} -> {one.text(one.of(new))}" for one in found])
@@ -161,27 +163,27 @@ _NOT_NOW: Final = "UPDATE_REFUSED"
 
 def _may_change(state: State, job: JobRecord, request_id: str) -> bool:
     """Whether it has not ended, or was updated so before it did."""
-    return not isinstance(unfinished(state, job.number), Refused) or _known(job, request_id) is not None
+    return not isinstance(unfinished(state, job.number), Refused) or _earlier_update(job, request_id) is not None
 
 
-def _known(job: JobRecord, request_id: str) -> Updated | None:
+def _earlier_update(job: JobRecord, request_id: str) -> Updated | None:
     return next((one for one in job.updates if request_id and one.request_id == request_id), None)
 
 
-def _decided(state: State, job: JobRecord, asked: Update, request_id: str) -> JobSpec | Refused:
+def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str) -> JobSpec | Refused:
     """The spec it is to have."""
-    known = _known(job, request_id)
+    known = _earlier_update(job, request_id)
     if known is not None:
-        if known.update == asked:
+        if known.update == wanted:
             return job.spec
         text = f"request id {request_id} was used for {job.name} with another update; use a new one"
         return Refused("REQUEST_REUSED", text, {"job": job.name})
     alive = unfinished(state, job.number)
     if isinstance(alive, Refused):
         return alive
-    spec = _changed(job.spec, asked)
+    spec = _changed(job.spec, wanted)
     violations = (
-        *_wrong_update(job.spec, asked),
+        *_wrong_update(job.spec, wanted),
         *[(_path(path), what) for path, what in wrong_wishes(spec)],
     )
     if violations:
@@ -189,26 +191,26 @@ def _decided(state: State, job: JobRecord, asked: Update, request_id: str) -> Jo
     return _refused_now(state, job, spec) or spec
 
 
-def _changed(spec: JobSpec, asked: Update) -> JobSpec:
-    plain = {name: getattr(asked, name) for name in ("display_name", "priority", "device_type", "locality")}
+def _changed(spec: JobSpec, wanted: Update) -> JobSpec:
+    plain = {name: getattr(wanted, name) for name in ("display_name", "priority", "device_type", "locality")}
     spec = replace(spec, **{name: value for name, value in plain.items() if value is not None})
-    if asked.time_limit_seconds is not None:
-        spec = replace(spec, time_limit_seconds=asked.time_limit_seconds or None)
+    if wanted.time_limit_seconds is not None:
+        spec = replace(spec, time_limit_seconds=wanted.time_limit_seconds or None)
     shape = spec.roles[0].shape
-    if asked.memory_bytes is not None:
-        shape = replace(shape, memory_bytes=asked.memory_bytes)
-    if asked.millicores_per_gpu is not None:
-        shape = replace(shape, millicores=asked.millicores_per_gpu * shape.gpus)
+    if wanted.memory_bytes is not None:
+        shape = replace(shape, memory_bytes=wanted.memory_bytes)
+    if wanted.millicores_per_gpu is not None:
+        shape = replace(shape, millicores=wanted.millicores_per_gpu * shape.gpus)
     return replace(spec, roles=(replace(spec.roles[0], shape=shape), *spec.roles[1:]))
 
 
-def _wrong_update(spec: JobSpec, asked: Update) -> Iterator[tuple[str, str]]:
-    if asked == Update():
+def _wrong_update(spec: JobSpec, wanted: Update) -> Iterator[tuple[str, str]]:
+    if wanted == Update():
         yield "update", "must say what to change"
     for name in ("memory_bytes", "millicores_per_gpu"):
-        if getattr(asked, name) is not None and len(spec.roles) > 1:
+        if getattr(wanted, name) is not None and len(spec.roles) > 1:
             yield f"update.{name}", "each role of the job has its own: cancel it and submit it again"
-    if asked.millicores_per_gpu is not None and not spec.roles[0].shape.gpus:
+    if wanted.millicores_per_gpu is not None and not spec.roles[0].shape.gpus:
         yield "update.millicores_per_gpu", "the job has no GPUs"
 
 
@@ -221,7 +223,7 @@ def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
     otherwise = _otherwise(job.spec, spec)
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
     if not lasting:
-        return _refused_in_turns(state, job, {aspect.name for aspect in otherwise})
+        return _refused_time_sliced(state, job, {aspect.name for aspect in otherwise})
     if job.start_time or job.checkpoint is not None or state.gangs_of.get(job.number):
         text = (
             f"{job.name} has started: its priority, time limit and name can be changed, "
@@ -260,7 +262,7 @@ def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float,
     )
 
 
-def _refused_in_turns(state: State, job: JobRecord, names: set[str]) -> Refused | None:
+def _refused_time_sliced(state: State, job: JobRecord, names: set[str]) -> Refused | None:
     if not (job.epoch in state.set_of or job.next_epoch in state.set_of) or not names & {"priority", "time limit"}:
         return None
     text = (

@@ -1,6 +1,6 @@
-"""Desired × observed: what the parts of a gang, seen together, mean for what is wanted of it.
+"""Desired × observed: the act that follows from a gang's intent and from the reports of all its parts.
 
-One table, no state of its own. `docs/reference/states.md` shows it; a test keeps the two alike.
+One table without state of its own. `docs/reference/states.md` shows it; a test keeps the two alike.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final
 from ganger_master.core.model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece, SuspendLevel
 
 
-class Seen(StrEnum):
-    """All parts of a gang seen together."""
+class GangObservation(StrEnum):
+    """What the reports of all parts of a gang amount to."""
 
-    # Some part is on its way, or not heard of yet.
+    # Some part is starting or stopping, or has not been reported yet.
     BUSY = "BUSY"
     # Every part has its ranks waiting for RUN.
     PREPARED = "PREPARED"
@@ -23,11 +23,11 @@ class Seen(StrEnum):
     READY = "READY"
     # Every part has stepped since the last start or resume.
     RUNNING = "RUNNING"
-    # Every part rests at the same step, for the present stop, at the wanted level.
+    # Every part is parked at the same step, for the present stop, at the desired level.
     PARKED = "PARKED"
-    # A part rests, but not at the level wanted, and says why that cannot be had.
+    # A part is parked, but not at the desired level, and reports why that is not available.
     REFUSED = "REFUSED"
-    # A part of a move says that it cannot go on.
+    # A part of a move reports that it cannot continue.
     TROUBLED = "TROUBLED"
     # Every part ended well.
     DONE = "DONE"
@@ -40,7 +40,7 @@ class Seen(StrEnum):
 
 
 class Act(StrEnum):
-    """What follows."""
+    """What follows from an observation."""
 
     WAIT = "WAIT"
     # Runs: clocks start, a move's source may go.
@@ -51,9 +51,9 @@ class Act(StrEnum):
     COMMIT = "COMMIT"
     # The move is given up; the source goes on.
     ABORT = "ABORT"
-    # It rests where it was asked to: release what the level does not keep.
+    # It is parked as ordered: release what the level does not keep.
     REST = "REST"
-    # It rests where it rested before, or runs on.
+    # It stays parked at its old level, or runs on.
     STAY = "STAY"
     # The job has finished.
     SUCCEED = "SUCCEED"
@@ -64,37 +64,42 @@ class Act(StrEnum):
 
 
 _ANYWHERE: Final = {
-    Seen.BUSY: Act.WAIT,
-    Seen.PREPARED: Act.WAIT,
-    Seen.READY: Act.WAIT,
-    Seen.RUNNING: Act.WAIT,
-    Seen.PARKED: Act.WAIT,
-    Seen.REFUSED: Act.WAIT,
-    Seen.TROUBLED: Act.WAIT,
-    Seen.DONE: Act.SUCCEED,
-    Seen.YIELDED: Act.FAIL,
-    Seen.BROKEN: Act.FAIL,
-    Seen.GONE: Act.FAIL,
+    GangObservation.BUSY: Act.WAIT,
+    GangObservation.PREPARED: Act.WAIT,
+    GangObservation.READY: Act.WAIT,
+    GangObservation.RUNNING: Act.WAIT,
+    GangObservation.PARKED: Act.WAIT,
+    GangObservation.REFUSED: Act.WAIT,
+    GangObservation.TROUBLED: Act.WAIT,
+    GangObservation.DONE: Act.SUCCEED,
+    GangObservation.YIELDED: Act.FAIL,
+    GangObservation.BROKEN: Act.FAIL,
+    GangObservation.GONE: Act.FAIL,
 }
 
-_ROWS: Final[Mapping[GangIntent, Mapping[Seen, Act]]] = {
-    GangIntent.RUN: {**_ANYWHERE, Seen.RUNNING: Act.STEPPED},
+_ROWS: Final[Mapping[GangIntent, Mapping[GangObservation, Act]]] = {
+    GangIntent.RUN: {**_ANYWHERE, GangObservation.RUNNING: Act.STEPPED},
     GangIntent.PREPARE: {
         **_ANYWHERE,
-        Seen.PREPARED: Act.HAND_OVER,
-        Seen.READY: Act.COMMIT,
-        Seen.TROUBLED: Act.ABORT,
-        Seen.DONE: Act.ABORT,
-        Seen.YIELDED: Act.ABORT,
-        Seen.BROKEN: Act.ABORT,
-        Seen.GONE: Act.ABORT,
+        GangObservation.PREPARED: Act.HAND_OVER,
+        GangObservation.READY: Act.COMMIT,
+        GangObservation.TROUBLED: Act.ABORT,
+        GangObservation.DONE: Act.ABORT,
+        GangObservation.YIELDED: Act.ABORT,
+        GangObservation.BROKEN: Act.ABORT,
+        GangObservation.GONE: Act.ABORT,
     },
-    GangIntent.PARK: {**_ANYWHERE, Seen.PARKED: Act.REST, Seen.REFUSED: Act.STAY, Seen.YIELDED: Act.REST},
-    GangIntent.HAND_OVER: {**_ANYWHERE, Seen.PARKED: Act.COMMIT, Seen.TROUBLED: Act.ABORT},
-    GangIntent.STOP: {**dict.fromkeys(Seen, Act.WAIT), Seen.GONE: Act.FORGET},
+    GangIntent.PARK: {
+        **_ANYWHERE,
+        GangObservation.PARKED: Act.REST,
+        GangObservation.REFUSED: Act.STAY,
+        GangObservation.YIELDED: Act.REST,
+    },
+    GangIntent.HAND_OVER: {**_ANYWHERE, GangObservation.PARKED: Act.COMMIT, GangObservation.TROUBLED: Act.ABORT},
+    GangIntent.STOP: {**dict.fromkeys(GangObservation, Act.WAIT), GangObservation.GONE: Act.FORGET},
 }
 
-TABLE: Final[Mapping[tuple[GangIntent, Seen], Act]] = {
+TABLE: Final[Mapping[tuple[GangIntent, GangObservation], Act]] = {
     (intent, seen): act for intent, row in _ROWS.items() for seen, act in row.items()
 }
 
@@ -102,20 +107,20 @@ TABLE: Final[Mapping[tuple[GangIntent, Seen], Act]] = {
 # Of the commonest case: to look up a member of an enumeration takes Python 3.11 as long as a call.
 _RUN: Final = GangIntent.RUN
 _RUNNING: Final = ObservedPhase.RUNNING
-_NOT_SEEN: Final = ObservedPhase.NONE
+_NOT_REPORTED: Final = ObservedPhase.NONE
 _YIELDED: Final = OutcomeKind.YIELDED
 _WELL: Final = frozenset({OutcomeKind.DONE, _YIELDED})
 
 
-_ALL_RUN: Final = Seen.RUNNING
-_BUSY: Final = Seen.BUSY
+_ALL_RUN: Final = GangObservation.RUNNING
+_BUSY: Final = GangObservation.BUSY
 
 
 def act_of(gang: Gang) -> Act:
-    return TABLE[gang.intent, seen_of(gang)]
+    return TABLE[gang.intent, observation_of(gang)]
 
 
-def seen_of(gang: Gang) -> Seen:
+def observation_of(gang: Gang) -> GangObservation:
     """Return what the parts of a gang amount to together; a bad end of one part outweighs everything."""
     pieces = gang.pieces
     if gang.intent is _RUN:
@@ -125,56 +130,56 @@ def seen_of(gang: Gang) -> Seen:
         else:
             return _ALL_RUN
     for piece in pieces:
-        if piece.phase is not _NOT_SEEN or piece.gone or piece.trouble:
+        if piece.phase is not _NOT_REPORTED or piece.gone or piece.trouble:
             break
     else:
         # No report yet, as for every gang that was just approved.
         return _BUSY
-    return _seen_of_ended(gang) or _seen_of_present(gang)
+    return _of_ended_parts(gang) or _of_present_parts(gang)
 
 
-def _seen_of_ended(gang: Gang) -> Seen | None:
+def _of_ended_parts(gang: Gang) -> GangObservation | None:
     """Return what the parts that have ended decide for the whole gang; None if the others decide."""
     gone = [piece for piece in gang.pieces if piece.gone]
     if not gone:
         return None
     is_gone = len(gone) == len(gang.pieces)
     if is_gone and gang.intent is GangIntent.STOP:
-        return Seen.GONE
+        return GangObservation.GONE
     kinds = {piece.outcome.kind for piece in gone}
     if not kinds <= _WELL:
-        return Seen.BROKEN
+        return GangObservation.BROKEN
     if is_gone:
-        return Seen.YIELDED if _YIELDED in kinds else Seen.DONE
+        return GangObservation.YIELDED if _YIELDED in kinds else GangObservation.DONE
     return None
 
 
-def _seen_of_present(gang: Gang) -> Seen:
+def _of_present_parts(gang: Gang) -> GangObservation:
     """Return what the phases of the parts amount to, none of which has ended badly."""
     pieces = gang.pieces
     if gang.intent in (GangIntent.PREPARE, GangIntent.HAND_OVER) and any(_is_troubled(gang, piece) for piece in pieces):
-        return Seen.TROUBLED
+        return GangObservation.TROUBLED
     phases = {piece.phase for piece in pieces}
     if ObservedPhase.PARKED in phases:
         if all(_is_parked(gang, piece) for piece in pieces) and len({piece.stop_step for piece in pieces}) == 1:
-            return Seen.PARKED
+            return GangObservation.PARKED
         if gang.intent is GangIntent.PARK and any(is_refused(gang, piece) for piece in pieces):
-            return Seen.REFUSED
+            return GangObservation.REFUSED
     if phases == {_RUNNING}:
         return _ALL_RUN
     if phases == {ObservedPhase.READY}:
-        return Seen.READY
+        return GangObservation.READY
     if phases <= {ObservedPhase.READY, ObservedPhase.PREPARED}:
-        return Seen.PREPARED
+        return GangObservation.PREPARED
     return _BUSY
 
 
 def bad_outcome(gang: Gang) -> Outcome:
-    """How it broke: of several bad ends the one that says most, then the first by node."""
+    """Return how a gang broke: of several bad ends the likeliest cause, then the first by node."""
     bad = [piece for piece in gang.pieces if _ended_badly(piece)]
     if not bad:
         return Outcome(OutcomeKind.UNKNOWN, message="ended without a reason")
-    return min(bad, key=lambda piece: (_TELLING.index(piece.outcome.kind), piece.claim.node)).outcome
+    return min(bad, key=lambda piece: (_CAUSES_FIRST.index(piece.outcome.kind), piece.claim.node)).outcome
 
 
 def trouble_of(gang: Gang | None) -> str:
@@ -186,13 +191,13 @@ def trouble_of(gang: Gang | None) -> str:
 
 
 def is_refused(gang: Gang, piece: Piece) -> bool:
-    """Whether a part that is to rest says, of the present order, that it rests short of the level wanted."""
+    """Return whether a part reports, for the present order, that it is parked short of the desired level."""
     short = piece.phase is ObservedPhase.PARKED and piece.level < gang.park_level
     return short and piece.stop_sequence == gang.stop_sequence and _is_troubled(gang, piece)
 
 
-# Most telling first: a rank that died of its own takes its peers along.
-_TELLING: Final = (
+# The likeliest cause first: a rank that dies takes its peers along.
+_CAUSES_FIRST: Final = (
     OutcomeKind.STATE_UNREADABLE,
     OutcomeKind.STATE_OUTDATED,
     OutcomeKind.OUT_OF_MEMORY,
@@ -213,7 +218,7 @@ def _ended_badly(piece: Piece) -> bool:
 
 
 def _is_troubled(gang: Gang, piece: Piece) -> bool:
-    # What an earlier order met says nothing about this one.
+    # A trouble of an earlier order does not count for this one.
     return bool(piece.trouble) and piece.master_sequence >= gang.master_sequence
 
 

@@ -49,18 +49,18 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
 
 def finish(state: State, now: float) -> Effects:
     """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
-    _tell_mode(state, now)
+    _note_mode(state, now)
     nodes = tuple(desired_state.refresh(state))
     turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
     wake = next_wake(state, now)
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
         wake = max(wake, now + _TICK_SECONDS)
-    is_said = wake == state.wake_at
+    is_unchanged = wake == state.wake_at
     state.wake_at = wake
     dirty = state.dirty
     effects = Effects(
-        tuple(state.outbox), tuple(dirty.news), nodes, tuple(dirty.shown), turns, None if is_said else wake
+        tuple(state.outbox), tuple(dirty.news), nodes, tuple(dirty.shown), turns, None if is_unchanged else wake
     )
     state.outbox.clear()
     dirty.news.clear()
@@ -85,7 +85,7 @@ def next_wake(state: State, now: float) -> float | None:
     return min([time for time in times if time is not None], default=None)
 
 
-def _tell_mode(state: State, now: float) -> None:
+def _note_mode(state: State, now: float) -> None:
     """Gangs are packed from now on, or spread apart: for operators, and for after a restart."""
     packs = state.view.mode is LoadMode.PACK
     if packs == state.counters.packs:

@@ -1,4 +1,4 @@
-"""What the master knows, as frozen elements of plain values: jobs, gangs, nodes, counters.
+"""The elements of the state, as frozen plain values: jobs, gangs, nodes, counters.
 
 Times are Unix seconds, memory is bytes, cores are millicores, node and job names are bare ("n1", number 7): the wire's
 "nodes/n1" and "jobs/7" are the rpc layer's business. `msgspec.json` encodes and decodes every element without hooks.
@@ -144,7 +144,7 @@ _ANYWHERE: Final = Locality()
 
 
 class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a user asked for; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
+    """A user's request; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
     command: tuple[str, ...]
     roles: tuple[Role, ...]
@@ -395,7 +395,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def shape(self) -> GangShape:
-        """What it asks for now: as its spec says, and by what was measured of it."""
+        """Return the shape that it requests now: by its spec, and by its measured memory."""
         return self.shape_with(self.arena_bytes_per_device)
 
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
@@ -404,7 +404,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Update(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What is to be otherwise; None stays as it is. A time limit of zero takes it away; zero cores (of each GPU) and
+    """The changes of an update; None: unchanged. A time limit of zero takes it away; zero cores (of each GPU) and
     bytes (of each task) leave them to the scheduler."""
 
     display_name: str | None = None
@@ -417,14 +417,14 @@ class Update(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Updated(Struct, frozen=True, gc=False):
-    """An update that was carried out, and the id under which it was asked for: it is not a second time."""
+    """An update that was carried out, with its request id, so that a repetition changes nothing."""
 
     request_id: str
     update: Update
 
 
 class Submitted(Struct, frozen=True, gc=False):
-    """What of a job's spec can be updated, as it was submitted: by this a repeated submission is known again."""
+    """The updatable values of a job's spec as submitted, by which a repeated submission is recognised."""
 
     display_name: str
     priority: int
@@ -454,7 +454,7 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A gang's part on one node: what it holds there and what was last seen of it."""
+    """A gang's part on one node: what it holds there, and its last report."""
 
     # The placement, unchanged while the gang lives (RETUNE changes its millicores).
     claim: Claim
@@ -487,7 +487,7 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
     # By the node's clock: the last step before the present rest, and the first one since it runs; zero while unknown.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
-    # When its processes were first heard of, by the master's clock.
+    # When its processes were first reported, by the master's clock.
     launch_time: float = 0.0
 
 
@@ -527,14 +527,14 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     checkpoint_request: int = 0
     repin_request: int = 0
     checkpoint_first: bool = False
-    # Its first step was seen; since when the phase stands.
+    # Whether its first step was reported; since when the phase stands.
     stepped: bool = False
     since: float = 0.0
     # Parked by the planner: the job stays HOLDING.
     parked_by_plan: bool = False
     # Where it rests, also while it is to rest deeper; NONE once it runs.
     rested_level: SuspendLevel = SuspendLevel.NONE
-    # When a part last said that the level wanted cannot be had; zero if never.
+    # When a part last reported that the desired level is not available; zero: never.
     refused_at: float = 0.0
     # Where it takes turns on its devices; zero if it does not.
     node_set: int = 0
@@ -624,7 +624,7 @@ class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A gang seen on a node that the master does not want there.
+    """A gang reported by a node that the master does not want there.
 
     `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they end or an
     operator decides; others are older epochs and are stopped. What it was found as stands until it is gone.
@@ -670,7 +670,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     session: str = ""
     # The present session has sent its complete observed set.
     heard: bool = False
-    # Its daemon has not called for longer than one does that has nothing to tell.
+    # Its daemon has not called for longer than one without news does.
     silent: bool = False
     # Why calls of its daemon cannot be answered; empty when they can.
     unanswerable: str = ""

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
-from ganger_master.core.lifecycle import Seen, seen_of
+from ganger_master.core.lifecycle import GangObservation, observation_of
 from ganger_master.core.model import (
     Claim,
     Gang,
@@ -62,7 +62,11 @@ def reap(state: State, job: JobRecord, now: float) -> bool:
 
 def is_usable(gang: Gang) -> bool:
     """Return whether a job whose new gang has failed can continue from this one."""
-    return gang.role is GangRole.SOURCE and gang.phase is GangPhase.PARKED and seen_of(gang) is Seen.PARKED
+    return (
+        gang.role is GangRole.SOURCE
+        and gang.phase is GangPhase.PARKED
+        and observation_of(gang) is GangObservation.PARKED
+    )
 
 
 def is_superseded(state: State, gang: Gang) -> bool:

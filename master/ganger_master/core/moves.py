@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ganger_master.core import ending, move_sources, retry
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
-from ganger_master.core.lifecycle import Seen, bad_outcome, seen_of
+from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
 from ganger_master.core.model import (
     Claim,
     Gang,
@@ -73,15 +73,16 @@ def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
 
 
 def can_hand_over(job: JobRecord) -> bool:
-    """Whether its state can be captured at all, to be carried elsewhere, and brought back in another process."""
+    """Return whether a job's state can be captured, carried elsewhere, and restored in another process."""
     offered = job.capabilities
     return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
 
 
 def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
-    """The destination is prepared: the source may stop for it. False when it was told already. One that takes turns
-    gives its devices up as it stops, for others wait for them, and so leaves its turns; where it rests for others it is
-    not woken."""
+    """Order the source to stop for its prepared destination; return False when it has that order already.
+
+    A time-sliced source gives its devices up as it stops, because other gangs of its group wait for them, and leaves
+    the group; while it is parked for another slice it is not woken."""
     source = state.gangs[job.epoch]
     if source.intent is not GangIntent.RUN:
         return False
@@ -94,12 +95,16 @@ def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
 
 
 def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
-    """Both sides are ready at the same boundary: from here on only the new epoch may step. A destination that is ready
-    with the state of another one is given up."""
+    """Commit a move whose sides are ready at the same boundary: from then on only the new epoch may step.
+
+    A destination with the state of another boundary is given up. Returns whether anything changed."""
     source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
-    if source is None or destination is None or seen_of(destination) is not Seen.READY:
+    if source is None or destination is None or observation_of(destination) is not GangObservation.READY:
         return False
-    if seen_of(source) is not Seen.PARKED or source.intent not in (GangIntent.HAND_OVER, GangIntent.PARK):
+    if observation_of(source) is not GangObservation.PARKED or source.intent not in (
+        GangIntent.HAND_OVER,
+        GangIntent.PARK,
+    ):
         return False
     step = source.pieces[0].stop_step
     for piece in destination.pieces:
@@ -109,7 +114,7 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
             where = f"nodes/{piece.claim.node} has the state of step {piece.stop_step}"
             abort(state, job, destination, now, cause, f"{where}, not that of step {step}, where the source stopped")
             return True
-        # It has not said yet which state it has.
+        # It has not reported yet which state it has.
         return False
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
     state.put_gang(orders.run(destination, now))
@@ -130,7 +135,7 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
 
 
 def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why: str = "") -> None:
-    """Before the commit: the destination goes, the source runs on, or stays parked while its job waits again."""
+    """Give a move up before its commit: the destination stops; the source runs on, or stays parked and its job waits."""
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
     state.put_gang(orders.stop(destination, now))

@@ -116,7 +116,7 @@ _ENDED: Final = ObservedPhase.ENDED
 
 
 def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
-    """Counts every part on the node as gone for its job; what it held stays held until the node says otherwise."""
+    """Count every part on a lost node as gone for its job; its pieces stay held until the node reports otherwise."""
     node = state.nodes[name]
     strays = tuple([_given_up(state, stray) for stray in node.strays])
     state.put_node(replace(node, lost=True, heard=False, silent=False, session="", state_reason=reason, strays=strays))
@@ -151,7 +151,7 @@ def _lose_parts(state: State, name: str, message: str) -> None:
 
 
 def give_up(state: State, name: str) -> None:
-    """Nothing is heard of the node any more: the parts that were lost with it hold nothing."""
+    """Release the pieces of parts that were lost with a node that does not come back."""
     for epoch in sorted(state.gangs_on.get(name, ())):
         gang = state.gangs[epoch]
         piece = gang.piece(name)
@@ -196,7 +196,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
     )
     gang = _with_piece(gang, fresh)
     if observed.master_sequence > gang.master_sequence and not fresh.gone:
-        # An order that a restored database does not know. The gang obeys only a later one.
+        # An order that a restored database does not contain. The gang obeys only a later one.
         gang = orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))
     state.put_gang(gang)
     if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is GangIntent.RUN:
@@ -207,9 +207,10 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
 
 
 def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
-    """A part that is not reported is gone if the version the daemon has applied wanted it; of an older one it says
-    nothing, be it that the daemon has not heard of the gang or that it has just restarted. What it then finds nothing
-    of, it is told to want without a spec, and cannot start."""
+    """Count a part that is not reported as gone if the version that the daemon has applied contained it.
+
+    An older version decides nothing: the daemon may not have received the gang, or may have just restarted. It then
+    gets the gang without a spec, and cannot start it."""
     piece = gang.piece(report.node)
     if piece is None or (piece.gone and not piece.lost):
         return
@@ -223,7 +224,7 @@ def _observe_absence(state: State, gang: Gang, report: Observe) -> None:
 
 
 def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: float) -> None:
-    """Peak, capabilities and how far it got, from the job's present gangs only."""
+    """Record peak memory, capabilities and progress, from the job's present gangs only."""
     job = state.jobs[gang.job]
     if gang.epoch not in (job.epoch, job.next_epoch) or job.state.is_finished:
         return
@@ -235,8 +236,8 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
             peak_device_bytes=max(job.peak_device_bytes, peak),
             used_device_bytes=max(job.used_device_bytes, used),
         )
-    is_said = observed.capabilities == job.capabilities and len(gang.pieces) == 1
-    if observed.capabilities.known and not is_said and gang.role is not GangRole.DESTINATION:
+    is_unchanged = observed.capabilities == job.capabilities and len(gang.pieces) == 1
+    if observed.capabilities.known and not is_unchanged and gang.role is not GangRole.DESTINATION:
         # What an earlier attempt did in its turn is not for this one to deny.
         common = _common(state.gangs[gang.epoch]).without_turns(job.capabilities.no_turns)
         common = common.without(job.capabilities.withdrawn)
@@ -254,7 +255,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
 
 
 def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoint: Checkpoint, now: float) -> None:
-    """A complete checkpoint counts whichever attempt wrote it, be it one that was cut off from here when it did."""
+    """Record a complete checkpoint, whichever attempt wrote it, also one whose node was cut off then."""
     job = state.jobs.get(observed.job)
     if job is None or job.uid != observed.uid or job.state.is_finished:
         return
@@ -276,10 +277,10 @@ def _is_further(one: JobProgress, other: JobProgress | None) -> bool:
 
 
 def _common(gang: Gang) -> Capabilities:
-    """A level is offered if every part that has spoken offers it."""
+    """Return the capabilities that all reporting parts offer."""
     known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
     if known and not known[0].missing and known.count(known[0]) == len(known):
-        # All say the same, as nearly always.
+        # All report the same, as nearly always.
         return known[0]
     return Capabilities(
         all(capabilities.pause for capabilities in known),

@@ -80,7 +80,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
             continue
         if not _has_room_beside(state, job, asking):
             break
-        if _lasts(state, number) and (_is_spent(state, job) or _asked_in_vain(state) >= most // 2):
+        if _lasts(state, number) and (_is_spent(state, job) or _lasting_leases(state) >= most // 2):
             continue
         given.append(_give(state, job, now))
         asking += job.gpus
@@ -220,7 +220,7 @@ def next_time(state: State, now: float) -> float | None:
     if left:
         for number in _window(state):
             if number in state.passed:
-                time = _asked_again(state, number)
+                time = _next_lease_at(state, number)
                 # A job whose time has passed waits for a lease to become free.
                 if time > now:
                     times.append(time)
@@ -341,17 +341,17 @@ def _is_spent(state: State, job: JobRecord) -> bool:
     return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
 
 
-def _asked_in_vain(state: State) -> int:
+def _lasting_leases(state: State) -> int:
     """Return how many leases are held by jobs whose last refusal lasts."""
     return sum([_lasts(state, turn.number) for turn in state.turns.values()])
 
 
 def _may_ask(state: State, number: int, now: float) -> bool:
-    return number not in state.passed or now >= _asked_again(state, number)
+    return number not in state.passed or now >= _next_lease_at(state, number)
 
 
-def _asked_again(state: State, number: int) -> float:
-    """When a job that passed may be asked again: on another view, or after some time, for patience changes with it."""
+def _next_lease_at(state: State, number: int) -> float:
+    """Return when a job that passed may get another lease: on another view, or later, when its patience has changed."""
     version, time = state.passed[number]
     if version >= state.view.freed:
         return time + state.settings.turn_again_seconds
@@ -374,7 +374,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         return (), Refused("NOT_SUPPORTED", "only plans put gangs on devices of others")
     if command.mode != "EXCLUSIVE":
         return (), Refused("NOT_SUPPORTED", f"mode {command.mode} is not built yet")
-    refusal = _check_asked(state, job, command)
+    refusal = _check_request(state, job, command)
     if refusal is not None:
         return (), _rejected(state, job, (refusal,), False)
     turn = valid_turn(state, job.number, command.turn, now) if command.turn else None
@@ -419,7 +419,7 @@ def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Res
     return (events.GangReleased(now, f"scheduler:{command.scheduler}", job.number),), JobAnswer(job.number)
 
 
-def _check_asked(state: State, job: JobRecord, command: commands.RequestGang) -> Refusal | None:
+def _check_request(state: State, job: JobRecord, command: commands.RequestGang) -> Refusal | None:
     if state.policy.places is Places.PLANNER:
         text = f"the planner places all jobs: policy {state.settings.policy}"
         return Refusal(Reason.OUT_OF_TURN, detail=text, job=job.name)

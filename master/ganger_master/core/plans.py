@@ -16,7 +16,7 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core import answers, commands, events
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Refused
-from ganger_master.core.approval import CandidateApproval, asked_memory, judge, judge_change, level_of
+from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
 from ganger_master.core.elastic import (
@@ -159,7 +159,7 @@ class _Trial:
         self._settings = [state.settings]
         # Events that are not applied yet: a copy of a large view costs as much as many verdicts, and no change follows
         # the last one.
-        self._unseen: list[Event] = []
+        self._unapplied: list[Event] = []
         # Where gangs take turns otherwise than they did.
         self._rows_on: set[str] = set()
         # Claims of jobs that then have two worlds.
@@ -177,12 +177,12 @@ class _Trial:
     def happen(self, event: Event) -> None:
         # A stop takes nothing, and what it gives back counts only once that is free.
         if type(event) is not events.JobSuspended:
-            self._unseen.append(event)
+            self._unapplied.append(event)
 
     def _look(self) -> None:
-        if self._unseen:
-            unseen, self._unseen = self._unseen, []
-            for event in unseen:
+        if self._unapplied:
+            unapplied, self._unapplied = self._unapplied, []
+            for event in unapplied:
                 self._show(event)
 
     def _show(self, event: Event) -> None:
@@ -211,7 +211,7 @@ class _Trial:
             self._state.view = self._real.view.copy()
 
     def undo(self, mark: tuple[int, int, int]) -> None:
-        self._unseen.clear()
+        self._unapplied.clear()
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
         del self._given_and_taken[mark[0] :], self._settings[mark[1] :], self._joined[mark[2] :]
@@ -364,7 +364,7 @@ def _judge_cores(
         detail = "only cores and memory may differ from what is held"
         return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail=detail)
     for old, new in zip(gang.claims, change.claims, strict=True):
-        least = min(old.memory_bytes, asked_memory(state, job, old))
+        least = min(old.memory_bytes, requested_memory(state, job, old))
         if new.memory_bytes < least:
             figures = {"needed_bytes": least, "claimed_bytes": new.memory_bytes}
             detail = "it may run in all the memory that it asks for"

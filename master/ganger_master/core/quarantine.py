@@ -389,7 +389,7 @@ def _built(
         # The move it is the source of is not committed: it runs on.
         gang = orders.run(gang, now)
     if len({_order_of(part).master_sequence for part in parts}) > 1:
-        # Some nodes have not heard the newest order: all hear it now.
+        # Some nodes have not received the newest order: send it to all.
         gang = orders.begin_anew(gang)
     return gang
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
 SECONDS_BEFORE = 120.0
-# A scan says which nodes will do; the first of them nearly always does.
+# A scan finds the nodes that may do; the first of them nearly always does.
 _NODES_TRIED = 8
 
 

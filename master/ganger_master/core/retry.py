@@ -39,7 +39,7 @@ _MOST_NODES: Final = 64
 
 
 def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
-    """Has the nodes that could not launch their part of the gang count it, and the job remember them."""
+    """Record a failed launch at the nodes that could not launch their part, and those nodes at the job."""
     failed = _failed(gang)
     if not failed:
         return job
@@ -53,7 +53,7 @@ def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
 
 
 def note_launched(state: State, gang: Gang) -> None:
-    """The gang stepped, or its command ended by itself: its nodes can launch."""
+    """Record that the nodes of a gang can launch: it stepped, or its command ended by itself."""
     for name in gang.nodes:
         node = state.nodes.get(name)
         if node is not None and node.launch_failures:
@@ -76,7 +76,7 @@ def failed_on(state: State, job: JobRecord) -> list[str]:
 
 
 def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> bool:
-    """Whether the nodes that serve, but for the closed ones, could hold the job if nothing else were there."""
+    """Return whether the available nodes, without the closed ones, could hold the job if they were empty."""
     shape = job.shape
     shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
     return bool(places(state.view.vacant(), shape, mode=LoadMode.PACK, limit=1, affinity=False, avoid=closed))
@@ -91,7 +91,7 @@ def _failed(gang: Gang) -> list[Piece]:
 
 
 def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:
-    """An attempt has failed; one that ran for long says nothing of those before it."""
+    """Record a failed attempt; one that ran for long begins the count anew."""
     ran = now - job.running_since if job.running_since else 0.0
     in_row = 1 if ran >= settings.restart_reset_seconds else job.failed_in_row + 1
     delay = delay_after(settings, in_row)
@@ -99,7 +99,7 @@ def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> J
 
 
 def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
-    """Seconds."""
+    """Return the backoff in seconds after that many failures in a row."""
     if failed_in_row < 2:
         return 0.0
     # No more doublings than any limit has.
@@ -107,10 +107,10 @@ def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
 
 
 def let_go_on(state: State, now: float) -> None:
-    """Whose time has come waits for a place again."""
+    """Requeue jobs whose backoff is over."""
     for number in list(state.backing_off):
         job = state.jobs[number]
-        # Else a clock that was set back would keep it.
+        # A clock that was set back must not prolong it.
         is_beyond = job.again_at - now > state.settings.restart_delay_most_seconds
         if now >= job.again_at or is_beyond:
             state.put_job(replace(job, again_at=0.0, pending_since=now, revision=job.revision + 1))
@@ -121,7 +121,7 @@ def is_backing_off(job: JobRecord) -> bool:
 
 
 def ends_at(state: State, job: JobRecord) -> float | None:
-    """None while nothing is counted: it has no limit, or neither runs nor starts."""
+    """Return when a job's time limit ends it; None if it has none, or neither runs nor starts."""
     limit = job.spec.time_limit_seconds
     if limit is None:
         return None
@@ -129,7 +129,7 @@ def ends_at(state: State, job: JobRecord) -> float | None:
         return job.running_since + limit - job.run_seconds
     gang = state.gangs.get(job.epoch)
     starts = _starts_at(gang) if gang is not None else 0.0
-    # Else a job that hangs before its first step would keep its devices for ever.
+    # A job that hangs before its first step must not keep its devices for ever.
     return starts + limit - job.run_seconds if starts else None
 
 
@@ -148,7 +148,7 @@ def failure_of(job: JobRecord) -> Failure:
 
 
 def _starts_at(gang: Gang) -> float:
-    """Since when all its processes are there for the present start; zero while they are not, or it rests."""
+    """Return since when all processes of the present start exist; zero while they do not, or it is parked."""
     if gang.intent is not GangIntent.RUN or not all(piece.launch_time for piece in gang.pieces):
         return 0.0
     return max(gang.since, *[piece.launch_time for piece in gang.pieces])

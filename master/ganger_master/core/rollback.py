@@ -243,7 +243,7 @@ def verdict_of(
     news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
     newest = max(news, default=0)
     if living and not _is_superseded(living, alive[living], newest, news):
-        return KeepVerdict() if is_as_known(state, living, alive[living], alive, job) else AdoptVerdict(living)
+        return KeepVerdict() if is_as_stored(state, living, alive[living], alive, job) else AdoptVerdict(living)
     if not newest:
         return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
     return _by_outcomes(state, job, newest, news[newest])
@@ -300,7 +300,9 @@ def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, 
     return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
 
 
-def is_as_known(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: JobRecord) -> bool:
+def is_as_stored(
+    state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: JobRecord
+) -> bool:
     """Return whether a gang is where the database has it, without time slices or orders that the database does not
     know."""
     gang = state.gangs.get(epoch)

@@ -43,7 +43,7 @@ class CoreSettings:
     move_deadline_seconds: float = 600.0
     turn_lease_seconds: float = 0.5
     turns_at_once: int = 32
-    # A job whose turn found no place is asked again after this, or when the view changes.
+    # A job that found no place gets another lease after this, or when the view changes.
     turn_again_seconds: float = 5.0
     # After so many lost turns a user's scheduler is passed over for the default one.
     lost_turns_allowed: int = 3

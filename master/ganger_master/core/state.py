@@ -26,7 +26,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.user_usage import Holdings, Shares
 from ganger_master.policies import Places, policy_named
 
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is asked for all the time.
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
 _PENDING: Final = JobState.PENDING
 
 
@@ -94,7 +94,7 @@ class State:
         self.set_on: dict[str, int] = {}
         # Nodes that may be closed to some jobs.
         self.choosy: dict[str, None] = {}
-        # Nodes that are not lost, and have not said yet what they have.
+        # Nodes that are not lost and have not reported their gangs yet.
         self.unheard: dict[str, None] = {}
         # By uid: nodes with a gang of that job that is quarantined or being ended by an operator.
         self.strays_of: dict[str, dict[str, None]] = {}
@@ -113,9 +113,9 @@ class State:
         self.left_by: dict[str, tuple[int, float]] = {}
         # By epoch, of gangs that found no place off a draining node: `freed` of the view that was looked at, and when.
         self.drained_in_vain: dict[int, tuple[int, float]] = {}
-        # By node and epoch: what was last said of a gang, and gang and job as that left them.
+        # By node and epoch: the last report of a gang, and gang and job as it left them.
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}
-        # By set and node: what was last said of its rows.
+        # By group and node: the last report of its time slices.
         self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
         # No node can turn silent or be lost before this time; None while none can.
         self.next_silence_check: float | None = None
@@ -166,7 +166,7 @@ class State:
         self.holdings.note(old, job)
         self._index_job(old, job)
         if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
-            self._tell_job(job.number)
+            self._renew_job(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
         if self.tells:
@@ -285,7 +285,7 @@ class State:
                 self.dirty.sets[self.set_on[node.name]] = None
         self.dirty.wants[node.name] = []
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
-            self._tell_peers(node.name)
+            self._renew_peers(node.name)
 
     def note_report(self, name: str, observation: int, applied_version: int, acknowledged: tuple[int, ...]) -> None:
         """Record a report that changes only the node's applied version and ended gangs, as nearly all do."""
@@ -314,7 +314,7 @@ class State:
         self.kept = None
         self.index_strays(node, replace(node, strays=()))
         del self.nodes[name]
-        self._tell_peers(name)
+        self._renew_peers(name)
         for known in (self.draining, self.choosy, self.desired, self.projected, self.last_answer, self.left_by):
             known.pop(name, None)
         for touched in (self.dirty.rows, self.dirty.wants, self.dirty.shown):
@@ -333,7 +333,7 @@ class State:
         self._index_set(node_set)
         self._put(("node_set", str(node_set.number)), node_set)
         self.dirty.sets[node_set.number] = None
-        self._tell_set(node_set if old is None else old, node_set)
+        self._renew_set(node_set if old is None else old, node_set)
 
     def forget_set(self, number: int) -> None:
         node_set = self.sets.pop(number)
@@ -341,10 +341,10 @@ class State:
         for node in node_set.nodes:
             self.rows_seen.pop((number, node), None)
         self._remove(("node_set", str(number)))
-        self._tell_set(node_set)
+        self._renew_set(node_set)
 
     def note_rows(self, node: str, seen: Iterable[ObservedRows]) -> None:
-        """What a node says of its rows: news of a set is looked at."""
+        """Record what a node reports of its time slices; groups with news are reviewed."""
         for rows in seen:
             key = rows.node_set, node
             if rows.node_set in self.sets and self.rows_seen.get(key) != rows:
@@ -486,7 +486,7 @@ class State:
         topology = self.view.topology_named(node.configuration_set)
         held: list[Claim] = []
         affinity = 0
-        # `held_on` and `affinity_of` at once, for this is asked for every node of every gang that comes or goes.
+        # `held_on` and `affinity_of` at once, because every node of every gang that comes or goes needs both.
         for epoch, place in self.gangs_on.get(name, {}).items():
             gang = self.gangs[epoch]
             claim = gang.pieces[place].held
@@ -578,7 +578,7 @@ class State:
                 del counts[before]
 
     def _note_view(self) -> None:
-        # After a restart the load is not known before every node has been heard: until then the mode stands.
+        # After a restart the load is unknown until every node has reported: until then the mode stands.
         if not self.unheard:
             self.view.mode = choose_mode(self.view.mode, self.devices - self.free_devices, self.devices)
         self.counters.view_version = self.view.version
@@ -592,7 +592,7 @@ class State:
 
     @property
     def silent_after(self) -> float | None:
-        """Silence after which a node takes no gangs, longer than that of a daemon with nothing to tell; None never."""
+        """Silence after which a node takes no gangs, longer than that of a daemon without news; None: never."""
         poll, margin = self.settings.poll_seconds, self.settings.silent_margin_seconds
         lost_after = self.settings.lost_after_seconds
         if margin is None:
@@ -702,26 +702,26 @@ class State:
         for node in node_set.nodes:
             self.set_on.pop(node, None)
 
-    def _tell_set(self, *node_sets: NodeSet) -> None:
+    def _renew_set(self, *node_sets: NodeSet) -> None:
         for node_set in node_sets:
             for node in node_set.nodes:
                 self.dirty.wants[node] = []
 
-    def _tell_job(self, number: int) -> None:
+    def _renew_job(self, number: int) -> None:
         """Renew the orders of the job's gangs, which carry its spec and its checkpoints."""
         for epoch in self.gangs_of.get(number, ()):
             self.parties.pop(epoch, None)
             for node in self.gangs[epoch].nodes:
                 self.dirty.wants[node] = []
 
-    def _tell_peers(self, name: str) -> None:
+    def _renew_peers(self, name: str) -> None:
         """Renew the desired state of nodes whose orders carry this node's addresses, which have changed."""
         for epoch in self.gangs_on[name]:
             self.parties.pop(epoch, None)
             for other in self._listeners(self.gangs[epoch]):
                 self.dirty.wants[other] = []
         if name in self.set_on:
-            self._tell_set(self.sets[self.set_on[name]])
+            self._renew_set(self.sets[self.set_on[name]])
 
     def _listeners(self, gang: Gang) -> list[str]:
         """Nodes whose orders name the addresses of this gang's members: its own, and those of a destination."""
@@ -740,7 +740,7 @@ def _list(listed: dict[int, None], number: int, belongs: object) -> None:
 
 
 def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
-    """Whether nothing changed that says where a job is listed, as in most changes of it."""
+    """Return whether a change keeps the places of a job in all indexes, as most changes do."""
     return (
         old.state is job.state
         and old.ending is job.ending

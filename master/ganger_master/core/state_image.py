@@ -27,7 +27,7 @@ from ganger_master.core.state import State
 
 
 class SentMembers(Struct, frozen=True, gc=False):
-    """What a node was told of a gang's members when these were others than now: it hears of them with other news."""
+    """The members of a gang as sent to a node, where they have changed since: they are sent with other news."""
 
     node: str
     epoch: int
@@ -47,7 +47,7 @@ class Image(Struct, frozen=True, gc=False):
     jobs: tuple[JobRecord, ...] = ()
     gangs: tuple[Gang, ...] = ()
     sets: tuple[NodeSet, ...] = ()
-    # With the node that said it.
+    # With the node that reported it.
     rows_seen: tuple[tuple[str, ObservedRows], ...] = ()
     former: tuple[Request, ...] = ()
     devices: int = 0
@@ -62,7 +62,7 @@ class Image(Struct, frozen=True, gc=False):
     draining: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
     unheard: tuple[str, ...] = ()
-    # Versions of what nodes are to want, by node, and what they were told otherwise than it would be put now.
+    # Versions of what nodes are to want, by node, and members as sent that differ from the present ones.
     desired: Mapping[str, int] = field(default_factory=dict)
     told: tuple[SentMembers, ...] = ()
     reports: Mapping[str, tuple[float, Observe]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Image(Struct, frozen=True, gc=False):
     last_answer: Mapping[str, float] = field(default_factory=dict)
     left_by: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     drained_in_vain: Mapping[int, tuple[int, float]] = field(default_factory=dict)
-    # What was last said of gangs that have not changed since, with the node that said it.
+    # The last report of gangs that have not changed since, with its node.
     last_said: tuple[tuple[str, ObservedGang], ...] = ()
     next_silence_check: float | None = None
     refusals: Mapping[int, tuple[Refusal, ...]] = field(default_factory=dict)
@@ -144,8 +144,8 @@ def image_of(state: State) -> Image:
         counters=replace(state.counters),
         view=image_of_view(state.view),
         desired={name: desired.version for name, desired in state.desired.items()},
-        told=tuple(_told(state)),
-        last_said=tuple(_last_said(state)),
+        told=tuple(_sent_members(state)),
+        last_said=tuple(_last_reports(state)),
         requested=tuple(state.requests.values()),
         rows_seen=tuple([(node, seen) for (_, node), seen in state.rows_seen.items()]),
         **parts,  # type: ignore[arg-type]  # as the lists of names say
@@ -179,7 +179,7 @@ def state_of(image: Image) -> State:
     for name, version in image.desired.items():
         state.desired[name] = project(state, state.nodes[name], version)
     for told in image.told:
-        _tell(state, told)
+        _restore_sent(state, told)
     for name, said in image.last_said:
         gang = state.gangs[said.epoch]
         state.last_said[name, said.epoch] = (said, gang, state.jobs[gang.job])
@@ -215,7 +215,7 @@ def _index(state: State) -> None:
         state.note_lack(number)
 
 
-def _told(state: State) -> Iterator[SentMembers]:
+def _sent_members(state: State) -> Iterator[SentMembers]:
     for name, projected in state.projected.items():
         for epoch, one in projected.items():
             party = one.party
@@ -243,7 +243,7 @@ def _addresses(node: Node | None) -> tuple[str, str]:
     return ("", "") if node is None else (node.peer_address, node.stream_address)
 
 
-def _tell(state: State, told: SentMembers) -> None:
+def _restore_sent(state: State, told: SentMembers) -> None:
     gang = state.gangs[told.epoch]
     job, settings = state.jobs[gang.job], state.settings
     nodes = [None] * len(gang.pieces)
@@ -255,7 +255,7 @@ def _tell(state: State, told: SentMembers) -> None:
     state.desired[told.node] = replace(before, wanted=wanted)
 
 
-def _last_said(state: State) -> Iterator[tuple[str, ObservedGang]]:
+def _last_reports(state: State) -> Iterator[tuple[str, ObservedGang]]:
     for (name, epoch), (said, gang, job) in sorted(state.last_said.items(), key=lambda item: item[0]):
         if state.gangs.get(epoch) is gang and state.jobs.get(gang.job) is job:
             yield name, said
@@ -267,7 +267,7 @@ _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 def restored(settings: CoreSettings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
     """The state of those elements. Sessions are void and free pieces unknown until each node's first report, unless
     this is the master that has them from `former`, and has lost no more than what it did not store since: its sessions
-    go on, and what nodes said of their rows stands. It owes a tick that looks again."""
+    go on, and the nodes' reports of their time slices stand. It owes a tick that looks again."""
     state = State(settings, now)
     by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
     for element in elements:

@@ -149,7 +149,7 @@ def _wrong_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    # Of seconds it is asked what they must be: what is no number is neither more nor less.
+    # The bounds are tested positively, because NaN is neither more nor less.
     if abs(spec.priority) > _PRIORITY_LIMIT:
         yield "spec.priority", f"from -{_PRIORITY_LIMIT} to {_PRIORITY_LIMIT}"
     if not _LEAST_WEIGHT <= spec.weight <= _MOST_WEIGHT:
