@@ -135,7 +135,7 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
 
 
 def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why: str = "") -> None:
-    """Give a move up before its commit: the destination stops; the source runs on, or stays parked and its job waits."""
+    """Give a move up before its commit: the destination stops; the source runs on, or stays parked as its job waits."""
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
     state.put_gang(orders.stop(destination, now))
