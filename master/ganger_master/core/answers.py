@@ -1,4 +1,4 @@
-"""What `decide` answers: values, refusals among them. Reasons are those in the comments of the protos."""
+"""The answers of `decide`: values, refusals among them. Reasons are those in the comments of the protos."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Refused(Struct, frozen=True, gc=False):
 
 
 class JobAnswer(Struct, frozen=True, gc=False):
-    """The job as it is after the command: `state.jobs[number]`."""
+    """The answer of a command about one job: `state.jobs[number]` as it is after the command."""
 
     number: int
 

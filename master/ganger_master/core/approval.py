@@ -47,7 +47,7 @@ class CandidateApproval(Struct, frozen=True, gc=False):
 
 
 class CandidateRejection(Struct, frozen=True, gc=False):
-    """Of the last candidate tried, the true blocker first; `rows` of all nodes any candidate failed on."""
+    """The refusals of the last candidate, the true blocker first; `rows`: of all nodes that any candidate failed on."""
 
     refusals: tuple[Refusal, ...]
     rows: tuple[NodeRow, ...]
@@ -65,7 +65,7 @@ def approve(
     retune: bool = False,
     company: Company | None = None,
 ) -> CandidateApproval | CandidateRejection:
-    """Tries the candidates in order; takes nothing itself.
+    """Try the candidates in order; takes nothing itself.
 
     rank: the job's position in the policy's order; 0: behind all others, for a request without a lease. holding: pieces
     that are the job's own. retune, company: other cores and memory, and gangs that it may be beside, as `fit` has them.
@@ -101,7 +101,7 @@ _FIRST = (
 
 
 def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
-    """The true blocker first: mistakes, then what lasts, then what a retry may solve; else in the order given."""
+    """Order refusals: mistakes first, then lasting blockers, then what a retry may solve; else as given."""
     return tuple(
         sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST, _is_indirect(one)))
     )
@@ -166,7 +166,7 @@ def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) ->
 
 
 def has_place(state: State, job: JobRecord, now: float) -> bool:
-    """Whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
+    """Return whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
     shape = job.shape
     found = places(state.view, shape, waited=_PATIENT)
     return isinstance(judge(state, job, found, state.queue_rank(job.number), now), CandidateApproval)
@@ -197,7 +197,7 @@ def judge_change(
 
 
 def requested_memory(state: State, job: JobRecord, claim: Claim) -> int:
-    """Bytes that the job asks for, or has a right to, for the tasks of a claim on its node; 0 for a node that left."""
+    """Return the bytes that a job requests, or has a right to, for the tasks of a claim; 0 for a node that left."""
     slot = state.view.slots.get(claim.node)
     if slot is None:
         return 0
@@ -220,7 +220,7 @@ def find_place(
 
 
 def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal, ...]:
-    """Why `find_place` has none for it."""
+    """Return why `find_place` finds no place for a job."""
     placement = candidates(state.view, job.shape, waited=_PATIENT, avoid=avoid)
     for claims in placement.candidates:
         refusals = judge_change(state, job, claims)
@@ -281,7 +281,7 @@ def _quarantined(state: State, job: JobRecord) -> Refusal:
 
 
 def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
-    """What keeps the job from one of these nodes, whatever is free there."""
+    """Return why a job may not use these nodes, whatever is free there; empty if it may."""
     refusals = []
     failed = _launch_failed_on(state, job)
     for claim in claims:

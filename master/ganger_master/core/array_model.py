@@ -1,4 +1,4 @@
-"""Which member of which job array a job is, and by what rule such members are stopped: part of what was submitted."""
+"""The values of job arrays: which member of which array a job is, and the rule that stops members early."""
 
 from __future__ import annotations
 

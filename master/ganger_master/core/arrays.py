@@ -40,7 +40,7 @@ _SHOWN: Final = 3
 
 
 def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
-    """All members or none. The same request again is the same array."""
+    """Accept all members of an array or none. The same request again gives the same array."""
     known = state.requests.get((command.user, command.request_id)) if command.request_id else None
     if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_seconds:
         return (), _repeated(state, command, state.jobs[known])
@@ -70,7 +70,7 @@ def cancel(state: State, command: commands.CancelArray, now: float) -> tuple[tup
 
 
 def record(state: State, command: commands.RecordMetric, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
-    """Of a member that runs, and has come to a rung it had not come to before; anything else is no news."""
+    """Record the value of a running member at a new rung; other reports change nothing."""
     job = find_job(state, command.number)
     if isinstance(job, Refused):
         return (), job
@@ -91,7 +91,7 @@ def rule_of(job: JobRecord) -> StopRule | None:
 
 
 def has_climbed(rule: StopRule, job: JobRecord, at: float) -> bool:
-    """Whether it has come to the next rung."""
+    """Return whether it has come to the next rung."""
     return len(job.rungs) < RUNGS_LIMIT and at >= rule.rung(len(job.rungs))
 
 
@@ -132,7 +132,7 @@ def end_all(state: State, event: events.ArrayCancelled) -> None:
 
 
 def follow(state: State, now: float) -> None:
-    """Lets held members go on where others have ended."""
+    """Release held members of arrays where others have ended."""
     while state.dirty.arrays:
         number = next(iter(state.dirty.arrays))
         del state.dirty.arrays[number]

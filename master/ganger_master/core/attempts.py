@@ -91,7 +91,7 @@ def suspend(
     by_plan: bool,
     purpose: Purpose = NO_PURPOSE,
 ) -> None:
-    """Stops at a boundary, at this level; a PENDING job just rests where it is."""
+    """Suspend a job at a boundary, at this level; a PENDING job stays where it is."""
     job = state.jobs[number]
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.PENDING:
@@ -115,7 +115,7 @@ def suspend(
 
 
 def resume(state: State, number: int, now: float, cause: str, purpose: Purpose = NO_PURPOSE) -> None:
-    """Runs at once if it still holds its devices, else waits for a gang."""
+    """Resume a job: at once if it still holds its devices, else it waits for a gang."""
     job = state.jobs[number]
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.SUSPENDED:
@@ -140,7 +140,7 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         state.put_job(replace(job, state=JobState.HOLDING))
     else:
         if gang is not None and gang.phase is not GangPhase.PARKED:
-            # On its way to another level from where it rests already, be it a copy that was moved away from: it stands.
+            # It goes from one level to another, or is the source of a move: its order stands.
             level = gang.rested_level or SuspendLevel.PAUSE
             state.put_gang(orders.rested(orders.park(gang, level, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
@@ -287,7 +287,7 @@ def _end(
 
 
 def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
-    """The level wanted cannot be had: it rests where it rested before, else it goes on. Nothing is lost."""
+    """Handle a level that is not available: the gang stays parked at its old level, or runs on. No work is lost."""
     trouble = next(piece.trouble for piece in gang.pieces if is_refused(gang, piece))
     if job.next_epoch:
         # An old world that was to make room for another, and cannot: both stay as they were.
@@ -343,7 +343,7 @@ def _forget(state: State, gang: Gang, now: float) -> None:
 
 
 def _may_run_on(gang: Gang) -> bool:
-    """What was never at rest has given nothing up, but for parts that have ended."""
+    """Return whether a gang that was to stop can run on: it is not parked, or still holds its devices."""
     is_at_rest = gang.phase is GangPhase.PARKED or orders.has_given_up(gang)
     return not is_at_rest or orders.holds_devices(gang)
 

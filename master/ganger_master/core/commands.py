@@ -59,7 +59,7 @@ class CancelArray(Struct, frozen=True, gc=False):
 
 
 class RecordMetric(Struct, frozen=True, gc=False):
-    """A member has come to a rung of its array's rule: `at` of the resource, with this value of the metric."""
+    """A member has reached a rung of its array's rule: amount `at` of the resource, with this value of the metric."""
 
     number: int
     epoch: int
@@ -248,7 +248,7 @@ _NOTHING_KNOWN: Final = Capabilities()
 
 
 class ObservedGang(Struct, frozen=True, gc=False):
-    """A node's part of a gang as its daemon sees it."""
+    """A node's part of a gang as its daemon reports it."""
 
     job: int
     uid: str

@@ -1,4 +1,4 @@
-"""Commands to events: may it be, and what happens if so? Reads the state, changes nothing."""
+"""Commands to events: whether a command is accepted, and what happens then. Reads the state, changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ganger_master.core.user_usage import spec_bytes
 
 
 class Decision(Struct, frozen=True, gc=False):
-    """What happens, and what to answer once it has; a refusal comes with no events, or with volatile ones."""
+    """The events of a command and its answer once they are durable; a refusal has no events, or volatile ones."""
 
     events: tuple[Event, ...]
     answer: Answer
@@ -42,7 +42,7 @@ def decide(state: State, command: Command, now: float) -> Decision:
 def _from_events(
     told: Callable[[State, Any, float], tuple[tuple[Event, ...], Answer]],
 ) -> Callable[[State, Any, float], Decision]:
-    """Of what is decided elsewhere."""
+    """Adapt a decision function of another module."""
     return lambda state, command, now: Decision(*told(state, command, now))
 
 
@@ -218,7 +218,7 @@ _BYTES_LIMIT: Final = 1 << 50
 
 
 def _is_possible(kind: ConfigurationSet) -> bool:
-    """Whether views can be made of it: they count on masks and sums that fit."""
+    """Return whether views can be made of a configuration set: its masks and sums must fit."""
     masks = [*(group.device_mask for group in kind.groups), *(socket.device_mask for socket in kind.sockets)]
     fits = kind.devices <= _DEVICES_LIMIT and max(kind.memory_bytes, kind.device_memory_bytes) <= _BYTES_LIMIT
     return bool(kind.sockets) and fits and not any(mask >> kind.devices for mask in masks)

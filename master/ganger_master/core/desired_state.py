@@ -92,7 +92,7 @@ class DesiredSource(Protocol):
 
 
 class DesiredRows(Struct, frozen=True, gc=False):
-    """When the gangs of a node set run. The first member leads."""
+    """The slice matrix as a node of the group gets it. The first member leads."""
 
     node_set: int
     set_epoch: int
@@ -101,7 +101,7 @@ class DesiredRows(Struct, frozen=True, gc=False):
 
 
 class DesiredSet(Struct, frozen=True, gc=False):
-    """All that is wanted on a node, by epoch, then the strays that are not. Gangs not named are not wanted."""
+    """The desired gangs of a node by epoch, then the strays to stop. Gangs that are not named are not desired."""
 
     version: int = 0
     wanted: tuple[DesiredSource, ...] = ()
@@ -117,7 +117,7 @@ class DesiredSet(Struct, frozen=True, gc=False):
 
 
 def desired_of(state: State, node: str) -> DesiredSet:
-    """What was last projected for a node; empty for one that never joined."""
+    """Return the last projection for a node; empty for a node that never joined."""
     return state.desired.get(node, _NOTHING)
 
 
@@ -199,7 +199,7 @@ def undescribed(gangs: Iterable[ObservedGang]) -> tuple[int, ...]:
 
 
 def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
-    """When gangs of a node take turns: of the one set it is in."""
+    """Return the slice matrices of a node: that of the one group it is in."""
     number = state.set_on.get(node)
     if number is None:
         return ()
@@ -213,7 +213,7 @@ def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
 
 
 def refresh(state: State) -> list[str]:
-    """Projects the nodes that were touched anew; those whose set differs from before, under one new version."""
+    """Project the nodes that were touched; those whose set differs get one new version. Return their names."""
     if not state.tells:
         state.dirty.wants.clear()
         return []
@@ -256,7 +256,7 @@ def _refresh_restoring(state: State) -> list[str]:
 
 
 def _alike(one: DesiredSet, other: DesiredSet) -> bool:
-    """Whether the same is wanted; that a spec need not be sent any more is no change."""
+    """Return whether the same is wanted; that a spec need not be sent any more is no change."""
     return (
         one.acknowledged_epochs == other.acknowledged_epochs
         and one.strays == other.strays
@@ -345,7 +345,7 @@ def _kept_checkpoints(job: JobRecord) -> tuple[str, ...]:
 
 
 def _is_begun(piece: Piece) -> bool:
-    """Whether its daemon has launched it. Of one that still waits, for its turn or for devices, a daemon that is
+    """Return whether its daemon has launched it. Of one that still waits, for its turn or for devices, a daemon that is
     started anew knows nothing."""
     return piece.phase is not ObservedPhase.NONE and (piece.phase is not ObservedPhase.STARTING or bool(piece.pids))
 

@@ -1,4 +1,4 @@
-"""How a node empties: each job that lives there is moved, or parked to storage when no place or no way is found."""
+"""Draining a node: each job on it is moved, or parked to storage where no place or no way is found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED_SECONDS = 60.0
 
 
 def follow(state: State, now: float) -> None:
-    """Starts the next job of a draining node on its way; one at a time: each must see the place the last one took."""
+    """Begin to move the next job off a draining node; one at a time, because each changes the free places."""
     for name in state.draining:
         for epoch in list(state.gangs_on.get(name, ())):
             gang = state.gangs.get(epoch)
@@ -114,7 +114,7 @@ def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
 
 
 def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
-    """A job that cannot be saved stays until it ends: draining loses no work."""
+    """Park a job to storage, if it can be saved; otherwise it stays until it ends, because a drain loses no work."""
     if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
         return
     if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:

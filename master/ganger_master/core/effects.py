@@ -30,7 +30,7 @@ class HistoryRow(Struct, frozen=True, gc=False):
 
 
 class Effects(Struct, frozen=True, gc=False):
-    """All that is owed for one batch; empty when nothing happened."""
+    """The effects of one batch; empty when nothing happened."""
 
     history: tuple[HistoryRow, ...] = ()
     # Jobs that changed in a way their watchers see.
@@ -77,7 +77,7 @@ class StoredChanges(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Dirty:
-    """What was touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, the others by the batch's."""
+    """Elements touched: `jobs`, `rows`, `arenas`, `sets`, `arrays` by the present event, others by the whole batch."""
 
     jobs: dict[int, None] = field(default_factory=dict)
     rows: dict[str, None] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from ganger_master.core.state import State
 
 
 def forget(state: State, now: float) -> None:
-    """Keeps the jobs that ended last; one that holds something on a lost node stays until that is gone."""
+    """Forget the oldest finished jobs; one that holds something on a lost node stays until that is gone."""
     for number in _going(state):
         _forget_job(state, number, now)
     while state.former:
@@ -98,7 +98,7 @@ def end(
     checkpoint_first: bool = False,
     preempted: bool = False,
 ) -> None:
-    """Stops every gang of the job that is not over; once all are, it becomes that. A final end stands against another.
+    """Stop every gang of the job that is not over; once all are, it becomes that. A final end stands against another.
     `preempted`: it counts as a preemption."""
     job = state.jobs[number]
     if job.ending is not None and job.ending.is_finished:
@@ -112,7 +112,7 @@ def end(
 def to_end(
     job: JobRecord, becomes: JobState, now: float, reason: str, failure: Failure | None = None, preempted: bool = False
 ) -> JobRecord:
-    """Its attempt is over, or is stopped: it becomes that once nothing is left of it."""
+    """Return the job with its attempt ending: it becomes that state once all of its gangs are gone."""
     return replace(
         clock_stopped(job, now),
         ending=becomes,
@@ -236,7 +236,7 @@ def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: f
 
 
 def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
-    """All gangs but a parked source go; then the job waits again, or rests if its user wanted that."""
+    """Stop all gangs but a parked source; then the job waits again, or stays suspended if its user wanted that."""
     sources = [gang for gang in state.gangs_of_job(job.number) if move_sources.is_usable(gang)]
     becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
     end(state, job.number, becomes, now, reason)
@@ -245,7 +245,7 @@ def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
 
 
 def _rest_after_failure(state: State, job: JobRecord, source: Gang | None, now: float) -> None:
-    """The user wants it to rest: on the parked copy a failed move left, else on storage."""
+    """Keep a failed job suspended: on the parked source of its failed move, else on storage."""
     level = SuspendLevel.CHECKPOINT if source is None else SuspendLevel.OFFLOAD
     if source is not None:
         state.put_gang(orders.park(state.gangs[source.epoch], level, now, by_plan=False))
@@ -281,8 +281,8 @@ def _is_users(outcome: Outcome) -> bool:
 
 
 def _is_failed_start(gang: Gang, outcome: Outcome) -> bool:
-    """Whether a job that only ever ends like this would be started for ever, and free of charge. Losing a node is not
-    the job's to answer for."""
+    """Return whether an end counts as a failed start: a job that always ends so would be started for ever. A lost node
+    does not count."""
     if outcome.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_OUTDATED):
         return True
     is_explained = outcome.kind not in (OutcomeKind.UNKNOWN, OutcomeKind.FENCED)
@@ -296,7 +296,7 @@ def _failure_of(gang: Gang, outcome: Outcome) -> Failure:
 
 
 def note_ended(state: State, job: JobRecord, array: Membership, now: float, cause: str) -> None:
-    """The history of the array: this member has ended, and perhaps with it all."""
+    """Record in the history of an array that this member has ended, and perhaps all of it."""
     progress = job.progress
     figures: dict[str, object] = {f"parameter_{name}": text for name, text in array.parameters.items()}
     if progress is not None:

@@ -1,8 +1,4 @@
-"""What happened: the only way state changes. `apply(state, event)` draws all consequences.
-
-Every event carries its time and its cause ("user:ann", "scheduler:default", "planner", "daemon:n1", "clock"), so the
-same events give the same state, always.
-"""
+"""Events: the only way in which state changes. `apply(state, event)` draws all consequences."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class JobSubmitted(Struct, frozen=True, gc=False):
 
 
 class ArraySubmitted(Struct, frozen=True, gc=False):
-    """The members are the jobs of the numbers that follow; the first bears the request id."""
+    """An array was accepted: its members are the jobs of the numbers that follow; the first has the request id."""
 
     time: float
     cause: str
@@ -75,7 +71,7 @@ class JobUpdated(Struct, frozen=True, gc=False):
 
 
 class ArrayUpdated(Struct, frozen=True, gc=False):
-    """Members by number, with their specs from now on."""
+    """Members of an array get new specs, by number."""
 
     time: float
     cause: str
@@ -245,7 +241,7 @@ class EndsNoted(Struct, frozen=True, gc=False):
 
 
 class RestoreSettled(Struct, frozen=True, gc=False):
-    """A restore is settled by what nodes have reported."""
+    """A restore is settled with what the nodes have reported."""
 
     time: float
     cause: str

@@ -57,7 +57,7 @@ def placement_blockers(
     job: str = "",
     quota: Sequence[Refusal] = (),
 ) -> tuple[Refusal, ...]:
-    """What keeps the job from starting now; empty when nothing does and its turn will place it."""
+    """Return what keeps a job from starting now; empty when its next lease will place it."""
     if quota:
         return order(quota)
     placement = candidates(view, shape, waited=waited, limit=_CANDIDATES)
@@ -107,7 +107,7 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
 
 
 def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:
-    """The view once these have ended."""
+    """Return the view once these gangs have ended."""
     later = view.copy()
     for _, _, holder in ended:
         for claim in holder.claims:
@@ -247,7 +247,7 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
 
 
 def _takes_no_turns(state: State, job: JobRecord) -> str:
-    """Why it waits for devices of its own, where others take turns; empty if it does not."""
+    """Return why a job is not time-sliced where others are; empty if it is not kept from it."""
     if not state.sets:
         return ""
     if not job.spec.preemptible:
@@ -287,7 +287,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
 
 
 def as_it_is(state: State, refusal: Refusal) -> Refusal:
-    """Names the nodes that take no gangs, and why: what the view does not say and only an operator can change. Without
+    """Name the nodes that take no gangs, and why: what the view does not say and only an operator can change. Without
     a node of its own all nodes are looked at."""
     if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
         return refusal
@@ -331,7 +331,7 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
 
 
 def _once_lost(job: JobRecord) -> str:
-    """What becomes of a job with its gang."""
+    """Return the text on what becomes of a job whose gang is lost."""
     if job.ending is not None and job.ending.is_finished:
         return "ends"
     if job.state is JobState.SUSPENDED:
@@ -368,7 +368,7 @@ _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
 
 
 def _would_help(state: State, job: JobRecord, now: float) -> bool:
-    """Whether the job could start if it might use the nodes it may not."""
+    """Return whether a job could start if it might use the nodes that are closed to it."""
     return not placement_blockers(
         state.view,
         _shape(job),
@@ -429,7 +429,7 @@ def _at_rest(state: State, job: JobRecord) -> str:
 
 
 class OnTheWay(Struct, frozen=True, gc=False):
-    """A job that leaves `source`; `destination` is empty for one that rests. `phase`: of the gang it leaves."""
+    """A job that leaves `source` to make room; `destination` is empty if it is parked. `phase`: of the source."""
 
     number: int
     purpose: Purpose
@@ -439,7 +439,7 @@ class OnTheWay(Struct, frozen=True, gc=False):
 
 
 def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
-    """By number."""
+    """Return the jobs that make room for a pending one, by number."""
     found = []
     for mover in sorted(state.live):
         job = state.jobs[mover]
@@ -455,5 +455,5 @@ def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
 
 
 def kept_for(state: State, number: int) -> tuple[str, ...]:
-    """The nodes of the place that the planner keeps for it."""
+    """Return the nodes of the place that the planner keeps for a job."""
     return tuple([claim.node for claim in state.promised.get(number, ())])

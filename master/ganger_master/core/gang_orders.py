@@ -1,7 +1,4 @@
-"""How what is wanted of one gang changes: every change raises its master sequence, a stop keeps its own.
-
-Pure functions from gang to gang, and what a gang still holds at each level.
-"""
+"""Orders to one gang: every change of its desired state raises its master sequence; a stop keeps its own."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ def run(gang: Gang, now: float) -> Gang:
 
 
 def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
-    """The stop that is under way goes on at the new level."""
+    """Change the level of the stop that is under way."""
     sequence = gang.master_sequence + 1
     return replace(
         gang,
@@ -95,7 +92,7 @@ def hand_over(gang: Gang) -> Gang:
 
 
 def stop(gang: Gang, now: float, checkpoint_first: bool = False) -> Gang:
-    """Ends here, wherever it still is. Stopping what is being stopped changes nothing."""
+    """Stop a gang wherever it still is. Stopping it again changes nothing."""
     if gang.intent is GangIntent.STOP:
         return gang
     return replace(
@@ -197,7 +194,7 @@ def has_given_up(gang: Gang) -> bool:
 
 
 def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
-    """Holds these claims (again), piece by piece, but for parts that have ended."""
+    """Let a gang hold these claims (again), except parts that have ended."""
     pieces = tuple(
         replace(piece, claim=claim, held=None if piece.gone else claim)
         for piece, claim in zip(gang.pieces, claims, strict=True)
@@ -214,12 +211,12 @@ def holds_nothing(gang: Gang) -> bool:
 
 
 def is_over(gang: Gang) -> bool:
-    """Whether nothing is left of it anywhere, nor on a node that may come back with it."""
+    """Return whether nothing is left of it anywhere, nor on a node that may come back with it."""
     return all(piece.gone and piece.held is None and not piece.lost for piece in gang.pieces)
 
 
 def holds_devices(gang: Gang) -> bool:
-    """Whether it still holds its whole placement."""
+    """Return whether it still holds its whole placement."""
     return all(piece.held == piece.claim for piece in gang.pieces)
 
 

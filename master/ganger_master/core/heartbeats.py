@@ -134,7 +134,7 @@ def note_call(state: State, name: str, now: float) -> None:
 
 
 def end(state: State, name: str, now: float, cause: str) -> None:
-    """The node's daemon has called and is answered."""
+    """Record that a node's daemon has called and is answered."""
     note_call(state, name, now)
     node = state.nodes[name]
     if node.silent or node.unanswerable:

@@ -162,7 +162,7 @@ _NOT_NOW: Final = "UPDATE_REFUSED"
 
 
 def _may_change(state: State, job: JobRecord, request_id: str) -> bool:
-    """Whether it has not ended, or was updated so before it did."""
+    """Return whether a job has not ended, or had this update before it did."""
     return not isinstance(unfinished(state, job.number), Refused) or _earlier_update(job, request_id) is not None
 
 
@@ -171,7 +171,7 @@ def _earlier_update(job: JobRecord, request_id: str) -> Updated | None:
 
 
 def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str) -> JobSpec | Refused:
-    """The spec it is to have."""
+    """Return the spec that an update gives a job, or why it is refused."""
     known = _earlier_update(job, request_id)
     if known is not None:
         if known.update == wanted:
@@ -219,7 +219,7 @@ def _path(path: str) -> str:
 
 
 def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
-    """What the state of the job, or the cluster, does not allow."""
+    """Return the refusal that the state of the job, or the cluster, requires; None if there is none."""
     otherwise = _otherwise(job.spec, spec)
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
     if not lasting:

@@ -34,13 +34,13 @@ class MachineStep(Struct, frozen=True, gc=False):
 
 
 def step(state: State, command: Command, now: float) -> MachineStep:
-    """Carries one command through, as a batch of its own. Without events there are no effects."""
+    """Carry out one command as a batch of its own. Without events there are no effects."""
     answer, events = advance(state, command, now)
     return MachineStep(answer, events, finish(state, now) if events else _NONE)
 
 
 def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:
-    """Carries one command of a batch through: what to answer, and what happened. Its effects come with `finish`."""
+    """Carry out one command of a batch; return its answer and events. Its effects come with `finish`."""
     decision = decide(state, command, now)
     for event in decision.events:
         apply(state, event)
@@ -48,7 +48,7 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
 
 
 def finish(state: State, now: float) -> Effects:
-    """Brings what leaves the master up to date and returns what the shell owes for the events so far."""
+    """Return the effects of all events since the last call; call it before `state.take_changes`."""
     _note_mode(state, now)
     nodes = tuple(desired_state.refresh(state))
     turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
@@ -69,7 +69,7 @@ def finish(state: State, now: float) -> Effects:
 
 
 def next_wake(state: State, now: float) -> float | None:
-    """The earliest time at which something happens by itself."""
+    """Return the earliest time at which something happens without a command; None if nothing will."""
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
     times = [placement_leases.next_time(state, now), state.next_silence_check]
@@ -86,7 +86,7 @@ def next_wake(state: State, now: float) -> float | None:
 
 
 def _note_mode(state: State, now: float) -> None:
-    """Gangs are packed from now on, or spread apart: for operators, and for after a restart."""
+    """Record a change between pack mode and spread mode, for operators and for a restart."""
     packs = state.view.mode is LoadMode.PACK
     if packs == state.counters.packs:
         return
@@ -97,7 +97,7 @@ def _note_mode(state: State, now: float) -> None:
 
 
 def _complete(state: State, answer: Answer) -> Answer:
-    """Fills in what is known only after the events: epoch, revision, version."""
+    """Complete an answer with what the events have decided: epoch, revision, version."""
     match answer:
         case answers.Approved():
             job = state.jobs[answer.number]

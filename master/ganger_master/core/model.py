@@ -198,7 +198,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.gpus_max > 0
 
     def accepts(self, gpus: int) -> bool:
-        """Whether its gang may have so many devices."""
+        """Return whether its gang may have so many devices."""
         if not self.is_elastic:
             return gpus == self.gpus
         return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
@@ -273,7 +273,7 @@ class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class JobMetric(Struct, frozen=True, gc=False):
-    """What a job reported under a name; None is no number. `step`: boundaries passed by then."""
+    """A value that a job reported under a name; None: not a number. `step`: boundaries passed by then."""
 
     name: str
     value: float | None
@@ -281,7 +281,7 @@ class JobMetric(Struct, frozen=True, gc=False):
 
 
 class JobProgress(Struct, frozen=True, gc=False, omit_defaults=True):
-    """How far an attempt had got when it rested or ended. Without a `loss` the job reported none that is a number."""
+    """The progress of an attempt when it was parked or ended. Without a `loss` the job reported no number."""
 
     epoch: int
     step: int
@@ -385,7 +385,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it runs on only with as many devices as before: where it rests, or by its checkpoint."""
+        """Return whether it runs on only with as many devices as before: where it rests, or by its checkpoint."""
         return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.resize)
 
     @property
@@ -435,7 +435,7 @@ class Submitted(Struct, frozen=True, gc=False):
 
 
 class Request(Struct, frozen=True, gc=False):
-    """The id under which a job was submitted that has ended and is no longer kept: never accepted a second time."""
+    """The request id of a forgotten job: it is not accepted a second time."""
 
     number: int
     request_id: str
@@ -536,7 +536,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last reported that the desired level is not available; zero: never.
     refused_at: float = 0.0
-    # Where it takes turns on its devices; zero if it does not.
+    # The group in which it is time-sliced; zero: none.
     node_set: int = 0
     # What its move to where it is, or its rest there, is for.
     purpose: Purpose = NO_PURPOSE
@@ -711,7 +711,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_choosy(self) -> bool:
-        """Whether there may be jobs that it cannot take, whatever is free."""
+        """Return whether there may be jobs that it cannot take, whatever is free."""
         is_closed_to_some = not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
         return is_closed_to_some or self.launch_failures > 0
 
@@ -732,7 +732,7 @@ class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Nodes on which gangs take turns, led by one of them. No node is in two sets."""
+    """A time-slice group: nodes whose gangs are time-sliced, led by one of them. No node is in two groups."""
 
     number: int
     nodes: tuple[str, ...]

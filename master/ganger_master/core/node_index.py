@@ -1,4 +1,4 @@
-"""From what gangs hold to one row of the view. A row is always computed afresh: what is freed is what was held."""
+"""The free pieces of a node, from what its gangs hold: always computed from scratch, so all that was held is freed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Counts: TypeAlias = tuple[int, ...]
 
 
 def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int = 0) -> NodeRow:
-    """What is free on a node whose gangs hold these claims. Strays hold their devices, faulty devices are not free."""
+    """Return what is free on a node whose gangs hold these claims, without faulty devices and those of strays."""
     configuration_set = topology.configuration_set
     used_mask = used_memory = 0
     kept_of_devices: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
 def _neighbours(
     sockets: tuple[int, ...], groups: tuple[int, ...], devices: int, held: tuple[_Pieces, ...]
 ) -> tuple[_Counts, _Counts, _Counts]:
-    """How many claims there are at each socket, in each group and on each device. Many nodes are filled alike."""
+    """Count the claims at each socket, in each group and on each device. Cached: many nodes are filled alike."""
     at_sockets, in_groups, on_devices = [0] * len(sockets), [0] * len(groups), [0] * devices
     for mask, cores in held:
         for i, at in enumerate(sockets):

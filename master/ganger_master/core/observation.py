@@ -1,8 +1,4 @@
-"""What a daemon's complete observed set changes: parts of gangs, checkpoints, strays, the node itself.
-
-Level-triggered and idempotent: the same report twice changes nothing, an old epoch never changes anything but its own
-disappearance.
-"""
+"""What a daemon's complete report changes: parts of gangs, checkpoints, quarantined gangs, the node itself."""
 
 from __future__ import annotations
 
@@ -133,7 +129,7 @@ def _given_up(state: State, stray: Stray) -> Stray:
 
 
 def change_hardware(state: State, name: str, wanted: str, now: float, cause: str) -> None:
-    """The machine comes back as another: nothing of what was there is left, so nothing is held. What all the same is
+    """Release all pieces of a node whose machine came back with other hardware. A gang that all the same is
     found there is stopped as that of any node that was taken for lost."""
     reason = f"was {state.nodes[name].configuration_set!r}, came back as {wanted!r}"
     _lose_parts(state, name, f"nodes/{name} {reason}")

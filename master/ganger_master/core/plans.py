@@ -1,8 +1,4 @@
-"""What a plan asks for: changes that are approved one by one, or as one where they bear the same id.
-
-Each change is judged as if those approved before it had happened, so that a plan can put two gangs on one node, and
-never more than there is. What a change will free counts only once it is free.
-"""
+"""Plans: changes that are approved one by one, or together where they have the same id."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ _BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "RESIZE", "RO
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
-    """Verdicts in the order of the changes; what is approved happens in the order in which it was judged."""
+    """Judge a plan: verdicts in the order of its changes, and events in the order in which they were judged."""
     if problem := _too_long(command):
         return (), Refused("PLAN_INVALID", problem)
     line = command.line
@@ -104,10 +100,10 @@ def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:
 def _judge_group(
     trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
-    """All of its events, or for every change why not; the trial is as before if one is refused."""
+    """Return the events of changes with one id, or a refusal for each; the trial is unchanged if one is refused."""
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
-    # Of one alone nothing has happened yet when it is refused.
+    # A single change has changed nothing when it is refused.
     mark = trial.mark() if len(group) > 1 else None
     if "ROW" in [change.kind for change in group]:
         happening, refused = _judge_rows(trial, group, proposer, now)
@@ -135,7 +131,7 @@ def _judge_group(
 def _judge_rows(
     trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
-    """A matrix is one thing: the whole of a group."""
+    """Judge the changes of a slice matrix, which are approved or refused together."""
     for change in group:
         if (disturbed := trial.disturbed(change)) is not None:
             return [], {change.number: disturbed}
@@ -160,7 +156,7 @@ class _Trial:
         # Events that are not applied yet: a copy of a large view costs as much as many verdicts, and no change follows
         # the last one.
         self._unapplied: list[Event] = []
-        # Where gangs take turns otherwise than they did.
+        # Nodes whose slice matrix a change of this plan replaces.
         self._rows_on: set[str] = set()
         # Claims of jobs that then have two worlds.
         self._resized: list[Claim] = []
@@ -260,7 +256,7 @@ class _Trial:
 
 
 def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Claim, ...]]:
-    """What an event gives back and takes at once."""
+    """Return the claims that an event gives back, and those that it takes at once."""
     match event:
         case events.GangApproved(number=number, claims=claims):
             parked = state.gangs.get(state.jobs[number].epoch)
@@ -276,7 +272,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
         case events.JobResumed(number=number):
             gang = state.gangs[state.jobs[number].epoch]
             if not orders.has_given_up(gang):
-                # It has given nothing up; what it holds may be its share of what several take turns on.
+                # It has given nothing up; it may hold its share of a time-slice group.
                 return (), ()
             return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
         case events.RowsChanged(takes=takes):

@@ -19,7 +19,7 @@ def find_job(state: State, number: int) -> JobRecord | Refused:
 
 
 def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> Refused:
-    """A job that is not there: it never was, it is kept no longer, or it is an array."""
+    """Return the refusal for a number without a job: never given, forgotten, or an array."""
     text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
     members = members_of(jobs, number)
     if members:
@@ -32,7 +32,7 @@ def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> Refused
 
 
 def unfinished(state: State, number: int) -> JobRecord | Refused:
-    """The job, if it has neither ended nor is about to."""
+    """Return the job if it has neither ended nor is about to; else the refusal."""
     job = find_job(state, number)
     if isinstance(job, Refused):
         return job
@@ -43,7 +43,7 @@ def unfinished(state: State, number: int) -> JobRecord | Refused:
 
 
 def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendLevel | Refused:
-    """The level to suspend at, NONE if there is nothing to do."""
+    """Return the level to suspend at, NONE if there is nothing to do, or the refusal."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch:
         return busy(job, "it is being moved")
@@ -85,7 +85,7 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
 def check_move(
     state: State, job: JobRecord, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
 ) -> tuple[Claim, ...] | Refused:
-    """The claims a job is to move to: with nodes or none where it runs, with claims also where a plan has parked it."""
+    """Return the claims to move a job to, or the refusal. With claims, also a job that a plan has parked may move."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")

@@ -54,7 +54,7 @@ def begins_at(conflicts: int, since: float) -> float:
 
 
 def reserve(view: View, wanting: Sequence[ReservationRequest], limit: int = 8) -> tuple[Reservation, ...]:
-    """Places for the first `limit` in rank order, disjoint, each whole or not at all."""
+    """Return places for the first `limit` jobs in rank order, disjoint, each whole or absent."""
     found: list[Reservation] = []
     if not wanting:
         return ()

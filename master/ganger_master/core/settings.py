@@ -23,7 +23,7 @@ class CoreSettings:
     policy: str = "fifo"
     # Minimum time between two plans that preempt running jobs.
     plan_every_seconds: float = 300.0
-    # For how long a row runs where gangs take turns; None: none are to.
+    # The quantum of time slices; None: no time-slicing.
     quantum_seconds: float | None = 60.0
     # Opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None

@@ -366,7 +366,7 @@ class State:
         return changes
 
     def drop_turn(self, number: int) -> None:
-        """Takes the job's turn back, if it has one."""
+        """Take the job's turn back, if it has one."""
         turn = self.turn_of.pop(number, None)
         if turn is not None:
             del self.turns[turn]
@@ -542,7 +542,7 @@ class State:
         self._note_view()
 
     def _give(self, held: Claim) -> bool:
-        """Gives back to the view what a gang held on a node; False where that may not be all that follows, and the row
+        """Give back to the view what a gang held on a node; False where that may not be all that follows, and the row
         is to be computed anew."""
         view, node = self.view, self.nodes.get(held.node)
         slot = view.slots.get(held.node)
@@ -753,7 +753,7 @@ def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
 
 
 def _is_other_row(old: Node, node: Node) -> bool:
-    """Whether something changed that the row of a node is made of (`rows.row_of`), beside what its gangs hold."""
+    """Return whether a change of a node affects its free pieces (`node_index.row_of`), besides what its gangs hold."""
     return (
         old.takes_gangs != node.takes_gangs
         or old.strays != node.strays

@@ -225,7 +225,7 @@ def _sent_members(state: State) -> Iterator[SentMembers]:
 
 
 def _is_fresh(state: State, party: Party) -> bool:
-    """Whether its members would be the same if it were made now."""
+    """Return whether its members would be the same if it were made now."""
     parked = party.gang.restore.parked_epoch
     if parked in state.gangs:
         source = party.source

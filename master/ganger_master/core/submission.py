@@ -1,4 +1,4 @@
-"""May a job be accepted? Everything that is wrong with a spec at once, and gangs no cluster of this make could hold."""
+"""Validation of submissions: all violations of a spec at once, and gangs that no node of the cluster could hold."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused 
 
 
 def check_possible(state: State, spec: JobSpec) -> Refused | None:
-    """Whether its gang could ever run."""
+    """Return the refusal of a spec whose gang could never run; None if it could."""
     refusal = impossible(state.view, spec.shape())
     if refusal is not None:
         figures = {name: str(value) for name, value in sorted(refusal.figures.items())}

@@ -84,7 +84,7 @@ class Holdings:
 
 
 def limit_of(quotas: Mapping[str, int], user: str) -> int | None:
-    """Devices that a user may hold at once; None: any number. `quotas`: as `Settings.quota_devices`."""
+    """Return the devices that a user may hold at once; None: any number. `quotas`: `CoreSettings.quota_devices`."""
     return quotas.get(user, quotas.get(""))
 
 
