@@ -122,8 +122,10 @@ def judge(
     retune: bool = False,
     shape: GangShape | None = None,
 ) -> CandidateApproval | CandidateRejection:
-    """The first candidate that fits, or why the last one does not. `rank` 0: out of turn. `retune`: with other cores
-    and memory than it asks for, as `fit` has it. `shape`: that of another size which the job accepts."""
+    """Return the first candidate that a job may have, or why it may not have the last one.
+
+    rank: position in the policy's order; 0: out of turn. retune: allow other cores and memory, as `fit` does. shape:
+    that of another size which the job accepts."""
     shape = job.shape if shape is None else shape
     refusals = rules(state, job, shape.gpus)
     if refusals:
@@ -182,8 +184,10 @@ def judge_change(
     agreed_only: bool = False,
     shape: GangShape | None = None,
 ) -> tuple[Refusal, ...]:
-    """Why these claims cannot be, for a move or other cores; empty if they can. `agreed_only`: on devices of others
-    only where these share them already. `shape`: that of another size which the job accepts."""
+    """Return why a job may not change to these claims, by a move or with other cores; empty if it may.
+
+    agreed_only: on devices of other gangs only where these share them already. shape: that of another size which the
+    job accepts."""
     refusals = node_rules(state, job, claims) or colocation.rules(state, job, claims)
     if refusals:
         return refusals
@@ -346,8 +350,9 @@ def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
 
 
 def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Pieces of the job that count as free for it: those it is parked on, if it asks for just that place. Not those of
-    a copy it moved away from: that one never runs again, so a new gang needs room beside it."""
+    """Return the pieces of a job that count as free for it: those it is parked on, if it requests just that place.
+
+    The source of a move does not count: it never runs again, so a new gang needs room beside it."""
     parked = state.gangs.get(job.epoch)
     if parked is None or job.moved_from >= parked.epoch or not _is_where_it_rests(state, job, claims):
         return ()
@@ -355,8 +360,8 @@ def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[C
 
 
 def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:
-    """What the planner keeps for others, and what is kept for blocked jobs ahead of this one in the policy's order; out
-    of turn, for all but this one."""
+    """Return what is kept from a job: for the planner's reservations, and for blocked jobs ahead of it in the policy's
+    order; out of turn, for all other blocked jobs."""
     by_order = _protected_by_order(state, job, now, out_of_turn)
     if not state.promised:
         return by_order
@@ -433,7 +438,7 @@ def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobR
 
 
 def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
-    """A place kept stays good while the view changes a little, and to look for one takes as long as many verdicts."""
+    """Return the reserved places of jobs, searched anew only after a while: a search costs as much as many verdicts."""
     numbers = tuple(job.number for job in waited)
     kept = state.kept
     if (

@@ -323,7 +323,7 @@ def _wrong_rule(rule: StopRule | None) -> list[tuple[str, str]]:
 def report_of(
     rule: StopRule, step: int, loss: float | None, metrics: Sequence[JobMetric]
 ) -> tuple[float | None, float] | None:
-    """The value of the rule's metric and the amount of its resource at which it was reported; None before that.
+    """Return the value of the rule's metric and the amount of its resource at that report; None before the first.
 
     Without a report of that name, `loss` is the one that the steps report."""
     named = {metric.name: metric for metric in metrics}

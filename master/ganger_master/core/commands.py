@@ -200,7 +200,7 @@ class ProposePlan(Struct, frozen=True, gc=False):
 
 
 class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
-    """The next ids and versions of a database, as recorded outside it: in the file beside it, or by a daemon. A daemon
+    """The next ids and versions of a database as recorded outside it, in the file beside it or by a daemon. A daemon
     has only the first two, and what follows from the ids in its orders."""
 
     store: str = ""
@@ -296,8 +296,8 @@ class FinishedGang(Struct, frozen=True, gc=False):
 
 
 class ObservedRows(Struct, frozen=True, gc=False):
-    """Where a node set stands, as one of its nodes sees it: the version of its active matrix, the newest it knows, the
-    row that runs, how long the last switch took (zero: none yet), and which gangs cannot take turns."""
+    """A node's report on its time-slice group: the versions of its active and its newest matrix, the slice that runs,
+    the seconds of the last switch (zero: none yet), and the gangs that cannot be time-sliced."""
 
     node_set: int
     version: int

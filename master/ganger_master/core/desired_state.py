@@ -122,8 +122,8 @@ def desired_of(state: State, node: str) -> DesiredSet:
 
 
 class Party(Struct, eq=False, gc=False):
-    """A gang with all that its orders are made of. What else they depend on never changes, but for the job's spec and
-    its checkpoints: when those change, the state forgets the party."""
+    """A gang with all that its orders are made of. They also depend on the job's spec and checkpoints: when those
+    change, the state forgets the party."""
 
     gang: Gang
     job: JobRecord
@@ -150,7 +150,7 @@ class Party(Struct, eq=False, gc=False):
 
 
 class Projected(Struct, eq=False, gc=False):
-    """What a gang means for the node of one of its pieces: as long as the party is the same, so is what it means."""
+    """A gang's desired state for the node of one of its pieces; it is the same as long as the party is."""
 
     party: Party
     place: int
@@ -345,8 +345,8 @@ def _kept_checkpoints(job: JobRecord) -> tuple[str, ...]:
 
 
 def _is_begun(piece: Piece) -> bool:
-    """Return whether its daemon has launched it. Of one that still waits, for its turn or for devices, a daemon that is
-    started anew knows nothing."""
+    """Return whether its daemon has launched a part. A restarted daemon has no record of a part that still waits, for
+    its time slice or for devices."""
     return piece.phase is not ObservedPhase.NONE and (piece.phase is not ObservedPhase.STARTING or bool(piece.pids))
 
 

@@ -35,8 +35,9 @@ def follow(state: State, now: float) -> None:
 
 
 def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
-    """Why a job is on a node that is drained and not on its way off it: what it waits for, then what it lacks
-    elsewhere. Nothing of one that is on its way, or on no such node."""
+    """Return why a job is still on a draining node: what it waits for, then what it lacks elsewhere.
+
+    Empty for a job that is moving away, and for one on no such node."""
     gang = state.gangs.get(job.epoch)
     node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.draining), "")
     if gang is None or not node or job.next_epoch or job.ending is not None:

@@ -98,8 +98,9 @@ def end(
     checkpoint_first: bool = False,
     preempted: bool = False,
 ) -> None:
-    """Stop every gang of the job that is not over; once all are, it becomes that. A final end stands against another.
-    `preempted`: it counts as a preemption."""
+    """Stop every gang of a job; once all are over, it becomes `becomes`. A final end is not replaced by another.
+
+    preempted: count it as a preemption."""
     job = state.jobs[number]
     if job.ending is not None and job.ending.is_finished:
         return
@@ -199,8 +200,8 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
 def _fall_back(
     state: State, job: JobRecord, gang: Gang, newest: Checkpoint, outcome: Outcome, now: float, cause: str
 ) -> None:
-    """A checkpoint is damaged or gone: continue from the newest other one that is on storage, else from the one before
-    it that is known; steps back, but never from the beginning."""
+    """Continue from an older checkpoint, because the newest one is damaged or gone: from the newest other one on
+    storage, else from the one recorded before it; never from the beginning."""
     if gang.restore.checkpoint_path != newest.path:
         # A newer one is there by now.
         requeue(state, job, now, outcome.message)

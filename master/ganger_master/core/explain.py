@@ -287,8 +287,8 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
 
 
 def as_it_is(state: State, refusal: Refusal) -> Refusal:
-    """Name the nodes that take no gangs, and why: what the view does not say and only an operator can change. Without
-    a node of its own all nodes are looked at."""
+    """Return a refusal with the nodes that take no gangs and the reasons, which only an operator can change. A refusal
+    without a node covers all nodes."""
     if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
         return refusal
     closed = [refusal.node] if refusal.node else [name for name in sorted(state.nodes) if not _is_open(state, name)]

@@ -492,8 +492,8 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Where the first step starts from: a checkpoint's path, or the arenas of a parked epoch. `step` is the lowest that
-    is acceptable."""
+    """The state that a gang starts from: a checkpoint's path, or the arenas of a parked epoch. `step`: the lowest
+    acceptable one."""
 
     checkpoint_path: str = ""
     parked_epoch: int = 0
@@ -604,7 +604,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
-    """The newest order that a daemon has for a gang, as it lies on the daemon's disk. `nodes`: all members of the gang,
+    """The newest order that a daemon has for a gang, as stored on its disk. `nodes`: all members of the gang,
     the leader first. `spec` is None where the daemon's copy cannot be read as a job."""
 
     master_sequence: int
@@ -762,7 +762,7 @@ class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Counters(Struct):
-    """What is never given twice. Epochs are unique in the cluster, so they name a gang alone.
+    """The next ids and versions, none of which is given twice. An epoch alone names a gang: it is unique.
 
     The one element that its state changes in place, because nearly every event counts something: what leaves the state
     is a copy.

@@ -150,7 +150,7 @@ class _Trial:
     def __init__(self, state: State) -> None:
         self._state = self._real = state
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
-        # What of that is taken beside others.
+        # The part of that which shares devices with other gangs.
         self._joined: list[Claim] = []
         self._settings = [state.settings]
         # Events that are not applied yet: a copy of a large view costs as much as many verdicts, and no change follows

@@ -299,11 +299,11 @@ class State:
         if not is_known:
             self._put(("node", name), node)
             self.dirty.wants[name] = []
-        # Else nothing follows from it. Nor is it stored: it is worth nothing beyond the session. Where nothing can be
-        # stored, daemons that have no news are answered all the same, and their jobs go on.
+        # Otherwise nothing follows, and nothing is stored: the report counts only for the session. So daemons without
+        # news are answered even while the store fails, and their jobs run on.
 
     def forget_node(self, name: str) -> None:
-        """Of a node on which no job has anything any more. Gangs that are still being stopped elsewhere may name it."""
+        """Remove a node on which no job holds anything. Gangs that are still being stopped elsewhere may name it."""
         node = self.nodes[name]
         # Whatever it counted for, it does no longer.
         self.nodes[name] = replace(node, lost=True)

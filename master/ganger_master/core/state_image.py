@@ -130,8 +130,7 @@ _VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
 
 
 def image_of(state: State) -> Image:
-    """Shares nothing with the state that changes. Only between batches: after `take_changes`, before the next
-    command."""
+    """Return a state as plain values. Call between batches: after `take_changes`, before the next command."""
     dirty = state.dirty
     open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, state.outbox)
     assert not any(open_ends), "an image of a state in mid-batch"
@@ -265,9 +264,11 @@ _KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
 
 
 def restored(settings: CoreSettings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
-    """The state of those elements. Sessions are void and free pieces unknown until each node's first report, unless
-    this is the master that has them from `former`, and has lost no more than what it did not store since: its sessions
-    go on, and the nodes' reports of their time slices stand. It owes a tick that looks again."""
+    """Return the state of stored elements.
+
+    Sessions are void and free pieces unknown until each node's first report. With `former`, the state of a master that
+    has lost only what it did not store, sessions go on and the reports of time slices stand; it needs a tick with
+    `looks_again`."""
     state = State(settings, now)
     by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
     for element in elements:
