@@ -9,7 +9,7 @@ from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase
 
 
-def test_a_daemon_that_has_not_heard_of_a_gang_does_not_end_it() -> None:
+def test_a_daemon_that_has_not_received_a_gang_does_not_end_it() -> None:
     drive = Drive()
     number = drive.submit(job_of(1))
     before = desired_of(drive.state, "n1").version
@@ -44,7 +44,7 @@ def test_a_restarted_daemon_that_has_applied_nothing_yet_ends_nothing() -> None:
     assert drive.job(number).preemptions == 0
 
 
-def test_what_is_still_missing_once_its_version_is_applied_is_gone_and_starts_again_under_a_new_epoch() -> None:
+def test_a_gang_missing_from_a_report_of_its_version_is_gone_and_starts_again_under_a_new_epoch() -> None:
     drive = Drive()
     number = drive.submit(job_of(1))
     epoch = drive.start(number)
@@ -72,7 +72,7 @@ def test_a_late_report_of_an_older_version_aborts_no_move() -> None:
     assert drive.state.gangs[source].intent is GangIntent.RUN
 
 
-def test_a_node_that_has_lost_all_it_had_is_given_no_spec_of_what_was_begun() -> None:
+def test_a_node_that_has_lost_all_its_gangs_gets_no_spec_of_launched_ones() -> None:
     drive = Drive()
     number = drive.submit(job_of(1))
     drive.start(number)
@@ -83,7 +83,7 @@ def test_a_node_that_has_lost_all_it_had_is_given_no_spec_of_what_was_begun() ->
     assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [False]
 
 
-def test_a_daemon_that_is_started_anew_while_a_gang_waits_for_its_turn_is_told_the_whole_of_it() -> None:
+def test_a_daemon_that_restarts_while_a_gang_waits_for_its_slice_gets_its_whole_order() -> None:
     drive = Drive()
     number = drive.submit(job_of(1))
     epoch = drive.start(number)

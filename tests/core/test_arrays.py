@@ -36,7 +36,7 @@ def command(
     return SubmitArray(spec, tuple(members), uids, at_once, rule, "ann", request_id)
 
 
-def test_anothers_request_id_is_nothing_to_an_array() -> None:
+def test_an_array_may_use_a_request_id_of_another_user() -> None:
     drive = Drive()
     one = command("0.1", request_id="nightly")
     first, of_bob = drive.step(one), drive.step(replace(one, user="bob", uids=("b",)))
@@ -101,7 +101,7 @@ def test_an_array_is_accepted_once_and_another_one_under_its_id_never() -> None:
     assert sorted(drive.state.jobs) == [2, 3]
 
 
-def test_all_that_is_wrong_is_said_and_nothing_of_it_is_accepted() -> None:
+def test_an_invalid_array_is_rejected_with_all_its_violations() -> None:
     drive = Drive()
     bad = replace(
         command("0.1", rule=StopRule(RuleKind.ASHA, "no metric", factor=1.0)),
@@ -118,7 +118,7 @@ def test_all_that_is_wrong_is_said_and_nothing_of_it_is_accepted() -> None:
     assert drive.state.jobs == {}
 
 
-def test_no_more_than_the_limit_run_or_wait_and_one_that_ends_lets_the_next_go() -> None:
+def test_members_beyond_the_limit_are_held_until_another_ends() -> None:
     drive = Drive()
     numbers = submitted(drive, "a", "b", "c", "d", at_once=2)
     assert waiting(drive, numbers) == numbers[:2]
@@ -132,7 +132,7 @@ def test_no_more_than_the_limit_run_or_wait_and_one_that_ends_lets_the_next_go()
     assert drive.job(numbers[3]).state is JobState.CANCELLED
 
 
-def test_why_says_of_a_held_member_what_it_waits_for() -> None:
+def test_why_names_what_a_held_member_waits_for() -> None:
     drive = Drive()
     numbers = submitted(drive, "a", "b", at_once=1)
     found = explain(drive.state, numbers[1], drive.now)
@@ -186,7 +186,7 @@ def test_a_report_counts_at_every_rung_it_has_passed_and_once() -> None:
     assert drive.job(numbers[0]).rungs == (0.5, 0.5)
 
 
-def test_what_a_member_said_last_counts_although_it_has_ended() -> None:
+def test_the_last_report_of_an_ended_member_counts() -> None:
     drive = Drive()
     numbers = submitted(drive, "a", "b", rule=RULE)
     running(drive, numbers)
@@ -204,7 +204,7 @@ def test_what_a_member_said_last_counts_although_it_has_ended() -> None:
     assert drive.job(numbers[0]).ending is JobState.STOPPED
 
 
-def test_an_array_is_cancelled_whole_and_tells_when_it_has_ended() -> None:
+def test_an_array_is_cancelled_as_a_whole_and_its_end_is_recorded() -> None:
     drive = Drive()
     numbers = submitted(drive, "a", "b", "c", at_once=1)
     running(drive, numbers[:1])
@@ -221,7 +221,7 @@ def test_an_array_is_cancelled_whole_and_tells_when_it_has_ended() -> None:
     assert missing.reason == "ARRAY_NOT_FOUND"
 
 
-def test_the_number_of_an_array_is_no_job_and_says_so() -> None:
+def test_a_command_on_the_number_of_an_array_is_refused_with_a_member_to_name() -> None:
     drive = Drive()
     submitted(drive, "a", "b")
     answer = drive.step(CancelJob(1))
@@ -240,7 +240,7 @@ def test_members_that_ended_are_kept_while_others_run_to_be_compared_with() -> N
     assert sorted(drive.state.jobs) == numbers[2:]
 
 
-def test_a_master_that_starts_again_knows_members_limits_and_rungs() -> None:
+def test_a_restarted_master_has_members_limits_and_rungs() -> None:
     drive = Drive()
     numbers = submitted(drive, "a", "b", "c", at_once=2, rule=RULE)
     running(drive, numbers[:2])
@@ -265,7 +265,7 @@ def refused(drive: Drive, members: list[dict[str, str]], *words: str, environmen
     return answer.violations[0][0]
 
 
-def test_what_parameters_make_of_a_command_is_bounded_by_its_bytes() -> None:
+def test_commands_with_their_parameters_are_bounded_in_bytes() -> None:
     drive = Drive()
     assert refused(drive, [{"A": "\N{GRINNING FACE}" * 1_000}], "train", *["{A}"] * 17) == "spec.command"
     assert refused(drive, [{"A": "x"}], "train", "{A}" * 1_001) == "spec.command"

@@ -83,7 +83,7 @@ def test_a_row_counts_its_neighbours(held: list[tuple[int, int, int]]) -> None:
     )
 
 
-def test_places_kept_for_the_blocked_are_looked_for_again_after_a_while_only() -> None:
+def test_places_reserved_for_blocked_jobs_are_searched_again_only_after_a_while() -> None:
     state = with_policy()
     for command in story()[:4]:
         machine.step(state, command, 0.0)

@@ -44,7 +44,7 @@ def test_a_plan_that_would_start_it_elsewhere_is_refused_with_the_reason() -> No
     assert "it can go on only where it rests" in answer.verdicts[0].refusals[0].message
 
 
-def test_it_goes_on_where_it_rests_once_that_is_free() -> None:
+def test_it_resumes_where_it_is_parked_once_that_is_free() -> None:
     drive, number = resumed()
     (other,) = [gang.job for gang in drive.on("n1") if gang.job != number]
     drive.seen_without("n1", other)

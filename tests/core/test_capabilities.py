@@ -30,21 +30,21 @@ def says(drive: Drive, number: int, capabilities: Capabilities, *, presumed: boo
     drive.observe(gang.nodes[0], replace(report, capabilities=capabilities, presumed=presumed))
 
 
-def test_what_was_said_before_stands_while_a_new_attempt_is_silent_so_it_can_be_moved() -> None:
+def test_reported_capabilities_stand_until_a_new_attempt_reports_so_it_can_be_moved() -> None:
     drive, number = restarted()
     says(drive, number, OPAQUE, presumed=True)
     assert drive.job(number).capabilities == ALL_LEVELS
     assert not isinstance(drive.step(MoveJob(number)), Refused)
 
 
-def test_a_new_hello_replaces_it() -> None:
+def test_a_new_report_of_capabilities_replaces_them() -> None:
     drive, number = restarted()
     says(drive, number, OPAQUE, presumed=True)
     says(drive, number, OPAQUE, presumed=False)
     assert drive.job(number).capabilities == OPAQUE
 
 
-def test_what_is_presumed_of_a_job_that_never_spoke_up_is_marked_until_it_does() -> None:
+def test_presumed_capabilities_of_a_job_without_a_report_are_marked_until_it_reports() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(2))
     drive.start(number)
@@ -54,7 +54,7 @@ def test_what_is_presumed_of_a_job_that_never_spoke_up_is_marked_until_it_does()
     assert drive.job(number).capabilities == ALL_LEVELS
 
 
-def test_a_job_that_is_parked_but_not_brought_back_elsewhere_is_not_moved_and_the_reason_is_said() -> None:
+def test_a_job_that_cannot_be_restored_elsewhere_is_not_moved_and_the_reason_is_given() -> None:
     drive = Drive(2)
     number = drive.submit(job_of(2))
     drive.start(number)

@@ -72,7 +72,7 @@ def running(drive: Drive, gpus: int) -> int:
 
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("level", [None, SuspendLevel.PAUSE, SuspendLevel.OFFLOAD])
-def test_a_machine_that_was_booted_with_other_hardware_is_taken_and_its_jobs_go_on(
+def test_a_machine_booted_with_other_hardware_is_accepted_and_its_jobs_continue_elsewhere(
     kind: ConfigurationSet, level: SuspendLevel | None
 ) -> None:
     drive = Changing()
@@ -178,7 +178,7 @@ _DEEDS = st.lists(
 
 
 @given(_DEEDS)
-def test_whatever_nodes_become_the_cluster_is_what_they_say_they_are(deeds: list[tuple[object, ...]]) -> None:
+def test_the_cluster_is_the_hardware_that_its_nodes_report_after_any_changes(deeds: list[tuple[object, ...]]) -> None:
     drive = Changing(nodes=3)
     kinds = dict.fromkeys(drive.state.nodes, SERVER)
     for deed, *about in deeds:

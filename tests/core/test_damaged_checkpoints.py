@@ -28,7 +28,7 @@ def ends(drive: Drive, number: int, outcome: Outcome) -> None:
     drive.observe("n1")
 
 
-def test_a_node_tells_of_checkpoints_of_gangs_that_it_has_a_part_in() -> None:
+def test_a_checkpoint_counts_only_if_the_reporting_node_has_a_part_of_the_gang() -> None:
     drive = Drive(nodes=2)
     number = drive.submit(job_of(2))
     drive.start(number)
@@ -62,7 +62,7 @@ def begun() -> tuple[Drive, int]:
     return drive, number
 
 
-def test_the_one_before_is_taken_and_said_and_what_follows_counts_as_newer() -> None:
+def test_the_checkpoint_before_is_used_and_reported_and_later_ones_count_as_newer() -> None:
     drive, number = begun()
     saved(drive, number, 10)
     saved(drive, number, 20)
@@ -88,7 +88,7 @@ def test_the_one_before_is_taken_and_said_and_what_follows_counts_as_newer() -> 
     assert job.checkpoint_before.step == 10
 
 
-def test_one_that_could_not_be_read_is_not_believed_again_when_an_old_part_tells_of_it_anew() -> None:
+def test_an_unreadable_checkpoint_is_not_used_when_an_old_part_reports_it_again() -> None:
     drive = Drive(nodes=2)
     number = drive.submit(job_of(8))
     first = drive.start(number)

@@ -157,7 +157,7 @@ def test_an_unmeasured_residue_is_presumed_but_never_above_what_the_job_may_use(
     assert kept_on(drive) == (expected if kept else ())
 
 
-def test_what_was_counted_when_it_came_to_rest_stands_whatever_is_said_later() -> None:
+def test_the_residue_measured_when_a_gang_was_parked_stands_despite_later_reports() -> None:
     drive = drive_with_residue(300 * MIB)
     number = parked(drive, 4, SuspendLevel.OFFLOAD)
     drive.start(drive.submit(replace(job_of(4), gpu_memory_bytes=GIB - 300 * MIB)))
@@ -166,7 +166,7 @@ def test_what_was_counted_when_it_came_to_rest_stands_whatever_is_said_later() -
     assert kept_on(drive) == (300 * MIB,) * 4
 
 
-def test_a_checkpoint_that_cannot_be_had_leaves_it_with_what_it_kept() -> None:
+def test_a_failed_checkpoint_leaves_a_parked_job_with_what_it_kept() -> None:
     drive = drive_with_residue(300 * MIB)
     number = parked(drive, 4, SuspendLevel.OFFLOAD)
     epoch = drive.job(number).epoch
@@ -196,7 +196,7 @@ def test_a_restarted_master_counts_the_same() -> None:
     assert (blocker.reason, blocker.job) == (Reason.DEVICE_MEMORY, f"jobs/{number}")
 
 
-def test_the_invariants_see_a_device_that_is_given_twice_over() -> None:
+def test_the_invariants_detect_a_device_that_is_given_twice() -> None:
     drive = drive_with_residue(300 * MIB)
     number = parked(drive, 4, SuspendLevel.OFFLOAD)
     other = drive.submit(replace(job_of(4), gpu_memory_bytes=GIB - 300 * MIB))
@@ -248,7 +248,7 @@ def test_what_a_job_keeps_itself_is_never_what_it_waits_for() -> None:
     assert [one.reason for one in explain(drive.state, resting, drive.now).blockers] == [Reason.GPUS]
 
 
-def test_arenas_of_gangs_that_tell_their_peaks_at_once_fit_together() -> None:
+def test_arenas_of_gangs_that_report_their_peaks_at_once_fit_together() -> None:
     drive = Drive()
     numbers = [drive.submit(replace(job_of(1, 31 * GIB), gpu_memory_bytes=0)) for _ in range(2)]
     for number in numbers:

@@ -107,7 +107,7 @@ def test_a_job_that_is_moving_away_has_no_blockers() -> None:
     assert told(alone, number) == []
 
 
-def test_where_no_other_node_takes_jobs_that_is_all_there_is_to_say() -> None:
+def test_without_another_node_that_takes_jobs_that_is_the_only_blocker() -> None:
     drive = Drive(2)
     number = on_n1(drive)
     drive.step(DrainNode("n2", "new fan"))

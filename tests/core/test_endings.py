@@ -18,7 +18,7 @@ from msgspec.structs import replace
         (OutcomeKind.LAUNCH_FAILED, 127, False),
     ],
 )
-def test_what_was_over_before_it_was_seen_to_step_began_when_it_got_its_gang(
+def test_an_attempt_that_ended_before_a_reported_step_began_when_it_got_its_gang(
     kind: OutcomeKind, exit_code: int, begins: bool
 ) -> None:
     drive = Drive()

@@ -50,7 +50,7 @@ def test_the_last_to_end_are_kept_and_the_ids_of_the_others_are_never_accepted_t
     assert again(drive, "id-2") == 7
 
 
-def test_what_is_known_of_forgotten_jobs_outlives_the_master_and_ends_with_its_day() -> None:
+def test_request_ids_of_forgotten_jobs_survive_a_restart_and_expire_after_a_day() -> None:
     drive = Drive(settings=FEW)
     ended(drive, 2)
     drive.now += DAY / 2

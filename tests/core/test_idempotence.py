@@ -61,7 +61,7 @@ def test_each_user_has_request_ids_of_its_own() -> None:
     assert machine.step(state, SubmitJob(other, "u4", "bob", "nightly"), 5.0).answer == JobAnswer(2)
 
 
-def test_all_mistakes_of_a_spec_are_told_at_once() -> None:
+def test_all_violations_of_a_spec_are_reported_at_once() -> None:
     state, _ = joined()
     bad = JobSpec((), (), working_directory="here", priority=5_000, weight=0.0, least_decrease=1.5)
     answer = machine.step(state, SubmitJob(bad, "u1"), 3.0).answer

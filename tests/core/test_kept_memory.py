@@ -72,7 +72,7 @@ def test_the_kept_memory_stands_while_a_gang_rests_despite_later_reports_and_a_r
     assert drive.state.rows["n1"].free_memory_bytes == left
 
 
-def test_a_resume_waits_until_its_memory_is_there_and_no_longer() -> None:
+def test_a_resume_waits_only_until_its_memory_is_free() -> None:
     drive = Drive()
     other = running(drive, GIB)
     first = running(drive, NODE * 3 // 4)
@@ -119,7 +119,9 @@ def test_a_plan_resumes_only_what_finds_its_memory() -> None:
         max_size=25,
     )
 )
-def test_memory_is_never_given_twice_whatever_rests_resumes_and_ends(deeds: list[tuple[str, int, int]]) -> None:
+def test_memory_is_never_given_twice_under_any_sequence_of_suspends_resumes_and_ends(
+    deeds: list[tuple[str, int, int]],
+) -> None:
     """`Drive` checks after each step that what is held fits into the node."""
     drive = Drive()
     kept: dict[int, int] = {}

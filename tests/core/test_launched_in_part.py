@@ -11,7 +11,7 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import ObservedPhase
 
 
-def test_a_gang_on_several_nodes_takes_turns_once_it_has_stepped() -> None:
+def test_a_gang_on_several_nodes_can_be_time_sliced_once_it_has_stepped() -> None:
     drive = Turns(2)
     host = drive.submit(job_of(8))
     epoch = drive.start(host)
@@ -27,7 +27,7 @@ def test_a_gang_on_several_nodes_takes_turns_once_it_has_stepped() -> None:
     assert drive.propose(*changes()) == [None, None]
 
 
-def test_a_gang_on_one_node_may_do_so_at_once() -> None:
+def test_a_gang_on_one_node_can_be_time_sliced_at_once() -> None:
     drive = Turns()
     host = drive.submit(job_of(4))
     drive.start(host)

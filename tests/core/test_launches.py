@@ -45,7 +45,7 @@ def test_the_node_is_closed_to_the_job_and_to_no_other() -> None:
     assert drive.ask_for(number, "n2") is None
 
 
-def test_while_the_others_are_busy_it_waits_for_them_and_is_told_so() -> None:
+def test_while_the_other_nodes_are_busy_the_job_waits_for_them_and_why_says_so() -> None:
     drive = Launching(nodes=2)
     number = drive.submit(job_of(4))
     drive.fails(number, "n1")

@@ -37,7 +37,7 @@ def test_a_load_that_rises_and_falls_again_flips_the_mode_exactly_twice() -> Non
     ]
 
 
-def test_a_master_that_restarts_keeps_the_mode_until_all_nodes_have_said_what_they_have() -> None:
+def test_a_restarted_master_keeps_the_mode_until_all_nodes_have_reported() -> None:
     drive = Drive(2)
     for _ in range(6):
         drive.start(drive.submit(job_of(1)))
@@ -79,7 +79,7 @@ def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:
     assert drive.state.view.mode is LoadMode.SPREAD
 
 
-def test_a_node_that_takes_no_gangs_is_the_last_to_be_heard_after_a_restart() -> None:
+def test_a_node_that_takes_no_gangs_may_be_the_last_to_report_after_a_restart() -> None:
     drive = Drive(2)
     numbers = [drive.submit(job_of(1)) for _ in range(6)]
     for number in numbers:

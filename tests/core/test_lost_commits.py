@@ -68,7 +68,7 @@ def test_a_report_that_changes_nothing_needs_no_store() -> None:
     assert not drive.state.take_changes().puts
 
 
-def test_what_a_node_said_of_its_rows_counts_though_what_followed_was_lost() -> None:
+def test_a_report_on_time_slices_counts_although_its_consequences_were_lost() -> None:
     drive = Turns()
     host, guest = drive.share()
     number = next(iter(drive.state.sets))

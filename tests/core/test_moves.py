@@ -50,7 +50,7 @@ def test_a_destination_with_the_state_of_another_step_is_given_up_and_the_source
     assert drive.state.gangs[destination].intent is GangIntent.STOP
 
 
-def test_a_destination_that_cannot_say_its_step_yet_is_waited_for() -> None:
+def test_a_destination_without_a_reported_step_is_waited_for() -> None:
     drive, number, destination = handed_over(40)
     drive.seen(number, destination, ObservedPhase.READY)
     assert drive.job(number).next_epoch == destination
@@ -70,7 +70,7 @@ def test_the_ready_destination_waits_for_a_source_that_still_runs() -> None:
     assert drive.state.gangs[source].phase is GangPhase.MOVING
 
 
-def test_a_job_cannot_go_back_before_what_it_came_from_has_left_and_is_told_so() -> None:
+def test_a_move_back_is_refused_with_the_reason_until_the_old_gang_has_left() -> None:
     drive, number, destination = handed_over(40, job_of(4))
     source = drive.job(number).epoch
     (home,), (away,) = drive.state.gangs[source].nodes, drive.state.gangs[destination].nodes

@@ -73,7 +73,7 @@ def active(drive: Six) -> list[set[int]]:
     return [{gangs[epoch].job for epoch in row if epoch in gangs} for row in rows]
 
 
-def test_one_moves_to_another_device_of_its_set_and_takes_turns_where_it_was_until_it_rests(six: Six) -> None:
+def test_a_gang_moves_within_its_group_and_is_time_sliced_where_it_was_until_it_is_parked(six: Six) -> None:
     five, three = six.jobs[4], six.jobs[2]
     source = six.epoch(five)
     assert six.propose(*six.beside(five, three)) == [None] * 6
@@ -189,7 +189,7 @@ def test_once_it_has_moved_its_neighbour_has_the_device_in_every_slice(six: Six)
     assert sorted(six.state.rows["n1"].device_rows) == [1, 1, 2, 2]
 
 
-def test_a_move_that_fails_leaves_it_in_its_turns(six: Six) -> None:
+def test_a_failed_move_leaves_the_gang_in_its_slices(six: Six) -> None:
     five, three = six.jobs[4], six.jobs[2]
     source = six.epoch(five)
     six.propose(*six.beside(five, three))
@@ -252,7 +252,7 @@ def test_a_node_is_drained_of_time_sliced_jobs_without_a_restart() -> None:
     assert drive.state.sets == {}
 
 
-def test_the_purpose_of_a_move_is_told(six: Six) -> None:
+def test_the_reason_of_a_move_is_recorded(six: Six) -> None:
     five, three = six.jobs[4], six.jobs[2]
     changes = six.beside(five, three)
     changes[4] = replace(changes[4], purpose=Purpose(Goal.FAIRNESS))
@@ -284,7 +284,7 @@ def moved(claims: tuple[Claim, ...], **fields: object) -> tuple[Claim, ...]:
         "of fewer sockets than there are",
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_changes(six: Six, claims: object, reason: Reason | None) -> None:
+def test_an_impossible_matrix_is_refused_and_nothing_changes(six: Six, claims: object, reason: Reason | None) -> None:
     five = six.jobs[4]
     changes = six.beside(five, six.jobs[2])
     changes[4] = replace(changes[4], claims=claims(six))  # type: ignore[operator]
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(six: Six, claims: object,
     assert six.job(five).next_epoch == 0
 
 
-def test_nothing_else_becomes_of_a_set_while_one_of_it_moves(six: Six) -> None:
+def test_a_group_does_not_change_while_a_member_moves(six: Six) -> None:
     five, three = six.jobs[4], six.jobs[2]
     six.propose(*six.beside(five, three))
     six.stand("n1", ObservedRows(six.set, 2, 2, 0))

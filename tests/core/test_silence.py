@@ -51,7 +51,7 @@ def test_a_silent_node_takes_no_gangs_and_as_soon_as_it_calls_it_does() -> None:
     assert told[-2:] == [("node_silent", "it has not called for 90 s"), ("node_ready", "it calls again")]
 
 
-def test_a_gang_asked_for_on_a_node_that_was_free_when_it_was_seen_is_rejected_once_that_is_silent() -> None:
+def test_a_request_from_an_older_view_is_rejected_on_a_node_that_turned_silent() -> None:
     drive = Drive()
     number = drive.submit(job_of(4))
     seen = drive.places(number)
@@ -109,7 +109,7 @@ def test_no_node_turns_silent_while_the_master_stood_still_and_silent_nodes_stay
     assert state_of(drive, "n1") is NodeState.SILENT
 
 
-def test_a_silent_node_is_unknown_to_a_master_that_starts_and_ready_once_it_has_told_what_it_has() -> None:
+def test_a_silent_node_is_unknown_after_a_restart_and_ready_once_it_has_reported() -> None:
     drive = Drive()
     store = Store(drive)
     pass_time(drive, SILENCE)

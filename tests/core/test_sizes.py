@@ -143,7 +143,7 @@ def test_bounds_that_make_no_sense_are_refused_at_submission(spec: JobSpec, path
     assert [violation for violation, _ in answer.violations] == [path]
 
 
-def test_a_job_that_says_it_can_goes_on_from_its_checkpoint_with_another_size() -> None:
+def test_a_resizable_job_continues_from_its_checkpoint_with_another_size() -> None:
     drive = Drive()
     number = drive.submit(elastic(2, 1, 4))
     assert start(drive, number, 4) is None
@@ -156,7 +156,7 @@ def test_a_job_that_says_it_can_goes_on_from_its_checkpoint_with_another_size() 
     assert (gang.devices, gang.restore.checkpoint_path) == (1, "epoch-1")
 
 
-def test_a_job_that_does_not_say_so_keeps_the_size_of_its_checkpoint() -> None:
+def test_a_job_that_is_not_resizable_keeps_the_size_of_its_checkpoint() -> None:
     drive = Drive()
     number = drive.submit(elastic(2, 1, 4))
     assert start(drive, number, 4) is None

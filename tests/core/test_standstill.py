@@ -25,7 +25,7 @@ HOUR = 3_600.0
         (100.0, HOUR, Tick(set_by=-HOUR, stood_still=True)),
     ],
 )
-def test_a_clock_that_was_set_and_a_standstill_are_told_apart(wall: float, steady: float, tick: Tick | None) -> None:
+def test_a_clock_that_was_set_is_distinguished_from_a_standstill(wall: float, steady: float, tick: Tick | None) -> None:
     assert noticed(ClockReading(100.0, 0.0), ClockReading(wall, steady)) == tick
 
 
@@ -55,7 +55,7 @@ def test_how_long_a_job_waits_is_counted_on(set_by: float) -> None:
     assert drive.now - drive.job(number).pending_since == pytest.approx(0.0, abs=1.0)
 
 
-def test_a_scheduler_that_could_not_ask_while_the_master_stood_still_has_lost_no_turn() -> None:
+def test_no_scheduler_loses_a_lease_while_the_master_stands_still() -> None:
     drive = Drive(settings=CoreSettings(lost_turns_allowed=1))
     number = drive.submit(job_of(4))
     (before,) = drive.state.turns

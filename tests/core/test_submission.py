@@ -46,5 +46,5 @@ def test_an_ordinary_job_is_fine() -> None:
         ({"labels": {str(number): "" for number in range(101)}}, "spec.labels"),
     ],
 )
-def test_what_no_reader_of_the_job_could_bear_is_refused_with_its_path(change: dict[str, Any], path: str) -> None:
+def test_values_that_would_break_a_reader_are_refused_with_their_path(change: dict[str, Any], path: str) -> None:
     assert path in [found for found, _ in violations_of(replace(FINE, **change))]

@@ -163,7 +163,7 @@ def test_a_job_parked_at_offload_leaves_the_group_and_keeps_only_its_arena(drive
     assert drive.state.rows["n1"].device_rows == (1, 1, 1, 1)
 
 
-def test_a_suspend_that_is_refused_leaves_the_turns_as_they_were(drive: Turns) -> None:
+def test_a_refused_suspend_leaves_the_time_slices_unchanged(drive: Turns) -> None:
     host, guest = drive.share()
     drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
     gang = drive.state.gangs[drive.job(host).epoch]
@@ -222,7 +222,7 @@ def test_a_matrix_that_leaves_out_a_member_of_the_group_is_refused(drive: Turns)
     assert "takes turns there too" in refusal.message
 
 
-def test_a_master_that_restarts_knows_its_node_sets(drive: Turns) -> None:
+def test_a_restarted_master_has_its_time_slice_groups(drive: Turns) -> None:
     host, _guest = drive.share()
     store = MemoryStore()
     changes = drive.state.take_changes()
@@ -235,7 +235,7 @@ def test_a_master_that_restarts_knows_its_node_sets(drive: Turns) -> None:
     assert fresh.counters.next_set == 2
 
 
-def test_an_image_has_the_node_sets_and_what_was_seen_of_them(drive: Turns) -> None:
+def test_an_image_has_the_time_slice_groups_and_their_last_reports(drive: Turns) -> None:
     drive.share()
     number = next(iter(drive.state.sets))
     drive.stand("n1", ObservedRows(number, 1, 1, 1, 0.5))
@@ -255,7 +255,7 @@ def test_of_several_gangs_in_a_row_all_need_devices_of_their_own(drive: Turns) -
     assert drive.propose(*changes) == [None] * 3
 
 
-def test_when_devices_no_longer_are_shared_by_any_two_the_turns_are_over(drive: Turns) -> None:
+def test_a_group_is_dissolved_when_no_two_gangs_share_a_device_any_more(drive: Turns) -> None:
     one, other = drive.run(job_of(2)), drive.run(job_of(2))
     guest = drive.submit(job_of(2))
     drive.propose(drive.row(one, 0), drive.row(other, 0, 1), drive.row(guest, 1, claims=drive.place(guest, one)))
@@ -272,7 +272,7 @@ def refused_with(drive: Turns, guest_spec: JobSpec, host_spec: JobSpec | None = 
     return blamed(drive.propose(drive.row(host, 0, **change), drive.row(guest, 1, claims=claims, **change)))
 
 
-def test_a_job_that_is_not_to_be_suspended_takes_no_turns(drive: Turns) -> None:
+def test_a_job_that_must_not_be_suspended_is_not_time_sliced(drive: Turns) -> None:
     refusal = refused_with(drive, job_of(4), replace(job_of(4), preemptible=False))
     assert refusal.reason is Reason.WRONG_STATE
     assert "not to be suspended" in refusal.message
@@ -284,11 +284,11 @@ def test_jobs_of_different_priorities_are_not_time_sliced(drive: Turns) -> None:
     assert dict(refusal.figures) == {"priority": 3, "priority_there": 0}
 
 
-def test_a_job_with_a_time_limit_takes_no_turns(drive: Turns) -> None:
+def test_a_job_with_a_time_limit_is_not_time_sliced(drive: Turns) -> None:
     assert "time limit" in refused_with(drive, replace(job_of(4), time_limit_seconds=60.0)).message
 
 
-def test_where_arenas_do_not_fit_turns_are_refused_with_the_number(drive: Turns) -> None:
+def test_a_matrix_whose_arenas_do_not_fit_is_refused_with_the_number(drive: Turns) -> None:
     host = drive.run(job_of(4))
     guest = drive.submit(job_of(4))
     without = drive.place(guest, host)
@@ -376,7 +376,7 @@ def test_node_sets_have_no_node_in_common() -> None:
     assert refusal.figures["node_set"] == number
 
 
-def test_a_daemon_that_switches_no_rows_is_asked_for_none() -> None:
+def test_a_node_whose_daemon_cannot_switch_slices_gets_none() -> None:
     refusal = refused_with(Turns(capability="no"), job_of(4))
     assert refusal.reason is Reason.NOT_SUPPORTED
 
@@ -429,7 +429,7 @@ def test_a_job_killed_for_outstaying_its_slice_is_not_time_sliced_any_more(drive
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.UNKNOWN, OutcomeKind.FENCED])
-def test_whose_attempt_ended_otherwise_takes_turns_again(drive: Turns, kind: OutcomeKind) -> None:
+def test_a_job_whose_attempt_ended_in_another_way_can_be_time_sliced_again(drive: Turns, kind: OutcomeKind) -> None:
     host, guest = drive.share()
     ends_by(drive, guest, kind)
     again = drive.row(guest, 1, claims=drive.place(guest, host))

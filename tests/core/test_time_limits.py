@@ -58,7 +58,7 @@ def test_from_its_first_step_on_running_time_alone_counts() -> None:
     assert drive.is_over(after=20.0)
 
 
-def test_rest_is_not_counted_nor_a_start_after_it_for_longer_than_it_takes() -> None:
+def test_suspended_time_is_not_counted_and_a_later_start_only_while_it_lasts() -> None:
     drive = Limited()
     drive.observe("n1", drive.launched(phase=ObservedPhase.RUNNING))
     assert not drive.is_over(after=LIMIT - 100.0)

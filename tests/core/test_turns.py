@@ -18,7 +18,7 @@ from msgspec.structs import replace
 NONSENSE = (Claim("n1", 0b1, (0, 0), 1, 0, (1,)),)
 
 
-def test_a_scheduler_whose_claims_never_add_up_loses_its_turns_to_the_default_one() -> None:
+def test_a_scheduler_with_only_invalid_claims_loses_its_leases_to_the_default_one() -> None:
     drive = Drive()
     number = drive.submit(replace(job_of(2), scheduler="mine:Scheduler"))
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
@@ -32,14 +32,14 @@ def test_a_scheduler_whose_claims_never_add_up_loses_its_turns_to_the_default_on
     drive.start(number)
 
 
-def test_nonsense_of_the_default_scheduler_waits_for_news() -> None:
+def test_after_an_invalid_request_of_the_default_scheduler_the_job_waits_for_a_change() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     drive.request(number, NONSENSE)
     assert number not in drive.state.turn_of
 
 
-def test_a_request_without_a_turn_leaves_the_turn_alone() -> None:
+def test_a_request_without_a_lease_does_not_change_the_lease() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     turn = drive.state.turns[drive.state.turn_of[number]]
@@ -50,7 +50,7 @@ def test_a_request_without_a_turn_leaves_the_turn_alone() -> None:
     assert number not in drive.state.passed
 
 
-def test_a_job_whose_scheduler_passed_on_an_older_view_is_asked_again_at_once_and_only_once() -> None:
+def test_a_job_whose_scheduler_passed_on_an_older_view_gets_one_more_lease_at_once() -> None:
     drive = Drive()
     holder = drive.submit(job_of(4))
     drive.start(holder)
@@ -81,7 +81,7 @@ def test_leases_that_no_host_received_begin_anew_for_the_first_host() -> None:
     assert drive.state.turns[drive.state.turn_of[number]] == given
 
 
-def test_in_a_strict_queue_several_are_asked_at_once_only_where_there_is_room_for_all_of_them() -> None:
+def test_a_strict_queue_gives_several_leases_at_once_only_with_room_for_all() -> None:
     drive = Drive(2)
     first, second, third = drive.submit(job_of(2)), drive.submit(job_of(2)), drive.submit(job_of(1))
     assert sorted(turn.number for turn in drive.state.turns.values()) == [first, second]
@@ -119,7 +119,7 @@ def test_a_strict_queue_gives_no_lease_before_the_refused_job_has_requested_agai
     assert behind in {turn.number for turn in drive.state.turns.values()}
 
 
-def test_a_scheduler_that_answers_now_and_then_keeps_its_turns() -> None:
+def test_a_scheduler_that_answers_now_and_then_keeps_its_leases() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(1)))
     number = with_own_scheduler(drive, 4)
@@ -133,7 +133,7 @@ def test_a_scheduler_that_answers_now_and_then_keeps_its_turns() -> None:
     assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
 
 
-def test_a_turn_goes_with_the_stream_that_had_it() -> None:
+def test_a_lease_ends_with_the_stream_that_had_it() -> None:
     drive = Drive(1)
     number = drive.submit(replace(job_of(1), scheduler="mine:Scheduler"))
     drive.step(ClaimTurns("run-1", (number,)))
@@ -169,7 +169,7 @@ def test_a_scheduler_that_passes_although_there_is_a_place_blocks_no_other_job()
     drive.start(drive.submit(job_of(1)))
 
 
-def test_a_scheduler_of_ones_own_that_could_not_know_of_the_place_yet_is_asked_again_and_kept_it() -> None:
+def test_a_users_scheduler_with_an_older_view_gets_another_lease_and_keeps_its_place() -> None:
     drive = Drive(1)
     holder = drive.submit(job_of(4))
     drive.start(holder)
@@ -182,7 +182,7 @@ def test_a_scheduler_of_ones_own_that_could_not_know_of_the_place_yet_is_asked_a
     assert not drive.state.declined
 
 
-def test_a_scheduler_of_ones_own_that_truly_finds_no_place_is_kept_one() -> None:
+def test_a_place_is_kept_for_a_users_scheduler_that_can_find_none() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(1)))
     passes(drive, with_own_scheduler(drive, 4))
@@ -207,7 +207,7 @@ def test_a_job_that_waits_for_its_locality_wish_blocks_no_other_job_until_its_pa
     assert answer.refusals[0].job == f"jobs/{picky}"
 
 
-def test_a_scheduler_of_ones_own_that_waited_for_the_wish_is_kept_a_place_afterwards() -> None:
+def test_a_place_is_kept_for_a_users_scheduler_after_it_waited_for_a_locality_wish() -> None:
     drive = Drive(1)
     locality = Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)
     picky = drive.submit(replace(job_of(3), scheduler="mine:Scheduler", locality=locality))
@@ -254,7 +254,7 @@ def test_a_lease_that_ran_out_is_taken_back_though_a_batch_ended_between_its_end
     drive.start(first)
 
 
-def test_a_lease_begins_when_its_holder_is_told_however_long_the_commit_took() -> None:
+def test_a_lease_begins_when_it_is_sent_however_long_the_commit_took() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(1))
     turn = drive.state.turns[drive.state.turn_of[number]]
@@ -269,7 +269,7 @@ def test_a_lease_begins_when_its_holder_is_told_however_long_the_commit_took() -
     drive.start(number)
 
 
-def test_a_lease_that_its_holder_knew_of_and_did_not_use_is_taken_back() -> None:
+def test_a_lease_that_was_sent_and_not_used_is_taken_back() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(1))
     turn = drive.state.turns[drive.state.turn_of[number]]
@@ -327,7 +327,7 @@ def test_jobs_that_wait_for_no_other_job_are_passed_over_however_many_they_are(p
     assert drive.state.blockers_of(alice[0])[0].reason is Reason.QUOTA
 
 
-def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_second_others() -> None:
+def test_very_many_jobs_that_wait_for_no_other_job_are_considered_in_rotation() -> None:
     drive = Drive(1, CoreSettings(policy="backfill", turns_at_once=4))
     alice = [drive.submit(job_of(1), "alice") for _ in range(4 * ASIDE)]
     drive.set_quotas(alice=0)
@@ -352,9 +352,7 @@ def test_of_very_many_that_wait_for_no_other_job_some_are_looked_at_and_every_se
 
 
 @pytest.mark.parametrize(("quota", "is_asked"), [(1, False), (2, True), (3, True)])
-def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_least(
-    quota: int, is_asked: bool
-) -> None:
+def test_a_job_gets_another_lease_only_if_its_quota_leaves_what_it_needs_at_least(quota: int, is_asked: bool) -> None:
     drive = Drive(1, CoreSettings(policy="backfill", quota_devices={"alice": 3}))
     for user in ("alice", "bob"):
         other = drive.submit(job_of(1), user)
@@ -371,7 +369,7 @@ def test_a_job_is_asked_again_only_if_its_user_s_quota_leaves_what_it_needs_at_l
     assert (elastic in drive.state.turn_of) == is_asked
 
 
-def test_a_job_that_waits_for_no_other_job_is_asked_again_a_second_after_the_view_has_changed() -> None:
+def test_a_job_that_waits_for_no_other_job_gets_a_lease_a_second_after_the_view_has_changed() -> None:
     drive = Drive(1, CoreSettings(quota_devices={"alice": 1}))
     first, second = drive.submit(job_of(1), "alice"), drive.submit(job_of(1), "alice")
     answer_turns(drive, 0.2)

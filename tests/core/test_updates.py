@@ -156,7 +156,7 @@ def test_what_changes_nothing_leaves_no_trace() -> None:
     assert len(drive.told) == told
 
 
-def test_everything_that_is_wrong_is_said_at_once_where_it_stands_in_the_request() -> None:
+def test_all_violations_are_reported_at_once_with_their_place_in_the_request() -> None:
     drive = Drive()
     answer = refusal(
         drive,
@@ -230,7 +230,7 @@ def test_a_job_that_waits_stands_at_once_where_its_new_priority_puts_it() -> Non
     assert (drive.state.queue_rank(first), drive.state.queue_rank(second)) == (1, 2)
 
 
-def test_what_was_asked_for_before_is_neither_granted_nor_refused_any_more() -> None:
+def test_a_lease_from_before_the_update_is_void() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
     places, turn, revision = drive.places(number), drive.state.turn_of[number], drive.job(number).revision
@@ -356,7 +356,7 @@ def test_a_submission_that_is_repeated_is_the_same_job_though_it_was_updated() -
     assert answer.reason == "REQUEST_REUSED"
 
 
-def test_a_master_that_starts_again_knows_what_was_updated_and_by_which_request() -> None:
+def test_a_restarted_master_has_the_updates_and_their_request_ids() -> None:
     drive = Drive()
     number, other = running(drive), drive.submit(job_of(1))
     store, codec = MemoryStore(), Codec()

@@ -64,7 +64,7 @@ def test_rejection_brings_fresh_rows_of_just_the_conflicting_nodes() -> None:
     assert verdict.refusals[0].reason is Reason.GPUS
 
 
-def test_only_the_first_sixteen_candidates_are_looked_at() -> None:
+def test_only_the_first_sixteen_candidates_are_judged() -> None:
     view = cluster(17)
     wanted = [candidates(view, gang(4), only=[f"s{number}"]).candidates[0] for number in range(17)]
     for claims in wanted[:16]:

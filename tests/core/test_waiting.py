@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 400)), unique_by=lambda place: place[1]), st.data())
-def test_any_coming_and_going_leaves_them_in_order(places: list[Place], data: st.DataObject) -> None:
+def test_any_sequence_of_adds_and_removes_keeps_the_order(places: list[Place], data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "_LONGEST_RUN", 4)
         queue, naive = Waiting(), list[Place]()

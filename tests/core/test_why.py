@@ -77,7 +77,7 @@ def test_the_explanation_of_a_job_on_a_silent_node_says_that_its_state_is_unknow
     assert all(one.detail != blocker.detail for one in explain(drive.state, number, drive.now).blockers)
 
 
-def test_closed_nodes_are_named_with_their_condition_and_nothing_else_is_said_to_be_waited_for() -> None:
+def test_closed_nodes_are_named_with_their_condition_as_the_only_blocker() -> None:
     drive = Drive(0)
     number = drive.submit(job_of(1))
     assert explain(drive.state, number, drive.now).assumption == "unknown, because no node has joined yet"
@@ -102,7 +102,7 @@ def test_closed_nodes_are_named_with_their_condition_and_nothing_else_is_said_to
         (CancelJob(1), "it ends once its silence"),
     ],
 )
-def test_what_becomes_of_a_job_on_a_silent_node_is_said_as_it_was_ordered(order: Command | None, fate: str) -> None:
+def test_the_fate_of_a_job_on_a_silent_node_follows_its_last_order(order: Command | None, fate: str) -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
     drive.start(number)
