@@ -81,20 +81,20 @@ def is_there(process: ProcessId) -> bool:
     return start_ticks(process.pid) == process.start_ticks
 
 
-def test_a_launchers_own_child_is_believed_and_nobody_else_without_proof(bystander: ProcessId) -> None:
+def test_a_launchers_own_child_is_trusted_and_no_other_process_without_proof(bystander: ProcessId) -> None:
     own, dead = ProcessId(os.getpid(), start_ticks(os.getpid())), ProcessId(bystander.pid, 1)
 
-    def nobody(process: ProcessId) -> bool:
+    def none_belongs(process: ProcessId) -> bool:
         return False
 
-    assert recognise(RankProcess(own, is_own=True), [bystander], nobody) == FoundProcesses(own, bystander)
-    assert recognise(RankProcess(bystander, is_own=False), [NO_PROCESS], nobody) == FoundProcesses(
+    assert recognise(RankProcess(own, is_own=True), [bystander], none_belongs) == FoundProcesses(own, bystander)
+    assert recognise(RankProcess(bystander, is_own=False), [NO_PROCESS], none_belongs) == FoundProcesses(
         NO_PROCESS, bystander
     )
     assert recognise(None, [bystander, own], lambda process: process == own) == FoundProcesses(own, bystander)
-    assert recognise(None, [dead], nobody) == FoundProcesses(dead), "who is dead hears no signal"
-    assert recognise(None, [NO_PROCESS], nobody) == FoundProcesses(NO_PROCESS)
-    assert recognise(None, [bystander], nobody).is_lost
+    assert recognise(None, [dead], none_belongs) == FoundProcesses(dead), "a dead process receives no signal"
+    assert recognise(None, [NO_PROCESS], none_belongs) == FoundProcesses(NO_PROCESS)
+    assert recognise(None, [bystander], none_belongs).is_lost
 
 
 def test_a_process_belongs_to_a_rank_by_its_output_or_by_the_page_it_maps(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_process_belongs_to_a_rank_by_its_output_or_by_the_page_it_maps(tmp_pa
         reader = subprocess.Popen(["sleep", "600"], stdin=reading, stdout=subprocess.DEVNULL)
         try:
             assert holds_files_of_rank(writer.pid, log, page)
-            assert not holds_files_of_rank(reader.pid, log, page), "whoever looks at a log is not its rank"
+            assert not holds_files_of_rank(reader.pid, log, page), "a process that only reads a log is not its rank"
         finally:
             for process in (writer, reader):
                 process.kill()

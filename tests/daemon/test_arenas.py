@@ -21,7 +21,7 @@ def comes_from_an_arena(claimed: int, peak: int) -> agent_pb2.DesiredGang:
     ("claimed", "peak", "ahead"),
     [
         (2000 * MIB, 200 * MIB, 220 * MIB),  # two devices for two ranks, and a tenth
-        (2000 * MIB, 0, 1000 * MIB),  # nobody knows how much: all there may be
+        (2000 * MIB, 0, 1000 * MIB),  # unknown size: as much as possible
         (2000 * MIB, 5000 * MIB, 1000 * MIB),  # never more than there may be
         (2000 * MIB, MIB, 2 * MIB),  # in whole large pages
         (0, 200 * MIB, 0),  # nothing is claimed, so nothing may be charged before it is needed

@@ -1,4 +1,4 @@
-"""Virtual devices that bound the CPU time of who holds them: where nobody could enforce it, no daemon starts."""
+"""Virtual devices with a CPU limit: where it cannot be enforced, no daemon starts."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_old_checkpoints_dead_leftovers_and_trash_go_and_living_ones_stay(tmp_pa
     assert complete(tmp_path) == (CheckpointName(1, 1), CheckpointName(3, 1), CheckpointName(4, 2))
 
 
-def test_what_was_begun_and_given_up_goes_unless_somebody_writes_it(tmp_path: Path) -> None:
+def test_abandoned_checkpoints_are_removed_unless_a_rank_still_writes_them(tmp_path: Path) -> None:
     for name in ("5-1.tmp", "6-1.tmp", "6-2.tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "6-1.tmp" / "rank-0.shard.part").touch()
@@ -129,7 +129,7 @@ def test_room_is_asked_for_before_it_is_needed(tmp_path: Path) -> None:
     assert room_missing(tmp_path, 1 << 60) > 0
 
 
-def test_what_storage_refuses_is_not_tried_again_before_somebody_asks_anew(tmp_path: Path) -> None:
+def test_a_checkpoint_that_storage_rejects_is_not_retried_before_a_new_request(tmp_path: Path) -> None:
     directory = tmp_path / UID / "checkpoints"
     last = make(directory, 7, world=1)
     tried: list[Path] = []

@@ -60,7 +60,7 @@ def test_a_move_in_which_a_daemon_dies_loses_no_step(point: str, victim: str) ->
         assert before == list(range(1, parked.stop_step + 1))
         assert after == list(range(parked.stop_step + 1, parked.stop_step + 1 + len(after)))
         assert after
-        # whoever takes over finds the launcher that has the ranks and their arenas, and their cores
+        # the next daemon finds the launcher with the ranks and their arenas, and their cores
         assert len(list((made.directory / "r-n2" / "launchers").glob("*.sock"))) == 1
         assert prepared.cores
         assert all(prepared.cores)

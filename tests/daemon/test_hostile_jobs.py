@@ -1,5 +1,5 @@
-"""Whatever a job does in its directories, to its page and to its socket: it can be stopped, nothing of it is left, its
-devices are free for the next, and nobody else notices."""
+"""Jobs that spoil their directories, page and socket: each can be stopped, leaves nothing, frees its devices, and
+disturbs no other job."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_nonsense_in_place_of_an_exit_record_is_no_record(tmp_path: Path, text: 
     assert ending.code == 3
 
 
-def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_that_floods_the_job_socket_is_throttled_and_delays_no_other(tmp_path: Path) -> None:
     async def story() -> tuple[int, int]:
         heard: list[object] = []
         server = JobSocketServer(tmp_path / "job.sock", heard.append)
@@ -147,7 +147,7 @@ def test_who_floods_the_job_socket_is_heard_now_and_then_and_nobody_waits_for_it
     assert first == 200 < sent
 
 
-def test_who_never_reads_what_the_job_socket_says_keeps_nobody_from_hearing_it(tmp_path: Path) -> None:
+def test_a_rank_that_never_reads_the_job_socket_keeps_no_other_from_receiving(tmp_path: Path) -> None:
     async def story() -> bytes:
         server = JobSocketServer(tmp_path / "job.sock", lambda _: None)
         server.start()
@@ -242,7 +242,7 @@ def test_without_groups_processes_that_left_their_rank_end_with_it_before_its_de
 
 
 @pytest.mark.system
-def test_an_order_that_cannot_be_written_is_tried_again_and_nobody_is_killed_for_it(
+def test_an_order_that_cannot_be_written_is_retried_and_no_rank_is_killed_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_details, refused = gang.write_details, 0

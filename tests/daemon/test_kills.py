@@ -1,4 +1,4 @@
-"""Whoever is killed, the job goes on: daemons at any instant, launchers, and what the next daemon makes of it."""
+"""Kills of daemons at any instant and of launchers: the job goes on, and the next daemon takes it over."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_logs_go_once_they_were_kept_but_for_those_of_jobs_that_are_here(tmp_pat
         for path in (*(tmp_path / uid).iterdir(), tmp_path / uid):
             os.utime(path, (100.0, 100.0))
     now = (tmp_path / "fresh").stat().st_mtime
-    assert store.sweep({"here"}, now) == (), "nobody has said for how long"
+    assert store.sweep({"here"}, now) == (), "the retention time is not set yet"
     store.kept_seconds = now - 100.0
     assert store.sweep({"here"}, now) == ()
     assert store.sweep({"here"}, now + 1.0) == ("old",)
@@ -106,7 +106,7 @@ def test_a_log_that_is_still_written_to_is_not_old(tmp_path: Path) -> None:
     assert store.sweep((), path.stat().st_mtime + 59.0) == ()
 
 
-def test_a_log_nobody_knows_has_no_segments(tmp_path: Path) -> None:
+def test_an_unknown_log_has_no_segments(tmp_path: Path) -> None:
     assert LogStore(tmp_path).segments("job", 0) == ()
 
 

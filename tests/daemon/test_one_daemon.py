@@ -46,7 +46,7 @@ def test_of_a_job_that_has_gone_nothing_stays_on_the_node_and_its_log_on_storage
     run(story)
 
 
-def test_a_daemon_removes_logs_that_the_master_lets_it_keep_no_longer_but_not_those_of_who_runs() -> None:
+def test_a_daemon_removes_logs_after_their_retention_time_but_not_those_of_running_jobs() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
         uid = str(uuid.uuid4())

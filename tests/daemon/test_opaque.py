@@ -1,4 +1,4 @@
-"""Jobs that no agent controls, jobs that will not obey, and a master that is away: nobody holds a device in vain."""
+"""Jobs without an agent, jobs that do not obey, and a master that is away: no device is held in vain."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ def test_a_plain_command_starts_although_its_launch_takes_longer_than_its_lease(
 def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
-        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), user="somebody-else")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), user="another-user")
         await made.master.want("n1", gang)
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == 7

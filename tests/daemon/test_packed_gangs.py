@@ -1,4 +1,4 @@
-"""Gangs that share devices: who waits for whom, and what each of them is said to use."""
+"""Co-located gangs: which gang waits for which, and the reported use of each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("use", "found"), [(0.25, 0.25), (0.0, 0.0), (None, 0.6)])
-def test_of_others_the_driver_says_and_else_who_waits_for_data_is_idle(use: float | None, found: float) -> None:
+def test_utilization_is_the_drivers_figure_or_else_the_time_not_waiting_for_data(
+    use: float | None, found: float
+) -> None:
     assert Using(cast(NodeContext, Node(0.0, use)), "group", 0b1).measure(0.4) == found
 
 

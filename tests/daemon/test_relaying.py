@@ -12,8 +12,8 @@ from ganger_daemon.gang.boundary_relay import Link
 
 
 class Away:
-    """A leader that does not answer. Who is cancelled while a stream to it is opened may be told that it is not
-    available instead, as gRPC does."""
+    """A leader that does not answer. A task that is cancelled while it opens a stream may get UNAVAILABLE instead, as
+    from gRPC."""
 
     def __init__(self) -> None:
         self.opened = 0

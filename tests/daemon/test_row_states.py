@@ -1,5 +1,5 @@
-"""What a member of a node set says to its leader: all of it arrives, and who rests for good is told from who rests for
-another's turn."""
+"""Reports of a member of a time-slice group to its leader: all fields arrive, and gangs that the
+master parked differ from those that a switch parked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_all_that_a_member_says_arrives() -> None:
         (agent_pb2.INTENT_STOP, PartPhase.ENDED, False),
     ],
 )
-def test_who_rests_because_the_master_wants_it_is_said(
+def test_a_gang_parked_by_the_master_is_reported_as_resting(
     intent: agent_pb2.Intent, phase: PartPhase, rests: bool, tmp_path: Path
 ) -> None:
     gang = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The state stream: whole, while the source fills, and only to who may have it."""
+"""State stream: complete, while the source still fills, and only to authorised receivers."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_the_stream_takes_hardly_more_of_the_processors_than_the_bare_socket() -> None:
-    """CPU time of sender and receiver: on a busy machine elapsed time says who else is there."""
+    """CPU time of sender and receiver is compared: elapsed time depends on the load of the machine."""
     data = bytes(128 << 20)
 
     def story(server: StreamServer, arena: Arena, target: Target) -> None:

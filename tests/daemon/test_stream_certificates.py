@@ -96,7 +96,7 @@ def test_what_is_filled_at_once_comes_in_large_pieces(stage: Callable[[bytes], S
     scene.arena.fill(len(data))
     scene.target.fetch(scene.server.address, scene.destination)
     assert scene.target.content() == data
-    # who restores is told of pieces, not of the 16 KiB records of TLS
+    # progress is reported by pieces, not by the 16 KiB records of TLS
     assert len(scene.target.available) < len(data) // (16 << 10) // 4
 
 
@@ -165,7 +165,7 @@ def test_a_user_gets_no_state(stage: Callable[[bytes], Scene], caplog: pytest.Lo
     assert "states travel between daemons only, and this is user 'ann'" in str([vars(r) for r in caplog.records])
 
 
-def test_who_has_no_certificate_of_the_cluster_gets_no_state(stage: Callable[[bytes], Scene]) -> None:
+def test_a_client_without_a_certificate_of_the_cluster_gets_no_state(stage: Callable[[bytes], Scene]) -> None:
     scene = stage(b"x" * 4096)
     scene.arena.fill(4096)
     assert "certificate verify failed" in refusal(scene, scene.other_authority.issue("daemon", "n2")).lower()
@@ -185,7 +185,7 @@ def test_a_source_that_is_no_daemon_is_not_believed(stage: Callable[[bytes], Sce
         false.close()
 
 
-def test_who_connects_and_says_nothing_is_not_waited_for_forever(
+def test_a_connection_that_sends_nothing_is_closed_after_a_while(
     stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ganger_daemon.transfer.stream_server.SOCKET_TIMEOUT_SECONDS", 0.2)
@@ -197,7 +197,7 @@ def test_who_connects_and_says_nothing_is_not_waited_for_forever(
         assert silent.recv(1) == b""
 
 
-def test_who_is_at_the_door_and_says_nothing_keeps_nobody_out(
+def test_connections_that_send_nothing_keep_no_other_client_out(
     stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ganger_daemon.transfer.stream_server.MAX_CONNECTIONS", 4)
@@ -208,7 +208,7 @@ def test_who_is_at_the_door_and_says_nothing_keeps_nobody_out(
     silent = [socket.create_connection((host, int(port))) for _ in range(8)]
     try:
         assert scene.target.fetch(scene.server.address, scene.destination, attempts=1) == 4096
-        # The longest there went for those who came; the last is still waited for.
+        # The oldest was closed for the new one; the newest is still open.
         assert silent[0].recv(1) == b""
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -67,7 +67,7 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on(certified: bool) -> N
     run(story, certified=certified)
 
 
-def test_a_daemon_is_heard_by_who_shares_a_gang_with_it_and_by_nobody_else() -> None:
+def test_a_daemon_answers_only_daemons_that_have_a_part_in_the_gang() -> None:
     """Nor is a user, whatever it knows of the gang."""
 
     async def story(made: Cluster) -> None:
@@ -310,7 +310,7 @@ def test_a_move_loses_no_step_and_changes_no_bit_of_state(certified: bool) -> No
     run(story, certified=certified)
 
 
-def test_a_launcher_started_for_others_in_place_of_a_dead_one_finds_the_state_of_who_was_there_before() -> None:
+def test_a_launcher_that_replaces_a_dead_one_finds_the_state_of_its_ranks() -> None:
     async def story(made: Cluster) -> None:
         uid, gang = await trains_on_the_first_of_two(made, 3 << 20)
         (path,) = (made.directory / "r-n1" / "launchers").glob("*.sock")

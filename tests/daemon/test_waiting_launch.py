@@ -50,7 +50,7 @@ def test_a_gang_waits_for_the_cores_of_one_that_is_to_rest_and_does_not_yet() ->
     run(story)
 
 
-def test_a_gang_is_refused_where_nobody_is_to_give_up_the_cores_that_it_lacks() -> None:
+def test_a_gang_is_refused_if_no_leaving_gang_will_free_the_cores_that_it_lacks() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
         stays = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))

@@ -116,7 +116,7 @@ def test_an_experiment_whose_worker_dies_has_failed_and_the_others_go_on(
 
 def test_an_experiment_without_its_data_is_skipped_with_the_file(tmp_path: Path) -> None:
     told = as_json(results(tmp_path, fakes.NEEDS)["needs"])
-    assert "nobody_has_this.csv" in told["skipped"]
+    assert "no_such_trace.csv" in told["skipped"]
     assert (told["ours"], told["holds"]) == (None, None)
 
 

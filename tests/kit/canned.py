@@ -195,7 +195,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
 
     async def ListNodes(self, request: Any, context: Any) -> node_pb2.ListNodesResponse:
         self._taken(request)
-        # One by one: whoever wants all has to turn the pages.
+        # One node a page, so that clients have to follow the page tokens.
         first = int(request.page_token or 0)
         more = str(first + 1) if first + 1 < len(self.nodes.nodes) else ""
         return node_pb2.ListNodesResponse(

@@ -203,7 +203,7 @@ class Cluster:
         """As if the server had burnt: its daemon, launchers and ranks are killed, its memory and its disk are gone."""
         self.daemons[name].kill()
         mine = (self.directory / name, self.run_directory / name)
-        # Killed one by one, so until nobody is left: one that dies may just have forked another.
+        # Repeated until no process is left: one that is killed may just have forked another.
         eventually(lambda: not self._kill_all(self.survivors(*mine)), what=f"nothing of {name} is left")
         remove_leftovers([mine[0]])
         for directory in mine:

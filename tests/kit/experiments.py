@@ -42,4 +42,4 @@ def mean_figure(rows: Sequence[Row]) -> MeasuredRows:
 GOOD = Experiment("good", by_seed, more_with_the_seed, mean_figure)
 DIES = Experiment("dies", by_seed, dies_at_seed_one, mean_figure)
 FAILS = Experiment("fails", by_seed, fails, mean_figure)
-NEEDS = Experiment("needs", by_seed, more_with_the_seed, mean_figure, needs=(("traces", "nobody_has_this.csv"),))
+NEEDS = Experiment("needs", by_seed, more_with_the_seed, mean_figure, needs=(("traces", "no_such_trace.csv"),))

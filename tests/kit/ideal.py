@@ -15,7 +15,7 @@ service in the keys is continuous, not in queues.
 
 *By events* (no round). The clock stops at each arrival and each end; all arrivals and ends of one instant are counted
 before anything is chosen. Then the running set is chosen anew: live jobs in policy order, each taken if its gang fits
-into the GPUs not yet taken, passed over if not. Two exceptions: under fifo and fifo-backfill nobody running is stopped,
+into the GPUs not yet taken, passed over if not. Two exceptions: under fifo and fifo-backfill no running job is stopped,
 so running jobs are taken first; and fifo ends the pass at the first job that does not fit. A job ends the instant its
 last second is served.
 

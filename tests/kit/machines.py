@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Of a benchmark network (RFC 2544): nobody else's here.
+# A benchmark network (RFC 2544), which nothing else on this machine uses.
 _NETWORK = "198.18.0"
 
 

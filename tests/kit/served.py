@@ -1,8 +1,8 @@
 """A cluster of GPUs, all alike, served in some order: a small and slow reference for promises about waiting.
 
 Any free GPUs serve any job, and nothing costs time but training. Whenever a job arrives or ends, and whenever the order
-says that it changes by itself, who holds GPUs is chosen anew (`ranked`, `selected`). What the order is told is what a
-master would tell it, an oracle's remaining times included.
+says that it changes by itself, the jobs that hold GPUs are chosen anew (`ranked`, `selected`). The order gets the input
+that a master would give it, an oracle's remaining times included.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def serve(jobs: Sequence[Asked], gpus: int, order: JobOrder, until_s: float = ma
     while coming or live:
         instants = [change] + [now + life.remaining_s for life in live if life.is_running]
         later = min(instants + [job.arrival_s for job in coming[-1:]])
-        assert now < later < math.inf, "nobody runs, nobody comes: time stands still"
+        assert now < later < math.inf, "no job runs or arrives: time does not advance"
         if later > until_s:
             break
         for life in live:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
-# Nobody ever sets it: waiting on it paces a poll without pretending that time is a synchronisation.
+# Never set: waiting on it paces a poll without pretending that time is a synchronisation.
 _pace = threading.Event()
 
 

@@ -1,4 +1,4 @@
-"""Who is killed where: every place named by a failpoint times every party, and why a pair makes no sense.
+"""Kills by place and victim: every failpoint times every party, and the reasons why some pairs make no sense.
 
 A place belongs to the program that passes it (`holder`) while it does what a user asked for (`deed`). The victim is any
 party, the holder or another one, at the very time the holder is there.
@@ -59,7 +59,7 @@ PLACES: Final = (
     Place("mid-load", "master", "restart"),
 )
 
-# (deed, failpoint or * for each, victim): why nobody needs to die there
+# (deed, failpoint or * for each, victim): why no kill is needed there
 SENSELESS: Final = {
     ("submit", "*", "destination"): "only a move has a destination",
     ("offload", "*", "destination"): "only a move has a destination",
@@ -69,7 +69,7 @@ SENSELESS: Final = {
     ("submit", "after-commit", "leader member launcher rank"): "no gang exists when a submission is committed",
     ("submit", "commit-before-reply", "leader member launcher rank"): "no gang exists when a submission is committed",
     ("offload", "before-commit", "leader member launcher rank"): "nothing leaves the master before the commit: for"
-    " everybody else this is any instant",
+    " all others this is any instant",
     ("offload", "after-commit", "leader member launcher rank"): "as before the commit: nothing has left the master",
     ("offload", "commit-before-reply", "leader member launcher rank"): "as before the commit: nothing has left it",
     ("offload", "order-half-written", "launcher"): "orders go from daemon to ranks by their pages, past the launcher",

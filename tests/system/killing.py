@@ -27,7 +27,7 @@ class Story:
     cluster: Cluster
     run: Run
 
-    # -- who is who
+    # -- parties
 
     def nodes(self) -> list[str]:
         """Of the gang, rank 0's first."""
@@ -96,7 +96,7 @@ class Story:
         return next(holder for holder in holders if holder.is_stopped)
 
     def _strike(self, pair: Pair, nodes: list[str]) -> Callable[[Service], None]:
-        """The kill itself. Who it hits is found out before, while everybody answers."""
+        """Return the kill. Its victim is found before, while all programs still answer."""
         if pair.victim in ("launcher", "rank"):
             pid = (self.launcher if pair.victim == "launcher" else self.rank)(nodes[0])
             return lambda held: os.kill(pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ class Story:
 
     def _until(self, probe: Callable[[], bool], what: str) -> None:
         def probed() -> bool:
-            # who had read of its failpoint before that was withdrawn may have stopped only now
+            # a program that had read its failpoint before it was withdrawn may have stopped only now
             release([self.cluster.master, *self.cluster.daemons.values()])
             return probe()
 
@@ -189,7 +189,7 @@ def clear_up(cluster: Cluster) -> None:
 
 
 def release(holders: list[Service]) -> None:
-    """Whoever lives and is held goes on, and nobody is held any more."""
+    """Let held programs go on, and withdraw the failpoints of all."""
     for holder in holders:
         holder.armed.unlink(missing_ok=True)
     for holder in holders:

@@ -46,14 +46,14 @@ SCRIPT = Path(__file__).parent / "jobs" / "witness.py"
 KINDS: Final = ("turn", "pack", "move", "resize")
 MOST_STEPS: Final = 640
 STEP_SECONDS: Final = 0.08
-# Who lives at a time, by GPUs; 0 is an elastic job's. More than there are devices for: so there are turns.
+# Jobs that live at a time, by GPUs; 0: elastic. They need more devices than there are, so some are time-sliced.
 POPULATION: Final = {0: 1, 1: 8, 2: 1}
 AT_ONCE: Final = 5
 # Changes beside those that are counted, without which there would soon be nothing to do.
 _BESIDES: Final = ("start", "rest")
 # Losses of an elastic job differ by the order of sums.
 TOLERANCE: Final = 1e-12
-# Whatever is asked is done by then, and whoever is to run does a step: on a machine that does much else, too.
+# By then every change is done and every running job does a step, on a busy machine, too.
 PATIENCE_SECONDS: Final = 180.0
 _LOOK_SECONDS: Final = 0.15
 # The least that any cluster grants.
@@ -92,9 +92,9 @@ class Action:
 
 
 class Storm:
-    """`actions` changes of the kinds that count, under kills, in one run; the whole of it is drawn from `seed`. Who may
-    die is the master and daemons, so no step is ever undone; or `spares_ranks` is false: then ranks and launchers do,
-    too, and jobs save themselves every few seconds and are tried again, each from its newest checkpoint."""
+    """One run of `actions` changes of the kinds that count, under kills; all is drawn from `seed`. Victims are the
+    master and daemons, so no step is ever undone. If `spares_ranks` is false, ranks and launchers are killed, too, and
+    jobs save themselves every few seconds and are retried, each from its newest checkpoint."""
 
     def __init__(
         self, cluster: Cluster, seed: int, actions: int, kill_chance: float = 0.3, *, spares_ranks: bool = True
@@ -139,7 +139,7 @@ class Storm:
         )
 
     def _refer(self) -> None:
-        """Runs that nobody disturbs, by which all others are judged."""
+        """Run undisturbed reference jobs, with which all others are compared."""
         for gpus in POPULATION:
             self._submit(f"reference-{gpus}", gpus, MOST_STEPS, STEP_SECONDS / 100)
         while not self._have_all_ended():
@@ -152,7 +152,7 @@ class Storm:
         self._check(0)
 
     def _calm(self) -> None:
-        """No more is asked for, nobody is killed any more, and everybody comes to an end."""
+        """Stop changes and kills, and wait until all jobs end."""
         self._due.clear()
         start_the_dead(self.cluster)
         self._is_over = True
@@ -202,7 +202,7 @@ class Storm:
             self._asked = None
 
     def _submit(self, label: str, gpus: int, steps: int, step_seconds: float, request: str = "") -> bool:
-        """Whether it was accepted. Nobody answers while the master is away: then it is asked for again."""
+        """Return whether the job was accepted. While the master is away, the submission is retried."""
         request = request or str(uuid.uuid4())
         try:
             accepted = self._accepted(label, request, gpus, steps, step_seconds)
@@ -238,7 +238,7 @@ class Storm:
         most = max(weights.values())
         crowd = sum(waits(job) for job in seen.jobs.values())
         resting = sum(rests(job) for job in seen.jobs.values())
-        # who waits is to take turns, too: only of many some are started
+        # pending jobs are to be time-sliced, too: some are started only if many wait
         weights.update(start=most * max(0, crowd - 1) / 4, rest=most * (0.1 + resting / 16))
         return self._dice.choices(list(weights), list(weights.values()))[0]
 
@@ -267,11 +267,11 @@ class Storm:
         self._under_way.append(Action(wish, time.monotonic(), steps))
         self._tell(f"{wish.kind}: {wish.what}")
         if wish.kind in KINDS and not is_end and self._dice.random() < self.kill_chance:
-            for who in self._victims():
-                self._at(self._dice.uniform(0.0, 2.0), lambda who=who: self._kill(who))  # type: ignore[misc]
+            for victim in self._victims():
+                self._at(self._dice.uniform(0.0, 2.0), lambda victim=victim: self._kill(victim))  # type: ignore[misc]
 
     def _is_approved(self, wish: Wish, changes: list[scheduling_pb2.Change]) -> bool:
-        """Of a master that did not answer nobody knows: then it may be."""
+        """Return whether the master approved the changes; true if it did not answer, since it may have."""
         try:
             verdicts = self._stub().ProposePlan(scheduling_pb2.Plan(changes=changes, reason="a storm")).verdicts
         except (grpc.RpcError, EndpointError):
@@ -280,7 +280,7 @@ class Storm:
             for refusal in verdict.refusals:
                 self.tally.refused[f"{wish.kind}: {refusal.reason}"] += 1
                 self._tell(f"refused: {wish.what}: {refusal.message}")
-                # of this set, whose switches take so long; of the next one nobody knows
+                # of this group, whose switches take so long; those of the next one are unknown
                 self._quantum_ms = max(self._quantum_ms, int(1.2 * refusal.figures.get("least_milliseconds", 0)))
         return all(verdict.approved for verdict in verdicts)
 
@@ -315,7 +315,7 @@ class Storm:
         return True
 
     def _watch(self, seen: Seen) -> None:
-        """Whoever is to run goes on, and nobody has failed or is forgotten."""
+        """Check that every job that should run makes progress, and that none has failed or is lost."""
         now = time.monotonic()
         is_going = True
         for job in self._jobs.values():
@@ -346,20 +346,20 @@ class Storm:
     def _at(self, seconds: float, do: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, do))
 
-    def _kill(self, who: str) -> None:
-        if who in ("rank", "launcher"):
-            self._kill_process(who)
+    def _kill(self, victim: str) -> None:
+        if victim in ("rank", "launcher"):
+            self._kill_process(victim)
             return
-        service = self.cluster.daemons.get(who, self.cluster.master)
+        service = self.cluster.daemons.get(victim, self.cluster.master)
         if not service.alive:
             return
         service.kill()
         self._killed("master" if service is self.cluster.master else "daemon", service.name)
         self._at(self._dice.uniform(0.0, 1.5), lambda: self._restart(service))
 
-    def _kill_process(self, who: str) -> None:
-        """Of whichever lives: whoever looks after it starts it again, or does not."""
-        there = victims.ranks(self.cluster) if who == "rank" else victims.launchers(self.cluster)
+    def _kill_process(self, kind: str) -> None:
+        """Kill one of the live ranks or launchers; the cluster starts it again, or does not."""
+        there = victims.ranks(self.cluster) if kind == "rank" else victims.launchers(self.cluster)
         if not there:
             return
         victim = self._dice.choice(there)
@@ -367,11 +367,11 @@ class Storm:
         if victim.kill():
             names = [job.name for job in self._jobs.values() if job.uid == victim.uid]
             self._deaths += [Death(name, time.monotonic_ns(), saved) for name in names]
-            self._killed(who, f"{victim.what} {' '.join(names)}")
+            self._killed(kind, f"{victim.what} {' '.join(names)}")
 
-    def _killed(self, who: str, told: str) -> None:
-        self.tally.killed(who, [action.wish.kind for action in self._under_way])
-        self._tell(f"killed: {told}")
+    def _killed(self, victim: str, text: str) -> None:
+        self.tally.killed(victim, [action.wish.kind for action in self._under_way])
+        self._tell(f"killed: {text}")
 
     def _restart(self, service: Service) -> None:
         if service is self.cluster.master:
@@ -414,7 +414,8 @@ class Storm:
         return found
 
     def _check_accepted(self) -> None:
-        """The master knows of all that was accepted, and of nothing else; who asks again is told the same."""
+        """Check that the master lists all accepted jobs and no others, and that a repeated request gets the same
+        answer."""
         job = self._dice.choice(list(self._jobs.values()))
         try:
             with Client(str(self.cluster.master_directory)) as client:
@@ -427,10 +428,10 @@ class Storm:
                 STEP_SECONDS / 100 if job.label.startswith("reference") else STEP_SECONDS,
             ).name
         except (ApiError, EndpointError):
-            # It is killed again already: whoever asks after the next kill is told.
+            # It is killed again already: the next check after a kill will do.
             return
         unknown = listed - self._jobs.keys()
-        assert len(unknown) <= (self._asked is not None), f"nobody asked for {unknown}"
+        assert len(unknown) <= (self._asked is not None), f"never submitted: {unknown}"
         assert self._jobs.keys() <= listed, f"accepted and lost: {self._jobs.keys() - listed}"
         assert again == job.name, f"{job.name} was accepted twice: {again}"
 
@@ -495,5 +496,5 @@ class Storm:
         )
 
 
-# Nobody ever sets it: waiting on it paces a loop.
+# Never set: waiting on it paces a loop.
 _pace = threading.Event()

@@ -1,4 +1,4 @@
-"""What a storm came to: changes by kind, kills by who died, and for how long the cluster was not whole."""
+"""Results of a storm: changes by kind, kills by victim, and how long the cluster was incomplete."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Tally:
     def actions(self) -> int:
         return sum(self.done[kind] for kind in self.counted)
 
-    def killed(self, who: str, under_way: Iterable[str]) -> None:
-        self.kills[who] += 1
+    def killed(self, victim: str, under_way: Iterable[str]) -> None:
+        self.kills[victim] += 1
         for kind in under_way:
-            self.kills_in[f"{kind} x {who}"] += 1
+            self.kills_in[f"{kind} x {victim}"] += 1
 
     def lines(self) -> list[str]:
         ready = sorted(self.ready) or [0.0]

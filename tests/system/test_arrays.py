@@ -1,4 +1,4 @@
-"""A job array on a real cluster: so many at once, the worse stopped by what they report, whoever is killed then."""
+"""A job array on a real cluster: at most so many at once, and early stopping by reported metrics, under kills."""
 
 from __future__ import annotations
 

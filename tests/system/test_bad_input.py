@@ -186,7 +186,7 @@ def test_a_missing_or_wrong_token_opens_nothing(cluster: Cluster, token: str) ->
 
 
 def test_no_master_at_the_address_is_said_with_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
-    done = program(cluster, "--master", f"unix:{tmp_path}/nobody", "queue", code=5)
+    done = program(cluster, "--master", f"unix:{tmp_path}/missing", "queue", code=5)
     assert "is it running? `ganger up` starts one here" in done.stderr
 
 
@@ -311,7 +311,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said(cluster
     steps = [line.step for line in run.lines(0)]
     assert steps[stops[1] :][:2] == [stops[0] + 1, stops[0] + 2], "it went back to the good one, not to the beginning"
     assert f"checkpoint {newer.parent} cannot be restored: rank-0.shard" in shell("events", run.id)
-    # with no good one left it must not start anew, and what is there is left to whoever can repair it
+    # with no good one left it must not start anew, and the files stay for a repair
     damage(older)
     os.kill(run.lines(0)[-1].pid, 9)
     assert shell.try_("wait", run.id, "--timeout", "60").code == 1

@@ -25,7 +25,7 @@ def is_empty(shell: Shell, name: str) -> bool:
     return int(node["row"].get("free_mask", 0)) == 1
 
 
-def test_who_takes_turns_on_a_drained_node_is_saved_where_nobody_has_room_else_moved(tmp_path: Path) -> None:
+def test_time_sliced_jobs_of_a_drained_node_are_saved_if_no_node_has_room_and_else_moved(tmp_path: Path) -> None:
     with Cluster(
         tmp_path, nodes=2, virtual_gpus=1, topology="1", virtual_cores=2, virtual_memory="32G", master_options=OPTIONS
     ) as cluster:

@@ -49,7 +49,7 @@ def test_two_gangs_over_the_same_two_nodes_get_one_each_once_it_is_known_to_pay(
         gangs = [first, second, other]
         leaves, stays = (idle(cluster, label) for label in ("leaves", "stays"))
         start(plans, first, 0, "n0", "n1")
-        # Who has run for the longest has the most to save.
+        # The job that has run longest has the most to save.
         first.wait_step(1, within_seconds=120)
         for device, gang in ((1, second), (2, other)):
             start(plans, gang, device, "n0", "n1")
@@ -58,7 +58,7 @@ def test_two_gangs_over_the_same_two_nodes_get_one_each_once_it_is_known_to_pay(
         with hasty_planner(cluster):
             for gang in gangs:
                 gang.wait_step(gang.last_step() + 10, within_seconds=120)
-            # Nothing is free, and nobody knows what distance does to either: all stay.
+            # Nothing is free, and the effect of distance on either is unknown: all stay.
             assert events(first, "move_begun") == []
             cluster.run("cancel", leaves.id)
             eventually(
@@ -68,7 +68,7 @@ def test_two_gangs_over_the_same_two_nodes_get_one_each_once_it_is_known_to_pay(
                 story=lambda: story(cluster, *gangs),
                 every_seconds=0.2,
             )
-            # It leaves a GPU to somebody else, so that nothing is free again.
+            # It leaves a GPU to another job, so that nothing is free again.
             comes = idle(cluster, "comes")
             (closer,) = eventually(
                 lambda: events(first, "change_kept", "LOCALITY"),
@@ -83,7 +83,7 @@ def test_two_gangs_over_the_same_two_nodes_get_one_each_once_it_is_known_to_pay(
 
             eventually(
                 lambda: len(events(first, "change_kept", "LOCALITY")) == 2,
-                what="the others exchange places, and who gains by that is found to",
+                what="the others exchange places, and the gain is measured",
                 within_seconds=180,
                 story=lambda: story(cluster, second, other),
                 every_seconds=0.5,

@@ -1,4 +1,4 @@
-"""Jobs under `ganger` that share a GPU while another one waits, and go apart once nobody does. (chaos: 2 min)"""
+"""Jobs under `ganger` that are co-located while another one waits, and separated once none does. (chaos: 2 min)"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 512
 
 def test_two_share_a_gpu_for_a_third_that_waits_and_go_apart_once_it_has_ended(tmp_path: Path) -> None:
     if not has_quotas():
-        pytest.skip("who waits is told from who computes by the CPU time of a device, and there is no quota here")
+        pytest.skip("waiting jobs differ from computing ones by the CPU time of a device, and there is no quota here")
     with (
         Cluster(
             tmp_path,

@@ -50,7 +50,7 @@ def idle(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def references(cluster: Cluster) -> References:
-    """Runs that nobody disturbed, by world size and steps."""
+    """Undisturbed runs, by world size and steps."""
     kinds = ((2, "long"), (1, "short"), (2, "short"))
     runs = {kind: submit(cluster, "reference-{}-{}".format(*kind), *kind) for kind in kinds}
     for run in runs.values():

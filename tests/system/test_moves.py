@@ -26,7 +26,8 @@ def node_of(job: Run) -> str:
 
 
 def one_of_each_node_ends(jobs: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """They, and those who stay: of four that fill two nodes. Between them there is room for a pair."""
+    """End one of two jobs on each node; return the ended jobs and those that stay. Together the nodes have room for a
+    pair."""
     for job in jobs:
         job.wait_step(3, within_seconds=180)
     by_node: dict[str, list[Run]] = {}
@@ -40,7 +41,7 @@ def one_of_each_node_ends(jobs: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, 
     return ended, stays
 
 
-def test_a_gang_of_two_gets_a_node_by_one_move_and_nobody_loses_a_step(cluster: Cluster) -> None:
+def test_a_gang_of_two_gets_a_node_by_one_migration_and_no_job_loses_a_step(cluster: Cluster) -> None:
     small = [Run.submit(cluster, f"small-{number}", "--memory", "1G") for number in range(4)]
     ended, stays = one_of_each_node_ends(small)
 

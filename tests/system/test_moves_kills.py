@@ -29,17 +29,17 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-def kill(cluster: Cluster, who: str) -> None:
-    """And starts it again; the planner is its master's to start."""
-    if who == "planner":
+def kill(cluster: Cluster, victim: str) -> None:
+    """Kill a program and start it again; the master restarts its planner."""
+    if victim == "planner":
         for pid in planners(cluster):
             os.kill(pid, signal.SIGKILL)
-    elif who == "master":
+    elif victim == "master":
         cluster.master.kill()
         cluster.start_master()
     else:
-        cluster.daemons[who].kill()
-        cluster.daemons[who].start()
+        cluster.daemons[victim].kill()
+        cluster.daemons[victim].start()
 
 
 def has_begun(job: Run, gang: Run) -> bool:
@@ -49,7 +49,7 @@ def has_begun(job: Run, gang: Run) -> bool:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whoever_is_killed_while_jobs_move_every_step_is_done_once(cluster: Cluster, seed: int) -> None:
+def test_every_step_is_done_once_while_jobs_migrate_and_programs_are_killed(cluster: Cluster, seed: int) -> None:
     dice = random.Random(seed)
     references = {world: Run.submit(cluster, f"reference-{world}", "--memory", "1G", world=world) for world in (1, 2)}
     for job in references.values():
@@ -67,11 +67,10 @@ def test_whoever_is_killed_while_jobs_move_every_step_is_done_once(cluster: Clus
             job.hurry()
             job.wait_state("SUCCEEDED")
         pair = Run.submit(cluster, f"pair-{number}", "--locality", "node", "--memory", "1G", world=2)
-        eventually(lambda pair=pair: has_begun(pair, pair), what="somebody moves", within_seconds=60, story=pair.story)  # type: ignore[misc]
+        eventually(lambda pair=pair: has_begun(pair, pair), what="a job migrates", within_seconds=60, story=pair.story)  # type: ignore[misc]
         # When it hits is what is drawn.
         time.sleep(dice.uniform(0.0, _LONGEST_DELAY_S))
-        who = dice.choice(["n0", "n1", "master", "planner"])
-        kill(cluster, who)
+        kill(cluster, dice.choice(["n0", "n1", "master", "planner"]))
         cluster.wait_ready()
         pair.wait_step(1, within_seconds=180)
         for job in (*small, pair):

@@ -1,4 +1,4 @@
-"""Under `optimus` GPUs go to the job to which one more saves most time, while it runs, and nobody is stopped for it."""
+"""Under `optimus` a free GPU goes to the running job that it saves most time, and no job is stopped for it."""
 
 from __future__ import annotations
 

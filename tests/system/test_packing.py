@@ -1,4 +1,4 @@
-"""Two jobs train on one device at once; one that shares with nobody waits for both to be off it."""
+"""Two jobs train on one device at once; a job that shares with no other waits for both to be off it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_jobs_share_a_device_and_both_end_right_though_their_daemon_is_kille
     for run in (guest, host):
         goes_on(run)
 
-    # Apart and together again; who comes back to nobody's device comes to its own.
+    # Separated and co-located again; a job that comes back to a free device has it alone.
     plans.suspend(guest)
     assert beside(host) == []
     goes_on(host)
@@ -74,7 +74,7 @@ def test_two_jobs_share_a_device_and_both_end_right_though_their_daemon_is_kille
     host.wait_state("SUCCEEDED", within_seconds=120)
     newcomer.hurry()
     newcomer.wait_state("SUCCEEDED", within_seconds=120)
-    eventually(lambda: beside(guest) == [], what="nobody is there any more")
+    eventually(lambda: beside(guest) == [], what="no other job is on the device")
     plans.resume(guest)
     guest.hurry()
     guest.wait_state("SUCCEEDED", within_seconds=120)
@@ -128,7 +128,7 @@ def test_a_kill_at_any_instant_of_joining_resting_and_leaving_harms_neither(tmp_
 def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     if not has_quotas():
-        pytest.skip("who waits is told from who computes by the CPU time of a device, and there is no quota here")
+        pytest.skip("waiting jobs differ from computing ones by the CPU time of a device, and there is no quota here")
     with Cluster(
         tmp_path,
         nodes=1,
@@ -162,6 +162,6 @@ def test_kills_while_the_planner_packs_and_parts_leave_every_job_its_result(tmp_
         for run in runs:
             run.hurry()
         for run in runs:
-            # Whoever was parted from its pack comes back once there is room.
+            # A job that was separated from the others comes back once there is room.
             run.wait_state("SUCCEEDED", within_seconds=180)
             check_beginning(run, reference)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos, pytest.m
 
 def test_jobs_in_turns_that_wait_most_of_the_time_are_packed_and_the_pack_is_kept(tmp_path: Path) -> None:
     if not has_quotas():
-        pytest.skip("who waits is told from who computes by the CPU time of a device, and there is no quota here")
+        pytest.skip("waiting jobs differ from computing ones by the CPU time of a device, and there is no quota here")
     with Cluster(
         tmp_path,
         nodes=1,
@@ -46,6 +46,6 @@ def test_jobs_in_turns_that_wait_most_of_the_time_are_packed_and_the_pack_is_kep
             every_seconds=1.0,
         )
         assert [len(beside(run)) for run in kept()[:2]] == [1, 1]
-        # Nobody need take turns any more.
+        # No job needs to be time-sliced any more.
         for run in runs:
             run.wait_step(run.last_step() + 20)

@@ -1,4 +1,4 @@
-"""Who has attained more makes place for who comes new; and whoever is killed meanwhile, nothing is lost."""
+"""Jobs with more attained service are preempted for new ones, and nothing is lost under kills."""
 
 from __future__ import annotations
 

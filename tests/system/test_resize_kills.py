@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos]
 
 SCRIPT = Path(__file__).parent / "jobs" / "elastic.py"
 EPOCHS, STEPS_OF_EPOCH, SAMPLES = 200, 8, 96
-# Failpoint and who passes it, in the order in which a change comes to them: of daemons the first that comes to it dies.
+# Failpoints and the programs that pass them, in the order of a change; of several daemons the first one dies.
 PLACES = (
     ("after-prepare", "daemon"),
     ("mid-stream", "daemon"),
@@ -68,7 +68,7 @@ class Training:
         return max((int(str(line["step"])) for line in self.lines()), default=0)
 
     def devices(self) -> int:
-        """Of a gang that runs and is not about to be another one; zero else, or while nobody answers."""
+        """Return the devices of a gang that runs and is not being resized; zero else, or while the master is away."""
         shown = self.shell.try_("show", self.id, "--json")
         gang = (json.loads(shown.out).get("gang") or {}) if shown.code == 0 else {}
         if gang.get("phase") != "RUNNING" or gang.get("move_claims"):
@@ -76,11 +76,11 @@ class Training:
         return sum(int(claim["device_mask"]).bit_count() for claim in gang["claims"])
 
     def settles(self, what: str) -> None:
-        """It runs and goes on, and nobody holds more than its devices."""
+        """Wait until the job makes progress and no node has more than its devices in use."""
         done = self.last_step()
 
         def is_quiet() -> bool:
-            # Who had read of its failpoint before that was withdrawn may have stopped only now.
+            # A program that had read its failpoint before it was withdrawn may have stopped only now.
             release([self.cluster.master, *self.cluster.daemons.values()])
             devices, nodes = self.devices(), self.shell.try_("nodes", "--json")
             if not devices or nodes.code or self.last_step() < done + 2:
@@ -137,7 +137,7 @@ def idle(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def losses(cluster: Cluster) -> dict[int, float]:
-    """Of a run that nobody disturbed."""
+    """Losses of an undisturbed run, by step."""
     return Training.submit(cluster, "alone", "1").ends()
 
 
@@ -146,7 +146,7 @@ def are_alike(found: dict[int, float], losses: dict[int, float]) -> None:
 
 
 def resize(training: Training, gpus: int) -> None:
-    """Asked for in a thread: whoever is held does not answer, and one that is killed never will."""
+    """Request a resize in a thread: a held program does not answer, and a killed one never will."""
 
     def ask() -> None:
         # Not by the shell of the tests, which catches what the whole process prints.
@@ -170,20 +170,20 @@ def test_a_kill_at_each_place_of_a_change_of_size_loses_nothing(
     training.settles("its start")
     if fewer > 1:
         training.shell("resize", training.id, str(fewer))
-    for failpoint, who in PLACES:
+    for failpoint, program in PLACES:
         for becomes in (more, fewer):
-            holders = [idle.master] if who == "master" else list(idle.daemons.values())
+            holders = [idle.master] if program == "master" else list(idle.daemons.values())
             idle.wait_ready()
             for holder in holders:
                 holder.arm(f"{failpoint}=stop")
-            what = f"a kill of the {who} at {failpoint} on the way to {becomes}"
+            what = f"a kill of the {program} at {failpoint} on the way to {becomes}"
             resize(training, becomes)
             until_held(holders, what, training).kill()
             release(holders)
             start_the_dead(idle)
             training.settles(what)
             if training.devices() != becomes:
-                # Called off, or never durable: whoever asked asks again.
+                # Cancelled, or never durable: the user repeats the request.
                 training.shell("resize", training.id, str(becomes), "--timeout", "60s")
                 training.settles(f"{what}, asked again")
     are_alike(training.ends(), losses)

@@ -50,22 +50,22 @@ class CertifiedCluster(Cluster):
                 *("--tls", str(self.authority.issue("daemon", name, (machine.address,)))),
             ]
 
-    def try_(self, who: str, *arguments: str, tls: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def try_(self, user: str, *arguments: str, tls: Path | None = None) -> subprocess.CompletedProcess[str]:
         """`ganger ARGUMENTS` at the desk, by a user, or by the operator olga."""
-        certificate = tls or self.authority.issue("operator" if who == "olga" else "user", who)
+        certificate = tls or self.authority.issue("operator" if user == "olga" else "user", user)
         environment = {**self.master.environment, "GANGER_MASTER": self.address, "GANGER_TLS": str(certificate)}
         return subprocess.run(
             [*self.machines["desk"].prefix, *GANGER, *arguments],
             env=environment, capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
 
-    def by(self, who: str, *arguments: str) -> str:
-        done = self.try_(who, *arguments)
-        assert done.returncode == 0, f"{who}: ganger {' '.join(arguments)}\n{done.stderr}\n{self.story()}"
+    def by(self, user: str, *arguments: str) -> str:
+        done = self.try_(user, *arguments)
+        assert done.returncode == 0, f"{user}: ganger {' '.join(arguments)}\n{done.stderr}\n{self.story()}"
         return done.stdout
 
-    def asked(self, who: str, command: str, *arguments: str) -> Any:
-        return json.loads(self.by(who, command, "--json", *arguments))
+    def asked(self, user: str, command: str, *arguments: str) -> Any:
+        return json.loads(self.by(user, command, "--json", *arguments))
 
     def wait_ready(self, nodes: int | None = None) -> None:
         eventually(
@@ -74,9 +74,9 @@ class CertifiedCluster(Cluster):
         )  # fmt: skip
 
     # A step takes a tenth of a second until the test is through with what it does meanwhile, by many commands.
-    def submit(self, who: str, label: str, *options: str, world: int = 1, steps: int = 1600) -> Run:
+    def submit(self, user: str, label: str, *options: str, world: int = 1, steps: int = 1600) -> Run:
         words = Run.words(self, label, "--memory", "1G", *options, world=world, steps=steps)
-        answer = self.asked(who, "submit", *words)
+        answer = self.asked(user, "submit", *words)
         return Run(self, str(answer["name"]), Run.record_of(self, label), world, steps)
 
     def state_of(self, job: Run) -> str:
@@ -147,7 +147,7 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
     assert (listed[moved.name]["user"], listed[moved.name]["spec"]["command"]) == ("ann", [])
     assert listed[stays.name]["spec"]["command"]
 
-    # From memory to memory of another machine, and nobody's steps are lost or done again.
+    # From memory to memory of another machine, without lost or repeated steps.
     (before,) = cluster.nodes_of(moved)
     cluster.by("ann", "move", moved.id)
     eventually(lambda: cluster.nodes_of(moved) != [before], what="it is there", within_seconds=60, story=cluster.story)
@@ -200,7 +200,7 @@ def test_gangs_over_two_machines_take_turns_as_their_daemons_say_also_while_the_
         second.check(first)
 
 
-def test_who_comes_without_the_right_certificate_is_told_so(cluster: CertifiedCluster, tmp_path: Path) -> None:
+def test_a_caller_without_the_right_certificate_gets_the_reason(cluster: CertifiedCluster, tmp_path: Path) -> None:
     ended = cluster.authority.issue("user", "ann", days=-60.0 / 86_400.0, to="ended")
     other = Authority(tmp_path, "other").issue("user", "ann")
     world = cluster.authority.issue("user", "ann", to="open")

@@ -13,7 +13,7 @@ from kit.waiting import eventually
 pytestmark = pytest.mark.system
 
 
-def test_a_job_goes_where_somebody_answers_and_one_that_finds_no_place_there_waits_until_the_node_calls(
+def test_a_job_starts_on_a_node_that_answers_and_one_without_room_there_waits_for_the_silent_node(
     tmp_path: Path,
 ) -> None:
     # Daemons call every 5 s then, and are silent after 35 s.

@@ -141,7 +141,7 @@ def test_no_line_of_a_log_is_lost_or_doubled_by_a_suspend_and_a_move(shell: Shel
 # updated
 
 
-def test_who_waits_overtakes_once_its_priority_is_raised(shell: Shell) -> None:
+def test_a_pending_job_overtakes_once_its_priority_is_raised(shell: Shell) -> None:
     filler, first, second = (sleeping(shell, 8) for _ in range(3))
     until(shell, filler, runs, "runs")
     until(shell, second, lambda now: now["queue_rank"] == 2, "is behind the first")
@@ -171,7 +171,7 @@ def test_with_a_raised_limit_a_job_goes_on_and_with_one_that_it_has_passed_it_en
 # waiting
 
 
-def test_why_names_who_fills_the_cluster_and_freeing_it_starts_the_job(shell: Shell) -> None:
+def test_why_names_the_job_that_fills_the_cluster_and_its_end_starts_the_pending_one(shell: Shell) -> None:
     filler = sleeping(shell, 8)
     until(shell, filler, runs, "runs")
     job = shell.submit("--gpus", "2", "--", "true")

@@ -23,7 +23,7 @@ def weather(directory: Path, seed: int, actions: int, told: list[str], *, spares
         topology=str(DEVICES),
         virtual_cores=2 * DEVICES,
         virtual_memory="16G",
-        # Nobody plans but the storm.
+        # Only the storm proposes plans.
         master_options=("--policy", "gandiva", "--no-planner"),
     )
     with cluster:
@@ -38,7 +38,7 @@ def weather(directory: Path, seed: int, actions: int, told: list[str], *, spares
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whoever_is_killed_in_two_hundred_changes_every_job_ends_with_its_result(
+def test_every_job_ends_with_its_result_under_kills_in_two_hundred_changes(
     tmp_path: Path, storms: list[str], seed: int
 ) -> None:
     weather(tmp_path, seed, 200, storms)
@@ -47,7 +47,7 @@ def test_whoever_is_killed_in_two_hundred_changes_every_job_ends_with_its_result
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", [3, 4])
-def test_who_loses_ranks_and_launchers_in_two_hundred_changes_goes_back_to_its_newest_checkpoint_and_no_further(
+def test_jobs_that_lose_ranks_and_launchers_restart_from_their_newest_checkpoint_in_two_hundred_changes(
     tmp_path: Path, storms: list[str], seed: int
 ) -> None:
     weather(tmp_path, seed, 200, storms, spares_ranks=False)

@@ -1,4 +1,4 @@
-"""Jobs in turns on a GPU: the planner lets them, daemons switch them, nobody loses a step, whoever is away."""
+"""Time-sliced jobs on a GPU: the planner places them, daemons switch them, and no job loses a step under outages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from system.harness import Run
 pytestmark = pytest.mark.torch
 
 OPTIONS = ("--policy", "gandiva", "--quantum", "1s")
-# Two of them do not stay on a device together: who rests is offloaded.
+# Two of them do not fit on a device together: a parked one is offloaded.
 WANTS = ("--cpus-per-gpu", "2", "--memory", "512M", "--gpu-memory", "2100M")
 
 
@@ -134,7 +134,7 @@ def test_jobs_take_turns_though_their_daemon_dies_and_others_come_and_go(tmp_pat
 
 
 @pytest.mark.chaos
-def test_jobs_in_turns_end_with_the_right_weights_whoever_is_killed_when(tmp_path: Path) -> None:
+def test_time_sliced_jobs_end_with_the_right_weights_under_kills(tmp_path: Path) -> None:
     dice = random.Random(6)
     with one_gpu(tmp_path) as cluster:
         first, second = in_turns(cluster, steps=1600)

@@ -30,7 +30,7 @@ def planner(cluster: Cluster) -> Iterator[Service]:
         yield running
 
 
-def test_who_is_slower_where_it_was_moved_for_a_gang_goes_back_when_that_has_ended(
+def test_a_job_that_is_slower_where_it_was_moved_for_a_gang_goes_back_when_the_gang_has_ended(
     cluster: Cluster, planner: Service
 ) -> None:
     small = [Run.submit(cluster, f"small-{n}", "--memory", "1G", steps=STEPS, job=("--homesick",)) for n in range(4)]

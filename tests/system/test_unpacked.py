@@ -22,7 +22,7 @@ STEPS = 512
 
 def test_one_of_a_pair_moves_to_a_gpu_that_became_free_and_is_faster_there(tmp_path: Path) -> None:
     if not has_quotas():
-        pytest.skip("who waits is told from who computes by the CPU time of a device, and there is no quota here")
+        pytest.skip("waiting jobs differ from computing ones by the CPU time of a device, and there is no quota here")
     with (
         Cluster(
             tmp_path,

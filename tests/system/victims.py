@@ -1,4 +1,4 @@
-"""Parties that are killed where they are found: ranks and launchers, which nobody but the system starts."""
+"""Victims of kills that the tests do not start themselves: ranks and launchers."""
 
 from __future__ import annotations
 

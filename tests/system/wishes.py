@@ -35,14 +35,14 @@ class Seen:
         return devices_of(self.jobs[name].gang.claims)
 
     def holders(self, device: Device) -> list[str]:
-        """Who is on it or takes turns there, but not who has left it."""
+        """Return the jobs that are on a device or time-sliced there, without those that have left it."""
         return [name for name, job in self.jobs.items() if holds(job) and device in devices_of(job.gang.held)]
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A change to ask for. `judge` says what became of it, once it is settled; `joins`: devices on which somebody is
-    already, and stays; `others`: whom it is about beside those who change."""
+    """A change to request. `judge` returns its result, once it is settled; `joins`: devices on which a job is already,
+    and stays; `others`: further jobs that the change affects."""
 
     kind: str
     what: str
@@ -126,8 +126,8 @@ def is_plain(job: Live) -> bool:
 
 
 class Wishes:
-    """What could be asked for now: most of it may be, and the master says of the rest why not. `gpus`: of each job that
-    may be asked about, none of an elastic one; `busy`: those of whom a change is being made."""
+    """Changes that could be requested now; the master approves most, and gives a reason for the rest. `gpus`: by job,
+    zero for an elastic one; `busy`: jobs with a change under way."""
 
     def __init__(
         self, dice: random.Random, seen: Seen, gpus: Mapping[str, int], busy: Set[str], quantum_ms: int
@@ -150,14 +150,14 @@ class Wishes:
         return next((wish for way in order if (wish := way()) is not None), None)
 
     def useful(self) -> Wish | None:
-        """Somebody who does nothing goes on, where there is room."""
+        """Return a change that resumes a stopped job where there is room."""
         resting = [name for name in self._idle if rests(self._seen.jobs[name])]
         return self._start() or self._move(resting) or self._return_to_pack()
 
     # turns
 
     def _join(self) -> Wish | None:
-        """Who waits, or rests on devices that are others' now, takes turns with them."""
+        """Return a change that time-slices a pending job, or one parked on devices of others, with them."""
         comes = [name for name in self._idle if self._may_come(name)]
         if not comes:
             return None
@@ -192,7 +192,7 @@ class Wishes:
         return Wish("turn", f"{name} leaves its turns", (self._suspend(name),), self._until_rests(name))
 
     def _switch(self) -> Wish | None:
-        """Nothing is asked: all who take turns get one."""
+        """Return a wish without a change: every time-sliced job gets a slice."""
         number = self._a_set()
         if not number:
             return None
@@ -238,7 +238,7 @@ class Wishes:
         return not self._is_elastic(name) and (waits(job) or (rests(job) and not is_packed(job)))
 
     def _takers(self, device: Device) -> list[str]:
-        """Who is on a device and may take turns there."""
+        """Return the jobs on a device that may be time-sliced there."""
         return [
             name
             for name in self._seen.holders(device)
@@ -246,7 +246,7 @@ class Wishes:
         ]
 
     def _sets_on(self, nodes: Set[str]) -> set[int]:
-        """Node sets have no node in common: who comes to a node that is in one joins it."""
+        """Return the time-slice groups on nodes. Groups have no node in common: a job on a node of one joins it."""
         return {
             job.gang.node_set
             for name, job in self._seen.jobs.items()

@@ -72,7 +72,7 @@ class Record:
 
 @dataclass
 class Pack:
-    """Who was let onto a device together, and from when until when that was so."""
+    """Jobs that were co-located on a device, and the period in which they were."""
 
     device: Device
     jobs: frozenset[str]
@@ -116,7 +116,7 @@ def undone_without_cause(steps: Iterable[Step], deaths: Sequence[Death]) -> list
         since = min(one.began for one in before)
         saved = [death.saved for death in deaths if death.job == first.job and since < death.at < first.began]
         if not saved:
-            found.append(f"{first}: up to step {done} all had been done, and nobody was killed")
+            found.append(f"{first}: up to step {done} all had been done, and nothing was killed")
         elif first.step <= min(saved):
             found.append(f"{first}: there was a checkpoint of step {min(saved)}")
     return found
@@ -143,7 +143,7 @@ def lost_or_repeated(steps: Sequence[Step]) -> list[str]:
         world = {(one.attempt, one.world) for one in there}
         is_whole = len(world) == 1 and ranks == list(range(there[0].world))
         if not is_whole and not (step == last and len(world) == 1 and len(set(ranks)) == len(ranks)):
-            found.append(f"step {step} was done by {', '.join(map(str, there)) or 'nobody'}")
+            found.append(f"step {step} was done by {', '.join(map(str, there)) or 'no process'}")
     return found
 
 
@@ -166,7 +166,7 @@ def two_attempts_at_once(steps: Iterable[Step]) -> list[str]:
 
 
 def two_on_a_device(steps: Iterable[Step], packs: Sequence[Pack] = ()) -> list[str]:
-    """No two jobs step on a device at once, but those who were let onto it together."""
+    """Return the violations of: two jobs step on a device at once only if they are co-located."""
     by_device: dict[Device, list[Step]] = defaultdict(list)
     for one in steps:
         for device in one.where:

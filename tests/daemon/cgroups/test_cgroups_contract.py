@@ -43,7 +43,7 @@ def test_creating_again_changes_nothing(cgroups: Cgroups) -> None:
     assert cgroups.pids(GROUP) == ()
 
 
-def test_hastening_moves_nobody(cgroups: Cgroups) -> None:
+def test_hastening_moves_no_process_to_another_group(cgroups: Cgroups) -> None:
     before = Path("/proc/self/cgroup").read_text()
     cgroups.hasten()
     assert Path("/proc/self/cgroup").read_text() == before
@@ -77,7 +77,7 @@ def test_pinning_moves_every_thread_at_once(cgroups: Cgroups) -> None:
             assert os.sched_getaffinity(int(thread)) == {last}
 
 
-def test_pinning_an_empty_group_holds_for_who_enters_later(cgroups: Cgroups) -> None:
+def test_pinning_an_empty_group_holds_for_processes_that_join_later(cgroups: Cgroups) -> None:
     last = max(os.sched_getaffinity(0))
     if cgroups.variant is not Variant.NONE and not enforced(cgroups, "cpuset"):
         pytest.skip("no cpuset: the daemon pins again once the ranks are there")
@@ -192,7 +192,7 @@ def test_cpu_time_is_counted(cgroups: Cgroups) -> None:
         eventually(lambda: cgroups.cpu_seconds(GROUP) > before)
 
 
-def test_a_pool_bounds_what_its_groups_use_together_and_nobody_else(cgroups: Cgroups) -> None:
+def test_a_pool_limits_the_cpu_time_of_its_groups_together_and_of_no_other_group(cgroups: Cgroups) -> None:
     in_pool = ("7c1b-2", "7c1b-3")
     if not enforced(cgroups, "cpu_quota"):
         assert not cgroups.make_pool("devices-1", 0.2)

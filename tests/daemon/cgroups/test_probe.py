@@ -67,7 +67,7 @@ def test_v2_pools_hand_down_what_groups_need_and_bound_them(tmp_path: Path, monk
     assert not (mount / "ganger").exists()
 
 
-def test_a_quota_nobody_asked_for_costs_no_group_and_is_not_promised(
+def test_a_quota_that_was_not_requested_costs_no_group_and_is_not_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mount = kernel(tmp_path, monkeypatch).mount

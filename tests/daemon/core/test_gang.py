@@ -165,7 +165,7 @@ def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -
     ranks = (Rank(0, state=RankState.PAUSED, step=7, hello=True),)
     assert judge(GangPart(last, ranks, launched=True), 1.0).todo == ()
     assert judge(GangPart(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
-    # nor may it rest for ever, waiting for a checkpoint that nobody publishes
+    # it may not stay parked for ever either, waiting for a checkpoint that is never published
     assert core.is_disobedient(GangPart(last, ranks, launched=True))
 
 

@@ -43,7 +43,7 @@ def test_a_newer_order_is_obeyed_and_an_older_one_ignored() -> None:
     assert reconcile([wanted(sequence=1)], observed(here(sequence=2))) == ()
 
 
-def test_a_gang_nobody_mentions_is_left_alone() -> None:
+def test_a_gang_that_no_desired_set_has_had_is_left_alone() -> None:
     assert reconcile([], observed(here())) == ()
 
 

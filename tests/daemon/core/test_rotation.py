@@ -1,4 +1,4 @@
-"""Rows of a node set: who runs when, whatever is lost or late, whoever leads, and however the matrix changes."""
+"""Rotation of the rows of a time-slice group under lost and late messages, new leaders and new matrices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_gang_of_two_rows_on_end_is_not_stopped_between_them() -> None:
     assert runs(second, rows[1], 2)
 
 
-def test_a_row_of_which_nobody_is_left_is_over_at_once() -> None:
+def test_a_row_without_gangs_ends_at_once() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
     first = alone(Position(), rows, {1, 2, 3})
     assert first is not None
@@ -76,7 +76,7 @@ def test_a_row_of_which_nobody_is_left_is_over_at_once() -> None:
     assert after.row == 2
 
 
-def test_whoever_is_alone_is_not_stopped() -> None:
+def test_a_gang_that_is_alone_is_not_stopped() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1})
     assert first is not None
@@ -97,7 +97,7 @@ def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
     position, turns = alone(Position(), rows, {1, 2, 3}), []
     for _ in range(9):
         assert position is not None
-        # who comes in the second row takes two seconds to come, the others nearly nothing
+        # switching to the second row takes two seconds, to the others nearly nothing
         row = position.row
         member = SliceMember(position, 1, True, frozenset({1, 2, 3}), frozenset({row + 1}), 2.0 if row == 1 else 0.1)
         took = next(t for t in range(1000) if lead(position, rows, {"n1": member}, t, t) is not None)
@@ -121,7 +121,7 @@ def saying(position: Position, known: int, alive: set[int], running: set[int], *
     return SliceMember(position, known, True, frozenset(alive), frozenset(running), unstarted=frozenset(unstarted))
 
 
-def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
+def test_a_slice_continues_with_a_gang_for_the_devices_that_another_has_left() -> None:
     # 2 has left the device that it shared with 1, which has it in both rows now
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 3), (1, 4), version=2)}
     running = Position(
@@ -139,7 +139,7 @@ def test_a_turn_goes_on_with_who_may_use_what_another_has_left() -> None:
     assert (following.row, set(following.stops), following.held_s) == (0, {4}, 0.0)
 
 
-def test_nobody_is_stopped_before_its_time_for_a_newer_matrix() -> None:
+def test_no_gang_is_stopped_early_for_a_newer_matrix() -> None:
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 4), (2, 3), version=2)}
     running = Position(
         SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1), 4: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM
@@ -148,7 +148,7 @@ def test_nobody_is_stopped_before_its_time_for_a_newer_matrix() -> None:
 
 
 @pytest.mark.parametrize(("fresh", "joins"), [(((1, 5), (2,)), False), (((1, 5), (2, 5)), True)])
-def test_who_was_never_started_joins_a_turn_only_where_it_is_in_every_row(
+def test_a_gang_that_was_never_started_joins_a_slice_only_if_it_is_in_every_row(
     fresh: tuple[tuple[int, ...], ...], joins: bool
 ) -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix(*fresh, version=2)}
@@ -157,7 +157,7 @@ def test_who_was_never_started_joins_a_turn_only_where_it_is_in_every_row(
     assert (found is not None) is joins
 
 
-def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_over_after_a_while() -> None:
+def test_the_quantum_of_a_new_gang_begins_with_its_first_step_or_ends_after_a_while() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
@@ -166,7 +166,7 @@ def test_the_quantum_of_who_has_yet_to_start_begins_with_its_first_step_or_is_ov
     assert lead(first, rows, {"n1": starting}, START_SECONDS, None) is not None
 
 
-def test_the_turn_of_who_waits_for_a_long_mini_batch_of_another_is_not_over_before_it_began() -> None:
+def test_a_slice_that_waits_for_a_long_mini_batch_of_the_last_does_not_end_before_it_has_begun() -> None:
     rows = {1: matrix((1,), (2,))}
     first = alone(Position(), rows, {1, 2})
     assert first is not None
@@ -191,7 +191,7 @@ def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_a
     assert (lead(position, rows, members, elapsed, elapsed) is not None) is is_over
 
 
-def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None:
+def test_a_new_gang_comes_next_and_then_the_rows_continue_in_order() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
     position = alone(Position(), rows, {1, 2, 3})
     assert position is not None
@@ -204,7 +204,7 @@ def test_who_is_new_comes_next_and_then_the_rows_go_on_where_they_were() -> None
     assert seen == [3, 1, 2, 3, 0]
 
 
-def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
+def test_a_gang_that_arrives_during_the_first_slice_of_another_has_the_next_slice() -> None:
     rows = {1: matrix((1,), (2,))}
     position = alone(Position(), rows, {1, 2})
     assert position is not None
@@ -217,7 +217,7 @@ def test_who_comes_while_a_newcomer_has_its_first_turn_has_the_next() -> None:
     assert ran == [3, 4, 5, 6]
 
 
-def test_who_ran_alone_and_shares_from_now_on_is_not_taken_for_a_newcomer() -> None:
+def test_a_gang_that_ran_alone_and_is_time_sliced_from_now_on_is_not_new() -> None:
     # 3 comes to the device that 2 had alone, and has its turns beside 4, which has the turn
     rows = {1: matrix((1,), (4,)), 2: matrix((1, 2), (4, 3), version=2)}
     position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
@@ -236,7 +236,7 @@ def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
     assert seen == [3, 1, 2, 3]
 
 
-def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes() -> None:
+def test_a_gang_of_several_rows_keeps_its_place_in_the_cycle_when_another_arrives() -> None:
     rows = {1: matrix((1,), (2,), (1,), (3,)), 2: matrix((1,), (2,), (1,), (3,), (4,), version=2)}
     position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1)
     seen = []
@@ -246,7 +246,7 @@ def test_who_has_several_rows_keeps_its_place_in_the_cycle_when_somebody_comes()
     assert seen == [4, 1, 3, 4]
 
 
-def test_of_several_who_come_at_once_none_waits_for_those_who_have_had_a_turn() -> None:
+def test_gangs_that_arrive_together_all_run_before_those_that_have_had_a_slice() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), (4,), version=2)}
     position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0)
     unstarted, seen = {3, 4}, []
@@ -283,7 +283,7 @@ def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:
     assert obey(here, replace(here, switch=SliceSwitch(2, 6), row=1), rows, 2).row == 1
 
 
-def test_a_leader_that_does_not_hear_of_everybody_orders_nothing() -> None:
+def test_a_leader_without_the_reports_of_all_members_orders_nothing() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
     said = SliceMember(Position(), 1, True, frozenset({1, 2}), frozenset({1}))
     assert lead(Position(), rows, {"n1": said, "n2": None}, 1e9, 1e9) is None
@@ -361,8 +361,8 @@ class Daemon:
             self.parts[epoch].is_here = True
 
     def follow(self, whole: Collection[int]) -> None:
-        """As the shell does: who is to rest stops at once, if all its parts were launched, for else it comes to no
-        boundary; who is to run waits until its device is free."""
+        """Act as the shell does. A gang to park stops at once if all its parts were launched; else it reaches no
+        boundary. A gang to run waits until its device is free."""
         active = self.rows.get(self.position.version)
         for epoch, part in self.parts.items():
             stop = self.position.stops.get(epoch)
@@ -506,7 +506,7 @@ class World:
 
 @settings(deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.integers(2, 6))
-def test_daemons_never_run_two_rows_on_a_device_and_agree_on_stops_and_nobody_starves(
+def test_daemons_never_run_two_rows_on_a_device_and_agree_on_stops_and_no_gang_starves(
     seed: int, nodes: int, gangs: int
 ) -> None:
     world = World(seed, nodes, gangs)

@@ -83,7 +83,7 @@ def test_the_ack_of_a_stop_follows_that_of_a_checkpoint_whatever_their_numbers()
     assert merge(stop, RelayedPoint(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
 
 
-def test_nobody_tells_us_about_our_own_ranks_or_unknown_ones() -> None:
+def test_points_of_own_and_of_unknown_ranks_are_ignored() -> None:
     known = {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 3)}
     merged = merge_all(known, [RelayedPoint(0, 99), RelayedPoint(1, 4), RelayedPoint(7, 1)], frozenset({0}))
     assert merged == {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 4)}

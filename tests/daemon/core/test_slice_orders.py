@@ -97,7 +97,7 @@ def test_what_is_obeyed(
         (told(1), RESTS, OVER),
         (told(2, PARK, ParkLevel.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), OVER),
         (told(2, PARK, ParkLevel.OFFLOAD), replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8)), NOW),
-        # an end without a checkpoint waits for nobody
+        # a stop without a checkpoint waits for no slice
         (told(2, OrderIntent.STOP), RUNS, NOW),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_stays_as_it_is(master: DesiredOrder, obeyed: DesiredOrder, turn: G
         (told(3), told(2, PARK, ParkLevel.OFFLOAD), NOW),
     ],
 )
-def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
+def test_no_parked_gang_is_resumed_while_others_are_on_its_devices(
     master: DesiredOrder, obeyed: DesiredOrder, turn: GangSlice | None
 ) -> None:
     assert next_of(master, obeyed, turn, is_blocked=True) is None
@@ -121,7 +121,7 @@ def test_nobody_who_rests_is_sent_on_while_others_are_on_its_devices(
 
 
 @pytest.mark.parametrize("rests", [told(2, PARK, ParkLevel.CHECKPOINT), replace(RESTS, stop_sequence=2)])
-def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_that_all_its_nodes_know_of(
+def test_a_gang_parked_by_the_master_resumes_once_the_matrix_that_all_its_nodes_have_is_active(
     rests: DesiredOrder,
 ) -> None:
     """A switch that comes before would reach one node after the order, and another before it."""
@@ -133,12 +133,12 @@ def test_who_rests_by_a_stop_of_the_master_goes_on_once_the_matrix_is_active_tha
     assert goes_on.intent is OrderIntent.RUN
     stays = next_of(told(3), rests, replace(OVER, changes=True))
     assert stays is None or (stays.intent, stays.stop_sequence) == (PARK, 2)
-    # Who rests by a switch does so on all nodes, and all know the next one.
+    # A gang parked by a switch is parked on all nodes, and all receive the next switch.
     assert next_of(told(1), RESTS, changes) is not None
 
 
 @pytest.mark.parametrize("rests", [RESTS, replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8))])
-def test_who_has_no_row_yet_waits_for_the_matrix_that_was_told_with_its_order_though_its_devices_idle(
+def test_a_gang_without_a_row_waits_for_the_matrix_that_came_with_its_order_although_its_devices_idle(
     rests: DesiredOrder,
 ) -> None:
     """On another node they may not, and a part of the gang alone would never come to a boundary."""
@@ -148,8 +148,8 @@ def test_who_has_no_row_yet_waits_for_the_matrix_that_was_told_with_its_order_th
     assert goes_on.intent is OrderIntent.RUN
 
 
-def test_who_was_to_be_saved_and_is_not_gives_up_what_its_turn_wants() -> None:
-    """There was no room on storage, so it had all on its devices yet, and nobody after it could have its turn."""
+def test_a_gang_whose_save_was_withdrawn_frees_what_the_slice_switch_demands() -> None:
+    """Storage had no room, so the gang still had its device memory, and no gang after it could run."""
     ends = replace(RESTS, order=OrderKey(EPOCH, 2, 1, 8), level=ParkLevel.CHECKPOINT)
     stays = next_of(told(3), ends, OVER)
     assert stays is not None
@@ -160,14 +160,14 @@ def test_who_was_to_be_saved_and_is_not_gives_up_what_its_turn_wants() -> None:
 
 
 @pytest.mark.parametrize("turn", [NOW, OVER, GangSlice(SET, SliceSwitch(), None, ParkLevel.OFFLOAD)])
-def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn: GangSlice) -> None:
+def test_a_newer_stop_of_the_master_does_not_resume_a_gang_parked_by_an_earlier_one(turn: GangSlice) -> None:
     """It was to run between them, and others were on its devices all the time."""
     former, newer = told(2, PARK, ParkLevel.OFFLOAD), told(4, PARK, ParkLevel.CHECKPOINT)
     stays = next_of(newer, former, turn, is_blocked=True)
     assert stays is not None
     assert stays.order > former.order
     assert (stays.intent, stays.level, stays.stop_sequence) == (PARK, ParkLevel.CHECKPOINT, former.stop_sequence)
-    # Who is on the way to its boundary goes to the newer one, with whoever was sent on meanwhile.
+    # A gang on the way to its boundary goes to the newer one, with peers that were resumed meanwhile.
     assert next_of(newer, former, turn, parked=False) == newer
     # A peer that ran meanwhile waits for it there.
     joins = next_of(newer, stays, NOW, heard=4)
@@ -176,7 +176,7 @@ def test_a_newer_stop_of_the_master_does_not_wake_who_rests_by_a_former_one(turn
     assert joins.stop_sequence == 4
 
 
-def test_who_handed_over_its_state_and_is_to_run_after_all_rests_where_it_stands_while_it_is_not_its_turn() -> None:
+def test_a_gang_that_handed_over_and_is_to_run_after_all_stays_parked_until_its_slice() -> None:
     handed = next_of(told(2, OrderIntent.HAND_OVER), RESTS, OVER)
     assert handed is not None
     assert handed.intent is OrderIntent.HAND_OVER
@@ -186,7 +186,7 @@ def test_who_handed_over_its_state_and_is_to_run_after_all_rests_where_it_stands
     assert (rests.intent, rests.level, rests.stop_sequence) == (PARK, ParkLevel.OFFLOAD, RESTS.stop_sequence)
 
 
-def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary_where_it_stands() -> None:
+def test_a_parked_gang_frees_more_under_a_deeper_matrix_and_keeps_its_boundary() -> None:
     paused = by_turn(1, SliceSwitch(1, 8), rests=True, level=ParkLevel.PAUSE)
     deeper = next_of(told(1), paused, OVER)
     assert deeper is not None
@@ -195,7 +195,7 @@ def test_who_rests_gives_up_more_under_a_deeper_matrix_and_stays_at_the_boundary
     assert deeper.stop_sequence == paused.stop_sequence
 
 
-def test_who_stands_by_a_switch_joins_the_stop_of_the_master_once_a_peer_is_under_it() -> None:
+def test_a_rank_parked_by_a_switch_joins_a_stop_of_the_master_once_a_peer_obeys_it() -> None:
     master = told(6, PARK, ParkLevel.OFFLOAD)
     stays = next_of(master, RESTS, OVER)
     assert stays is not None
@@ -238,7 +238,7 @@ def test_a_part_that_rests_by_a_former_switch_joins_the_one_by_which_the_turn_of
         (told(4, PARK), told(2, PARK), PartPhase.PARKED, True),
     ],
 )
-def test_who_rested_by_a_former_order_may_be_on_its_devices_by_a_new_one(
+def test_a_gang_parked_by_an_earlier_order_may_be_on_its_devices_under_a_new_one(
     wanted: DesiredOrder, judged_order: DesiredOrder, phase: PartPhase, may: bool
 ) -> None:
     assert may_be_on_devices(wanted, judged_order, Judgement(phase)) is may
@@ -266,11 +266,11 @@ class Gang:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=60))
-def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_run_runs(
+def test_under_random_events_no_gang_resumes_beside_others_and_every_gang_that_may_run_runs(
     events: list[tuple[int, bool, bool]],
 ) -> None:
-    """Each event: what changes, whether others are on the devices of who rests, whether a peer speaks of the master's
-    stop."""
+    """Each event: the change, whether others are on the devices of the parked gang, and whether a peer relays the
+    master's stop."""
     gang, master, position = Gang(), told(1), SliceSwitch(1, 7)
     turn: GangSlice | None = GangSlice(SET, position, None, ParkLevel.OFFLOAD)
     for what, is_blocked, speaks in events:
@@ -281,7 +281,7 @@ def test_whatever_happens_nobody_who_rests_goes_on_beside_others_and_who_is_let_
             )
         elif what < 6 and turn is not None:
             position = replace(position, sequence=position.sequence + 1)
-            # Who rests already keeps its stop.
+            # A parked gang keeps its stop.
             stop = (turn.stop or position) if what < 5 else None
             turn = GangSlice(SET, position, stop, (ParkLevel.PAUSE, ParkLevel.OFFLOAD)[what % 2])
         elif what == 6:

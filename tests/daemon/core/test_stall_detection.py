@@ -50,7 +50,7 @@ def test_the_ranks_that_are_behind_are_named() -> None:
     assert said.endswith("ranks 0, 1, 2, 3, ... are behind the others")
 
 
-def test_whoever_makes_long_pauses_has_them_again() -> None:
+def test_a_job_that_has_made_long_pauses_may_make_them_again() -> None:
     """Steps of half a minute, evaluations of two minutes between epochs."""
     assert stands_still(trained(300, pace=1 / 30), 300.0 + 290.0) == ""
     assert "no step" in stands_still(trained(300, pace=1 / 30), 300.0 + 310.0)
@@ -62,7 +62,7 @@ def test_phases_without_boundaries_take_longer(phase: RankPhase) -> None:
     assert "no step" in stands_still(trained(100), 710.0, phase)
 
 
-def test_whoever_is_done_does_not_hang() -> None:
+def test_a_job_that_is_done_does_not_hang() -> None:
     assert stands_still(trained(100), 10_000.0, RankPhase.DONE) == ""
 
 

@@ -91,7 +91,7 @@ def test_repinning_on_a_full_node_changes_nothing_that_counts() -> None:
     table = allocate(CoreTable.empty(server()), "a", (4000, 4000))
     assert isinstance(table, CoreTable)
     assert repin(table, "a").held["a"] == table.held["a"]
-    assert repin(table, "nobody") == table
+    assert repin(table, "unknown") == table
 
 
 def test_resizing_keeps_the_cores_it_can() -> None:
@@ -182,7 +182,7 @@ def test_no_core_is_given_twice_and_what_fits_by_sum_is_given(actions: list[tupl
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
-def test_who_follows_another_has_as_many_cores_in_common_with_it_as_can_be(a: int, b: int, c: int, d: int) -> None:
+def test_a_resized_gang_has_as_many_cores_as_possible_in_common_with_the_former(a: int, b: int, c: int, d: int) -> None:
     before, after = (a * CORE, b * CORE), (c * CORE, d * CORE)
     table = allocate(CoreTable.empty(server()), "old", before)
     assert isinstance(table, CoreTable)

@@ -80,7 +80,7 @@ def test_used_memory_is_told_for_each_device(devices: Devices) -> None:
     assert len(devices.used_memory()) == devices.discover().configuration_set.devices
 
 
-def test_of_processes_that_are_not_there_nobody_can_tell_what_they_use(devices: Devices) -> None:
+def test_the_memory_of_missing_processes_is_unreadable(devices: Devices) -> None:
     count = devices.discover().configuration_set.devices
     assert devices.used_by(()) == devices.used_by({1 << 30}) == (UNREADABLE,) * count
 
@@ -114,7 +114,7 @@ def test_capabilities_say_what_the_devices_are(devices: Devices) -> None:
     assert devices.capabilities["packing"] == ("no" if devices.capabilities["devices"] == "none" else "yes")
 
 
-def test_nobody_has_used_anything_at_the_start(devices: Devices) -> None:
+def test_nothing_is_used_at_the_start(devices: Devices) -> None:
     assert devices.use_by((), 0b1) in (None, 0.0)
 
 

@@ -105,7 +105,7 @@ def test_an_idle_device_that_answers_success_as_an_error_is_idle(devices: NvmlDe
 
 
 def test_what_processes_used_of_their_devices_is_the_mean_of_these(devices: NvmlDevices, fake: FakeNvml) -> None:
-    assert devices.use_by({7, 8}, 0b11) is None, "nobody can tell"
+    assert devices.use_by({7, 8}, 0b11) is None, "the driver reports nothing"
     fake.utilisation = {0: {7: 40, 8: 30, 9: 20}, 1: {9: 100}, 2: {7: 90, 8: 90}}
     assert devices.use_by({7, 8}, 0b01) == 0.7
     assert devices.use_by({7, 8}, 0b11) == 0.35

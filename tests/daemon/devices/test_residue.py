@@ -62,7 +62,7 @@ def settled(devices: Devices, said: ControlPages) -> MemoryWatch:
 def test_the_driver_says_what_the_processes_of_the_gang_use_once_all_is_freed(
     fake: FakeNvml, nvml: NvmlDevices
 ) -> None:
-    # Somebody else's parked processes are there too, and one of ours on a device that is not the gang's.
+    # Parked processes of another gang are there, too, and one of ours on a device that is not the gang's.
     fake.processes = {
         0: [(71, 9 * MIB)],
         1: [(71, 520 * MIB), (99, 480 * MIB)],
@@ -109,7 +109,7 @@ def test_of_a_device_that_others_use_too_only_what_is_its_own_has_to_go(fake: Fa
         found.begin(RANKS)
         found.sample(said, RANKS)
         fake.processes = {device: [(71, 10 * MIB), (72, 10 * MIB)] for device in (1, 2, 3)}
-        # Somebody else there has grown meanwhile.
+        # The memory of another gang there has grown meanwhile.
         fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]
         found.verify(said, RANKS, 0b1110)
         assert found.freed is is_shared
@@ -122,7 +122,7 @@ def test_of_a_device_that_others_use_too_only_what_is_its_own_has_to_go(fake: Fa
         (((100 * MIB, 40 * MIB), (80 * MIB, 40 * MIB)), (0, 60 * MIB, 20 * MIB, 20 * MIB)),
         # A little less or more was there when it was last measured.
         (((100, 40), (80 * MIB, 82 * MIB)), (0, 0, 0, 0)),
-        # What a page says is anybody's word.
+        # A page may hold any number.
         ((((1 << 64) - 1, 0), (0, 0)), (0, 200 * MIB, 0, 0)),
     ],
 )
