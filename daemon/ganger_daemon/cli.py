@@ -8,9 +8,13 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from ganger.console.parameter_types import Directory, Within
+
+if TYPE_CHECKING:
+    from ganger_daemon.devices.virtual import VirtualSpec
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -102,21 +106,13 @@ def daemon(
     from ganger.console.exit_codes import CommandError, ExitCode
 
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
-    from ganger_daemon.devices.virtual import VirtualSpec
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
-    for noisy in ("asyncio", "grpc"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    _start_logging(JsonLines(), verbose)
     virtual = None
     if virtual_gpus is not None:
-        if topology == "":
-            raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
-        virtual = VirtualSpec(virtual_gpus, topology or "", virtual_cores, virtual_memory)
-        virtual = replace(virtual, gpu_cores=virtual_gpu_cores or 0.0)
-        if virtual_gpu_memory:
-            virtual = replace(virtual, gpu_memory_bytes=virtual_gpu_memory)
+        virtual = _virtual_spec(
+            virtual_gpus, topology, virtual_cores, virtual_memory, virtual_gpu_cores, virtual_gpu_memory
+        )
     settings = DaemonSettings(
         state_directory=state_dir,
         master=master,
@@ -143,3 +139,23 @@ def daemon(
             DaemonObstacle.RIGHTS: ExitCode.NOT_PERMITTED,
         }
         raise CommandError(str(error), codes[error.obstacle]) from error
+
+
+def _start_logging(formatter: logging.Formatter, verbose: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
+    for noisy in ("asyncio", "grpc"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _virtual_spec(
+    gpus: int, topology: str | None, cores: int, memory_bytes: int, gpu_cores: float | None, gpu_memory_bytes: int
+) -> VirtualSpec:
+    """Return the declared devices. Raises click.UsageError for an empty topology."""
+    from ganger_daemon.devices.virtual import VirtualSpec
+
+    if topology == "":
+        raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
+    spec = replace(VirtualSpec(gpus, topology or "", cores, memory_bytes), gpu_cores=gpu_cores or 0.0)
+    return replace(spec, gpu_memory_bytes=gpu_memory_bytes) if gpu_memory_bytes else spec
