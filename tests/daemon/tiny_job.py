@@ -39,18 +39,9 @@ def read_image(whole):
     return header["step"], bytearray(whole[preamble.data_offset : preamble.trailer_offset])
 
 
-def main():
-    steps, pause, size = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    mode = sys.argv[4] if len(sys.argv) > 4 else ""
-    control = Control.from_environment()
-    assert control is not None
-    assert control.claim()
-    agent.stand_down()
+def handlers(control, state, mode):
+    """Return the handlers that offload, restore and save `state["data"]`."""
     page = control.page
-    state = {"data": bytearray(padded(size))}
-    for at in range(0, size, 4096):
-        state["data"][at] = 0  # memory counts once it is written to
-    control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
 
     def current():
         return image_parts(control.step, control.rank, control.world, state["data"])
@@ -90,23 +81,31 @@ def main():
         if not request.exiting:
             control.checkpoint_durable(request.seq, request.step)
 
-    control.handlers = Handlers(on_offload=offload, on_restore=restore, on_checkpoint=checkpoint, on_hand_over=fill)
-    first = 0
-    if control.restore is not None and control.restore.kind == "checkpoint":
+    return Handlers(on_offload=offload, on_restore=restore, on_checkpoint=checkpoint, on_hand_over=fill)
+
+
+def restored(control):
+    """Return the step and the data that the job starts from, from a checkpoint or an arena; None without either."""
+    if control.restore is None:
+        return None
+    if control.restore.kind == "checkpoint":
         with open(os.path.join(control.restore.path, f"rank-{control.rank}.shard"), "rb") as file:
-            first, state["data"] = read_image(file.read())
-    elif control.restore is not None:
-        page.set(Word.STATE, PageState.RESTORING)
-        while page.get(Word.ARENA_AVAILABLE) < 64:
-            control.safe_point()
-            time.sleep(0.001)
-        total = image.parse_preamble(os.pread(control.arena_fd, 64, 0)).total_bytes
-        while page.get(Word.ARENA_AVAILABLE) < total:
-            control.safe_point()
-            time.sleep(0.001)
-        first, state["data"] = read_image(os.pread(control.arena_fd, total, 0))
-    control.start(first)
-    page.set(Word.PHASE, PagePhase.TRAINING)
+            return read_image(file.read())
+    control.page.set(Word.STATE, PageState.RESTORING)
+    wait_for_bytes(control, 64)
+    total = image.parse_preamble(os.pread(control.arena_fd, 64, 0)).total_bytes
+    wait_for_bytes(control, total)
+    return read_image(os.pread(control.arena_fd, total, 0))
+
+
+def wait_for_bytes(control, count):
+    while control.page.get(Word.ARENA_AVAILABLE) < count:
+        control.safe_point()
+        time.sleep(0.001)
+
+
+def misbehave(control, mode):
+    """Ignore all orders for ever, or wait within a step for the file `go`, as the mode demands."""
     if mode == "deaf":
         control.boundary()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -117,6 +116,24 @@ def main():
         signal.signal(signal.SIGUSR2, lambda *_: print("signalled", flush=True))
         while not os.path.exists("go"):
             time.sleep(0.02)
+
+
+def main():
+    steps, pause, size = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    mode = sys.argv[4] if len(sys.argv) > 4 else ""
+    control = Control.from_environment()
+    assert control is not None
+    assert control.claim()
+    agent.stand_down()
+    state = {"data": bytearray(padded(size))}
+    for at in range(0, size, 4096):
+        state["data"][at] = 0  # memory counts once it is written to
+    control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
+    control.handlers = handlers(control, state, mode)
+    first, state["data"] = restored(control) or (0, state["data"])
+    control.start(first)
+    control.page.set(Word.PHASE, PagePhase.TRAINING)
+    misbehave(control, mode)
     while steps == 0 or control.step < steps:
         time.sleep(pause * (1 + control.rank) if mode == "apart" else pause)
         at = control.step % max(1, size - 8)
