@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from core.test_removed_nodes import restarted
-from core.test_taking_turns import Turns
+from core.test_time_slices import Turns
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import ConfigurationSet
 from ganger.cluster.topology import parse_topology

@@ -5,7 +5,7 @@ parts would wait on their devices for the others, and these for their slice.
 from __future__ import annotations
 
 from core.drive import job_of
-from core.test_taking_turns import Turns, blamed
+from core.test_time_slices import Turns, blamed
 from ganger.cluster.refusals import Reason
 from ganger_master.core.commands import Change
 from ganger_master.core.model import ObservedPhase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from core.test_taking_turns import Turns
+from core.test_time_slices import Turns
 from ganger_master.core.commands import ObservedRows, Tick
 from ganger_master.core.effects import StoredChanges
 from ganger_master.core.model import Element, JobState

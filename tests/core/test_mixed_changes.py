@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, SERVER, job_of
-from core.test_packing import Packing
+from core.elastic_worlds import World, elastic
+from core.test_colocation import Packing
 from core.test_refused_suspends import FULL
-from core.test_taking_turns import Turns
-from core.worlds import World, elastic
+from core.test_time_slices import Turns
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resized import resized
 from ganger_master.core.answers import Refused, SessionAnswer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
-from core.worlds import SMALL, World, elastic
+from core.elastic_worlds import SMALL, World, elastic
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resized import resized
 from ganger.cluster.resources import Claim

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
-from core.test_taking_turns import Turns
+from core.test_time_slices import Turns
 from faultsim.state_invariants import violations
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
@@ -230,7 +230,7 @@ def test_a_job_that_waits_stands_at_once_where_its_new_priority_puts_it() -> Non
     assert (drive.state.queue_rank(first), drive.state.queue_rank(second)) == (1, 2)
 
 
-def test_a_lease_from_before_the_update_is_void() -> None:
+def test_refusals_and_leases_from_before_an_update_are_void() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
     places, turn, revision = drive.places(number), drive.state.turn_of[number], drive.job(number).revision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.test_packing import small
+from core.test_colocation import small
 from ganger.cluster.room import CapacityIndex
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.totals import capacity_of

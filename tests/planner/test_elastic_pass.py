@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from core.drive import job_of
-from core.worlds import World, elastic
+from core.elastic_worlds import World, elastic
 from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2

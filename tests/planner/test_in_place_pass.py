@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from core.drive import job_of
-from core.worlds import RESIZABLE, World, elastic
+from core.elastic_worlds import RESIZABLE, World, elastic
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer

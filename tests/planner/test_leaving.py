@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from core.drive import SERVER
-from core.test_packing import small
+from core.test_colocation import small
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 from core.drive import GIB
-from core.test_packing import Packing, small
+from core.test_colocation import Packing, small
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from core.worlds import elastic
+from core.elastic_worlds import elastic
 from ganger_master.core.change_reason import Goal
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.colocation_rates import ColocationRates

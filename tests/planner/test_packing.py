@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB
-from core.test_packing import Packing as Drive
-from core.test_packing import small
+from core.test_colocation import Packing as Drive
+from core.test_colocation import small
 from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from core.drive import GIB
-from core.test_packing import Packing, small
+from core.test_colocation import Packing, small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from core.drive import SERVER, Drive
-from core.test_taking_turns import Turns
+from core.test_time_slices import Turns
 from ganger.cluster.resources import Role, TaskShape
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, job_of
-from core.test_taking_turns import Turns, blamed
+from core.test_time_slices import Turns, blamed
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, Refused
