@@ -16,7 +16,7 @@ from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migrate_stage import moves_nobody, plan_moves
+from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
@@ -89,7 +89,7 @@ class Moved(Planned):
             per_hour=self.per_hour,
             rated=self.rates,
         )
-        is_idle = moves_nobody(self.moving, terms, table, self.now, room)
+        is_idle = moves_no_job(self.moving, terms, table, self.now, room)
         found, self.moving, self.findings, self.again_s = plan_moves(
             inner, terms, table, self.now, room, self.moving, kept_out, may_stop
         )

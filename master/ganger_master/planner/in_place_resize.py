@@ -1,8 +1,8 @@
-"""Changes of size in place: who gives devices back, who takes more once they are free, and what is remembered of both.
+"""Resizes in place: jobs that give devices back, jobs that grow once devices are free, and the state of both.
 
-A world of another size follows the present one as the destination of a move (docs/design/007-elastic-worlds.md), so
-nobody is stopped for it. What is given back is free once its daemons have seen it so; whoever is to have it starts, or
-grows, in a later pass than the one that decided it.
+A world of another size follows the present one as the destination of a migration (docs/design/007-elastic-worlds.md),
+so no job is preempted. Returned devices are free once their daemons have reported them so; the job that they are for
+starts or grows in a later pass.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Claims: TypeAlias = tuple[Claim, ...]
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """What was decided and is not done. Lost, it costs time and nothing else."""
+    """Resizes that are decided and not done. Losing them costs only time."""
 
     # GPUs that running jobs are to have, by number.
     wanted: Mapping[int, int] = field(default_factory=dict)
-    # Who of them has been told.
+    # Those of them whose resize the master has approved.
     begun: frozenset[int] = frozenset()
-    # Pieces on their way to others, by who gives them.
+    # Claims that jobs return, by number.
     giving: Mapping[int, Claims] = field(default_factory=dict)
 
     def followed(self, table: LiveTable) -> Resizing:
-        """Without what is done, and what came to nothing."""
+        """Return the state without resizes that are done or have failed."""
         wanted, giving = {}, {}
         for number, gpus in self.wanted.items():
             job, gang = table.get(number) or (None, None)
@@ -51,7 +51,7 @@ class Resizing:
         return Resizing(wanted, self.begun & wanted.keys(), giving)
 
     def without(self, numbers: Iterable[int]) -> Resizing:
-        """What was proposed for these was refused."""
+        """Return the state after the master refused changes of these jobs."""
         gone = set(numbers)
         wanted = {number: gpus for number, gpus in self.wanted.items() if number not in gone}
         giving = {number: claims for number, claims in self.giving.items() if number not in gone}
@@ -59,11 +59,11 @@ class Resizing:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether anybody is to grow who has not been told so."""
+        """Return whether a job is to grow whose resize has not begun."""
         return bool(self.wanted.keys() - self.begun)
 
     def given(self, table: LiveTable) -> list[tuple[JobRecord, Gang]]:
-        """Who gives something back, with what of that it still holds."""
+        """Return the jobs that return claims, each with a gang of those that it still holds."""
         found = []
         for number, claims in self.giving.items():
             job, gang = table.get(number) or (None, None)
@@ -72,13 +72,13 @@ class Resizing:
         return found
 
     def held_beside(self, table: LiveTable) -> int:
-        """Devices that next worlds hold beside what the table counts of the present ones."""
+        """Return the number of devices that next worlds hold beyond the table's count of present ones."""
         devices = 0
         for number, gpus in self.wanted.items():
             job, gang = table.get(number) or (None, None)
             if job is None or gang is None or not job.next_epoch:
                 continue
-            # An old world that has come to rest has left its devices to the next one, and to others.
+            # A parked old world has left its devices to the next one, or to other jobs.
             counted = 0 if gang.phase is GangPhase.PARKED else gang.devices
             devices += max(0, gpus - counted)
         return devices
@@ -88,14 +88,15 @@ NOTHING_UNDER_WAY = Resizing()
 
 
 def can_change(job: JobRecord, gang: Gang) -> bool:
-    """Whether it can go on with another number of devices from its state in memory."""
+    """Return whether the job can continue with another number of devices from its state in memory."""
     can = job.spec.is_elastic and job.capabilities.resize and not job.next_epoch and job.ending is None
     settled = gang.phase is GangPhase.RUNNING and gang.intent is GangIntent.RUN and not gang.node_set
     return can and settled and has_arenas(gang) and not any(claim.shared_mask for claim in gang.claims)
 
 
 def sizes_of(job: JobRecord, gang: Gang | None) -> Sequence[int] | None:
-    """Tasks that it may have, ascending, its present number among them; None for any number that its spec accepts."""
+    """Return the numbers of tasks that it may have, ascending, with its present one; None if its spec is the only
+    limit."""
     if not job.capabilities.resize_divides:
         return None
     spec = job.spec
@@ -105,8 +106,8 @@ def sizes_of(job: JobRecord, gang: Gang | None) -> Sequence[int] | None:
 
 
 def claims_of(view: View, job: JobRecord, gang: Gang, gpus: int) -> Claims | None:
-    """Its place with so many devices, its own pieces counted as free; None if there is none as close together as it
-    wants, or no host memory for both of its worlds."""
+    """Return its place with that many devices, its own claims counted as free; None if none is close enough, or if host
+    memory does not hold both worlds."""
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     widest = shape.locality.widest
     claims = resized(view, shape, gang.claims, one_node_only=widest <= LocalityLevel.NODE)
@@ -118,20 +119,20 @@ def claims_of(view: View, job: JobRecord, gang: Gang, gpus: int) -> Claims | Non
 
 
 def given_back(gang: Gang, claims: Claims) -> Claims:
-    """What of a gang's devices is free when it goes on with these claims."""
+    """Return the part of a gang's claims that is free when it continues with `claims`."""
     after = {claim.node: claim for claim in claims}
     rests = [_rest(own, after.get(own.node)) for own in gang.claims]
     return tuple([claim for claim in rests if claim is not None])
 
 
 def taken_beside(gang: Gang, claims: Claims) -> Claims:
-    """What it takes beside what it has when it goes on with these claims."""
+    """Return what it takes in addition to its present claims when it continues with `claims`."""
     held = {claim.node: claim for claim in gang.claims}
     return tuple([beside(claim, held.get(claim.node)) for claim in claims])
 
 
 def part_of(gang: Gang, claims: Claims) -> Gang | None:
-    """The gang as if these pieces, as far as it holds them, were all of it; None if it holds none of them."""
+    """Return a gang of only these claims, as far as it holds them; None if it holds none."""
     held = {piece.claim.node: piece.held.device_mask for piece in gang.pieces if piece.held is not None}
     there = [claim for claim in claims if held.get(claim.node, 0) & claim.device_mask == claim.device_mask]
     return replace(gang, pieces=tuple([Piece(claim, claim) for claim in there])) if there else None

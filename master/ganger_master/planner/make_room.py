@@ -1,9 +1,9 @@
-"""Holes for gangs that find no room, made by moves: for whom one is looked for, when it is worth it, and who may go.
+"""Make-room search: moves, or preemptions, that let a pending gang fit though no free place is large enough.
 
-A hole is made once the gang has waited as long as it would cost others, GPU-second for GPU-second: who has waited so
-long may have to wait as long again. What is left of a place that was found is kept, so that nobody else takes it
-meanwhile. A job that outranks others preempts them: into host memory, where they lose nothing, or onto storage, if so
-much memory kept on the host would cost more victims.
+Room is made by moves once the gang has waited as long as these cost other jobs, in GPU-seconds: a gang that has waited
+so long may have to wait as long again. Free parts of a place that was found are reserved meanwhile. A gang that
+outranks others preempts them: into host memory, where they lose no steps, or onto storage where host memory would take
+more victims.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.policies.park_and_move import badness, swap_for
 
-# Jobs of one pass for which a hole is looked for, first job first: a search takes as long as many placements.
+# Pending jobs of one pass that are searched for, first job first: a search takes as long as many placements.
 _MOST_HOLES: Final = 4
-# Nobody is stopped for a gang for which moves will make a hole within this time.
+# No job is preempted for a gang that moves will make room for within this time.
 _SOON_S: Final = 60.0
-# Who rests for another is of the lowest priority that will do.
+# Victims have the lowest priority that makes room.
 _LOWEST: Final = -1000
-# A hole that was not there is looked for again when more is free, or when the gang has waited so much longer.
+# A failed search is repeated when more devices are free, or when the gang has waited this many times as long.
 _LOOK_AGAIN: Final = 2.0
 _LEAST_LOOK_S: Final = 5.0
 _NEVER: Final = MakeRoomLook(-math.inf, 0)
 
 
 class MakeRoomSearch:
-    """Of one pass. `looked`: as the last pass left it."""
+    """The searches of one pass. `looked`: their results in the last pass, by job number."""
 
     def __init__(self, acting: MigrationContext, looked: Mapping[int, MakeRoomLook]) -> None:
         self._acting = acting
         self._looked = dict(looked)
-        # Whose hole will be worth it soon: nobody is stopped for them meanwhile.
+        # Numbers of jobs whose moves will be worth their cost soon: no job is preempted for them meanwhile.
         self.soon: set[int] = set()
 
     @property
     def looked(self) -> dict[int, MakeRoomLook]:
-        """To be remembered."""
+        """The results that pending jobs keep for the next pass."""
         return {number: looked for number, looked in self._looked.items() if is_waiting(self._acting.table, number)}
 
     @property
     def are_possible(self) -> bool:
-        """Whether there could be one for anybody."""
+        """Return whether moves or preemptions could make room for any pending job."""
         table = self._acting.table
         if not table.has_waiting:
             return False
@@ -69,7 +69,7 @@ class MakeRoomSearch:
             self._look_later(errand.waiting)
 
     def make(self, found: PlanDraft) -> None:
-        """Begins errands for the first of those who wait on."""
+        """Begin migration plans for the first pending jobs that the inner pass did not start."""
         acting = self._acting
         started = {change.number for change in found.changes if change.kind == "START"}
         numbers = found.line.tolist()
@@ -79,7 +79,7 @@ class MakeRoomSearch:
             numbers = [] if first is None else [first]
         vain: set[GangShape] = set()
         looks = 0
-        # Too many devices are wanted by all others, and of nobody can they be had.
+        # All others want more devices than are free and outrank no running job.
         for number in acting.table.asking(numbers, acting.free, acting.table.least_urgent_running):
             if number in out:
                 continue
@@ -157,7 +157,7 @@ class MakeRoomSearch:
             if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
                 claims = one.claims
                 if level is SuspendLevel.OFFLOAD:
-                    # A gang in host memory gives none of it back.
+                    # A gang parked in host memory returns none of it.
                     claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
                 cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
                 one = Movable(one.number, one.shape, claims, one.move_cost, cost)
@@ -181,5 +181,5 @@ def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
 
 
 def _may_go(other: JobRecord, job: JobRecord) -> bool:
-    """Whether one may be moved for the other: nobody waits for a move of lower priority."""
+    """Return whether `other` may be moved for `job`, which must not rank below it."""
     return other.spec.movable and other.spec.priority <= job.spec.priority

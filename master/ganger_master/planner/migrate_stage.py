@@ -1,10 +1,8 @@
-"""Everybody off nodes that are drained; and whoever rests by a plan goes on.
+"""The migration pass, around another pass that starts and preempts jobs.
 
-The pass of whoever moves running jobs: around another pass, which says who starts and who is stopped.
-
-Goals in their order: a hole for a gang that finds no room, though there is enough of it in pieces (`holes`); everybody
-off a node that is drained, and whoever rests for another goes on (`emptying`); order, while nobody waits for anything
-(`tidying`). What moves have brought is looked at meanwhile (`brought`).
+Its goals in order: make room for a gang that fits nowhere though enough devices are free (`make_room`); move gangs off
+draining nodes and resume gangs that a plan has parked; when no job waits, opportunistic migrations
+(`opportunistic_migration`). Meanwhile it judges earlier migrations (`migration_outcomes`).
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
 def drain(acting: MigrationContext, node: str) -> None:
-    """Who can leave does, also where others have to make room; who cannot is parked on storage."""
+    """Move gangs off a draining node, also into room that other gangs make. Gangs that fit nowhere are parked on
+    storage."""
     busy = acting.busy
     gangs = [one for number, (_, _, one) in acting.gangs.items() if number not in busy]
     proposals, stuck = drained(acting.room, node, gangs, acting.others(busy), acting.terms.placement)
@@ -48,24 +47,24 @@ def drain(acting: MigrationContext, node: str) -> None:
         if acting.under_way + len(proposal.moves) > MOST_AT_ONCE or acting.busy & {m.number for m in proposal.moves}:
             break
         acting.begin(Goal.DRAIN, Hole((), proposal.moves))
-    if not acting.errands and not _is_anybody_on_the_way(acting.table):
-        # Who is could leave room.
+    if not acting.errands and not _is_any_job_moving(acting.table):
+        # A job on its way could still leave room.
         for job in (*[acting.gangs[number][0] for number in stuck], *_sharing(acting, node)):
             if job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
                 acting.changes.append(Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose))
 
 
-def _is_anybody_on_the_way(table: LiveTable) -> bool:
-    """Also who hands over just now, and so is not to run where it is."""
+def _is_any_job_moving(table: LiveTable) -> bool:
+    """Return whether any job is changing its place; also one that hands over its state now."""
     gangs = zip(table.jobs, table.gangs, strict=True)
     return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
 
 
 def _sharing(acting: MigrationContext, node: str) -> list[JobRecord]:
-    """Who is on a node beside others, at once or in turns. The master has moved those for whom devices are free, and
-    where they could take turns they are sent by those who make matrices, before anybody is asked for here: once all who
-    share devices run, nobody else makes room for them."""
+    """Return the jobs that share devices on a node, at once or in time slices. The master has moved those for which
+    devices are free, and time slicing has moved those that can be time-sliced elsewhere. Once all jobs that share
+    devices run, no other job makes room for them."""
     sharing = [(job, gang) for job, gang in acting.running if shares_devices(gang)]
     if any(gang.phase is not GangPhase.RUNNING for _, gang in sharing):
         return []
@@ -81,7 +80,7 @@ def _sharing(acting: MigrationContext, node: str) -> list[JobRecord]:
 
 
 def parked(acting: MigrationContext) -> list[tuple[JobRecord, Gang]]:
-    """Who rests in host memory because a plan said so, and is on no errand, first one first."""
+    """Return the jobs that a plan has parked in host memory, without those of migration plans, first job first."""
     busy = acting.busy
     found = [
         (job, gang)
@@ -92,7 +91,7 @@ def parked(acting: MigrationContext) -> list[tuple[JobRecord, Gang]]:
 
 
 def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
-    """Where it was, if that is free, else elsewhere out of its memory."""
+    """Resume parked jobs in place if it is free, else move them out of host memory to free devices."""
     for job, gang in pairs:
         purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))
         own = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in gang.claims])
@@ -120,10 +119,12 @@ def plan_moves(
     may_stop: bool,
     is_news: bool = True,
 ) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
-    """The changes to propose now, those of `inner` among them; what to remember if they are proposed; what was found of
-    moves before; and when to ask again though nothing happens. `inner` is asked with the room as it is without what
-    moves need, and for whom it is to find no place; unless there `is_news` it would say what it said last. The room is
-    left as it was."""
+    """Return the changes to propose now, with those of `inner`; the state if they are proposed; the findings of earlier
+    migrations; and when the next pass is due without any event, in Unix seconds.
+
+    `inner` plans with the room that migrations leave, and gets the jobs that it must not start or preempt. Without
+    `is_news` its last result still holds. `room` is left unchanged.
+    """
     room.refresh()
     trying = WhatIf(room)
     planner = _Pass(MigrationContext(terms, table, now, trying), moving)
@@ -133,11 +134,11 @@ def plan_moves(
         trying.undo()
 
 
-def moves_nobody(
+def moves_no_job(
     moving: MigrationMemory, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex
 ) -> bool:
-    """Whether a pass that may stop nobody would move nobody and find nothing, for whoever waits needs more than there
-    is: cheaper than to ask it."""
+    """Return whether a pass without preemption would certainly move no job and find nothing, because every pending job
+    needs more than is free. Cheaper than the pass itself."""
     room.refresh()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
@@ -202,7 +203,7 @@ class _Pass:
         brought = self._begun(brought)
         acting.come_back(brought.look_s)
         if tidying.closer_again_s > acting.now:
-            # Else there is an errand or a change in its way, whose end is news.
+            # Else a migration plan or a change blocks it, whose end is an event.
             acting.come_back(tidying.closer_again_s)
         plain = None if found.changes else found
         moving = MigrationMemory(
@@ -217,7 +218,8 @@ class _Pass:
         return self._with_own(found), moving, findings, acting.again_s
 
     def _begun(self, brought: MigrationOutcomes) -> MigrationOutcomes:
-        """With the moves that begin now. Who rests in host memory on its way is measured before it rests."""
+        """Return the outcomes with trials of the moves that begin now. A gang that is parked on its way is measured
+        before that."""
         acting = self._acting
         bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
         for change in acting.changes:
@@ -242,7 +244,7 @@ class _Pass:
         return replace(found, changes=(*self._acting.changes, *others), line=line)
 
     def _kept_out(self, kept_out: ExcludedJobs) -> ExcludedJobs:
-        """Who is on an errand, or is sent on one, is nobody else's to start or to stop."""
+        """Exclude the jobs of migration plans from the inner pass."""
         numbers = self._acting.busy | self._acting.changed | self._holes.soon
         if not numbers:
             return kept_out
@@ -257,7 +259,7 @@ class _Pass:
                 acting.trying.take(change.claims)
 
     def _keep_for(self, errands: Iterable[MigrationPlan]) -> None:
-        """What errands that have just begun need, in a room that does not know of them."""
+        """Take the places that new migration plans need, after the index was reset to before them."""
         for errand in errands:
             for leg in errand.legs:
                 keep(self._acting.trying, leg.claims)

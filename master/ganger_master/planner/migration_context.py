@@ -1,7 +1,5 @@
-"""What a pass that moves jobs goes by, and what it has begun so far: errands, changes, and when to look again.
-
-How long a move will make a job stand still: as its own last one did, else as those of others of its size did.
-"""
+"""State and terms of a migration pass: the migration plans and changes begun so far, and the expected costs of
+moves."""
 
 from __future__ import annotations
 
@@ -30,27 +28,27 @@ from ganger_master.policies.placements import PlacementPreference
 
 # Bytes of state, and seconds that its move took.
 _Measured: TypeAlias = tuple[float, float]
-# What `ganger bench move` promises of a machine nobody has moved anything on: 0.3 s, and a gigabyte a second. Counts as
-# one measurement at either end.
+# Assumed before any measurement, as `ganger bench move` promises: 0.3 s, and 1 GB per second. Counts as one measurement
+# at either end of the line.
 _UNMEASURED: Final[tuple[_Measured, ...]] = ((0.0, 0.3), (1e9, 1.3))
-# So many of the last ones count.
+# The latest moves that count.
 _MOST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """Seconds of any move, and for each byte of state."""
+    """Seconds that a move stops a job: for any move, and for each byte of state."""
 
     base_s: float
     byte_s: float
 
     def pause_s(self, job: JobRecord, gang: Gang) -> float:
-        """Of the gang's next move."""
+        """Return the expected pause of the gang's next move in seconds; that of its own last move if there was one."""
         return job.move_pause_seconds or self.base_s + self.byte_s * state_bytes(job, gang)
 
 
 def move_costs(pairs: Iterable[tuple[JobRecord, Gang]]) -> MoveCosts:
-    """By the running jobs that were moved: a line through them, of least squares and with neither part below zero."""
+    """Fit the pauses of running jobs that were moved: least squares over bytes of state, neither part below zero."""
     moved = [(state_bytes(job, gang), job.move_pause_seconds) for job, gang in pairs if job.move_pause_seconds]
     points = (*_UNMEASURED, *moved[-_MOST:])
     count = len(points)
@@ -61,19 +59,19 @@ def move_costs(pairs: Iterable[tuple[JobRecord, Gang]]) -> MoveCosts:
 
 
 def state_bytes(job: JobRecord, gang: Gang) -> float:
-    """What a node sends, at most: all nodes send at once."""
+    """Return the most bytes that one node sends. All nodes send at once."""
     most = max([claim.device_mask.bit_count() for claim in gang.claims], default=0)
     return float(most * job.used_device_bytes)
 
 
-# Moves under way at once, for each of which hosts and networks work.
+# Moves under way at once: each loads hosts and the network.
 MOST_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MakeRoomLook:
-    """When a gang's hole is looked for again: then, or when more devices are `free`. `is_found`: there is one, which
-    will be worth it soon."""
+    """When the make-room search for a gang is repeated: at `again_s`, or once more than `free` devices are free.
+    `is_found`: moves that make room exist, and will be worth their cost soon."""
 
     again_s: float
     free: int
@@ -82,30 +80,35 @@ class MakeRoomLook:
 
 @dataclass(frozen=True, slots=True)
 class MigrationMemory:
-    """What is remembered; lost, it costs some moves twice."""
+    """The state between two passes. Without it some moves are made twice."""
 
     errands: tuple[MigrationPlan, ...] = ()
     looked: Mapping[int, MakeRoomLook] = field(default_factory=dict)
-    # When each job was last sent away, for a while.
+    # When each job was last moved, for an hour.
     moved_at: Mapping[int, float] = field(default_factory=dict)
     brought: MigrationOutcomes = field(default_factory=MigrationOutcomes)
-    # When who lies badly was looked for last, and when they are again though nothing happens.
+    # When gangs that are spread too far were searched last, and when they are again without any event.
     closer_s: float = -math.inf
     closer_again_s: float = math.inf
-    # What the other pass said last, but for its changes.
+    # The result of the inner pass if it had no changes.
     found: PlanDraft | None = None
 
     @property
     def promises(self) -> tuple[Promise, ...]:
-        """What the master is to keep for whom."""
+        """Return the places that the master is to reserve for pending jobs."""
         return tuple([Promise(one.waiting, one.hole) for one in self.errands if one.waiting])
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationTerms:
-    """`placement`: who finds places. `draining`: names of nodes that are to be emptied. `holes`: room is made for gangs
-    that wait, and who rests by a plan is brought back; no other pass does. `per_hour`: moves that nobody waits for, of
-    a node; None: as many in all as there are devices in use. `on_trial`: packs of these are being measured."""
+    """What a migration pass plans with.
+
+    placement: the placement preference of the policy.
+    draining: names of nodes to be emptied.
+    holes: make room for pending gangs and resume parked jobs; no other pass does.
+    per_hour: opportunistic migrations per node and hour; None: as many in all as devices are in use.
+    on_trial: numbers of jobs in co-locations under measurement.
+    """
 
     placement: PlacementPreference
     draining: tuple[str, ...] = ()
@@ -117,7 +120,7 @@ class MigrationTerms:
 
 
 class MigrationContext:
-    """`trying` is the room, with all taken that has been begun."""
+    """One migration pass. `trying` is the capacity index with the places of everything begun so far."""
 
     def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: WhatIf) -> None:
         self.terms = terms
@@ -130,12 +133,12 @@ class MigrationContext:
         self.again_s = math.inf
 
     def come_back(self, when_s: float) -> None:
-        """The next pass is to be then at the latest, though nothing happens."""
+        """Request the next pass at `when_s` at the latest, without any event."""
         self.again_s = min(self.again_s, when_s)
 
     @property
     def free(self) -> int:
-        """Devices of nodes that take gangs that nobody has, and that are kept for nobody."""
+        """The number of devices on available nodes that are neither held nor reserved."""
         return self.room.free_devices
 
     @cached_property
@@ -148,13 +151,14 @@ class MigrationContext:
 
     @cached_property
     def gangs(self) -> dict[int, tuple[JobRecord, Gang, Movable]]:
-        """Those that can be moved at all, by number."""
+        """The running gangs that can be moved by themselves, by number."""
         return self.movable(self.running)
 
     def movable(
         self, pairs: Iterable[tuple[JobRecord, Gang]], *, packed: bool = False
     ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
-        """Of these; who shares its devices is its pack's to move, unless the `packed` are asked for."""
+        """Return those of `pairs` that can be moved, by number. Co-located gangs only if `packed`: else their trial
+        moves them."""
         view, costs, rated = self.room.view, self.costs, self.terms.rated
         found = {}
         for job, gang in pairs:
@@ -166,7 +170,7 @@ class MigrationContext:
 
     @cached_property
     def movable_gpus(self) -> int:
-        """Devices of the `gangs`, which need not be made for that."""
+        """The number of devices of `gangs`, counted without building them."""
         return sum([job.gpus for job, gang in self.running if _goes_alone(job, gang)])
 
     @cached_property
@@ -175,7 +179,7 @@ class MigrationContext:
 
     @property
     def busy(self) -> frozenset[int]:
-        """Who is on an errand, or waits for one."""
+        """The numbers of all jobs of migration plans, with those that wait for one."""
         return frozenset().union(*[errand.numbers for errand in self.errands])
 
     @property
@@ -184,16 +188,16 @@ class MigrationContext:
 
     @property
     def under_way(self) -> int:
-        """Legs of errands that are not done."""
+        """The number of unfinished migration steps."""
         stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
         return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
 
     def ran_s(self, job: JobRecord) -> float:
-        """As long as it is expected to run yet, if nobody knows better."""
+        """Return for how long a job has run, in seconds: without a better estimate it will run as long again."""
         return job.run_seconds + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
 
     def others(self, busy: frozenset[int]) -> Movables:
-        """Who may be moved for others' sake, but for these."""
+        """Return the gangs that may be moved for other jobs, without the `busy` ones."""
         return Movables(
             self.room.view, [one for n, (job, _, one) in self.gangs.items() if n not in busy and job.spec.movable]
         )
@@ -207,9 +211,14 @@ class MigrationContext:
         last_goal: Goal | None = None,
         level: SuspendLevel = SuspendLevel.OFFLOAD,
     ) -> bool:
-        """An errand, and its first changes; not where somebody would have to rest on its way who cannot, or who would
-        find no memory where it goes beside what it keeps meanwhile. `last_goal`: that of the last move, if another.
-        `level`: the level at which jobs without a new place rest."""
+        """Begin a migration plan with its first changes; return whether it could begin. It cannot if a gang without
+        arenas would have to be parked on its way, or if host memory is missing at a destination.
+
+        waiting: number of the job that room is made for; zero if there is none.
+        saved: GPU-seconds that the plan saves.
+        last_goal: goal of the last move, if another.
+        level: the level at which jobs without a new place are parked.
+        """
         ordered, parked = in_order(hole.moves)
         if not all(has_arenas(self._pairs[move.number][1]) for move in parked):
             return False
@@ -232,7 +241,7 @@ class MigrationContext:
 
 
 def _has_memory(view: View, moves: Sequence[Displacement], parked: Sequence[Displacement]) -> bool:
-    """Whether all find host memory where they go. Who rests on its way gives none back before it is there."""
+    """Return whether all destinations have the host memory. A gang parked on its way keeps its own until it arrives."""
     if not parked:
         return True
     needed: Counter[str] = Counter()
@@ -249,7 +258,7 @@ def _can_move(job: JobRecord, gang: Gang) -> bool:
         return False
     if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
         return False
-    # Who takes turns moves for those it takes them with: it leaves no room.
+    # Moving a time-sliced gang makes no room: the rest of its group keeps the devices.
     return can_hand_over(job) and not gang.node_set
 
 

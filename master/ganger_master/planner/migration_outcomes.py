@@ -1,9 +1,9 @@
-"""What moves have brought: rates before and after them, whether each is kept, and what that says of distance.
+"""Outcomes of migrations: rates before and after them, the decision to keep or revert each, and fitted locality models.
 
-A move that was for the job's own sake is kept if it is faster, one for others' if it is not slower
-(`introspect.migration.verdict`). What did not help is undone where that saves more than it takes, once the old place is
-free, and remembered by kind of job and nodes; and every move between places of
-different closeness is a measurement of how much closeness means to jobs of its kind.
+A migration for the job's own sake is kept if it made the job faster, one for other jobs if it did not make it slower
+(`policies.migration_choice.verdict`). A failed one is reverted, once the old place is free, where that saves more than
+it costs, and noted by kind of job and nodes. Moves between places of different locality show how much locality matters
+to that kind of job.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.migration_choice import MigrationReason, Tried, tried, verdict, worth_going_back
 from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
 
-# What is not settled by then is not to be seen.
+# A migration without a verdict by then gets none.
 _LONGEST_S: Final = 3600.0
-# What moves have brought is looked at so often, at most and before anything is seen.
+# Seconds between two looks at a trial: at least, and while there are no windows.
 _LEAST_LOOK_S: Final = 2.0
 _LOOK_S: Final = 10.0
-# Windows before a move that count; measurements kept of jobs of one kind, and kinds.
+# Windows before a move that count; points kept for a kind of job; kinds kept.
 _MOST_BEFORE: Final = 16
 _MOST_POINTS: Final = 16
 _MOST_KINDS: Final = 1024
@@ -46,39 +46,39 @@ _WHY: Final = {
     Goal.EXCHANGE: MigrationReason.EXCHANGE,
     Goal.BALANCE: MigrationReason.BALANCE,
 }
-# There is no way back to a node that is drained, who rested had no place to go back to, and into packs others put jobs.
+# Not reverted: off a drained node, out of host memory, and out of a co-location, which other passes make.
 _FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
 
 Points: TypeAlias = tuple[LocalityPoint, ...]
 
 
 class RateSource(Protocol):
-    """What is measured of jobs, by number."""
+    """Measurements of jobs, by number. Rates are windows, in steps per second."""
 
     def present(self, number: int) -> tuple[float, ...]:
-        """Steps a second in windows since it runs as it does now, without the first of them."""
+        """Return the windows since the job runs as it does now, without the first one."""
         ...
 
     def signature(self, number: int) -> str:
-        """What behaves like it."""
+        """Return the key of jobs that behave alike."""
         ...
 
     def alone(self, number: int) -> tuple[float, ...]:
-        """The same when it last had its devices to itself."""
+        """Return the windows when it last had its devices to itself."""
         ...
 
     def beside(self, number: int) -> frozenset[int]:
-        """Who runs on its devices, too."""
+        """Return the numbers of the jobs on its devices, without its own."""
         ...
 
     def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
-        """Devices that others have in use on its nodes, and steps a second in windows by how many those were; nothing
-        where that is not measured."""
+        """Return the devices that other jobs use on its nodes, and the windows by that number; nothing if it was not
+        measured."""
         ...
 
 
 class NoRates:
-    """Of whom nothing is measured."""
+    """The source of rates where jobs are not measured."""
 
     def present(self, number: int) -> tuple[float, ...]:
         return ()
@@ -98,7 +98,7 @@ class NoRates:
 
 @dataclass(frozen=True, slots=True)
 class MigrationTrial:
-    """`look_s`: when there may be more to see."""
+    """A migration under measurement. `look_s`: when there may be more windows, in Unix seconds."""
 
     goal: Goal
     before: tuple[float, ...]
@@ -110,7 +110,7 @@ class MigrationTrial:
 
 @dataclass(frozen=True, slots=True)
 class OwedReturn:
-    """A way back: a job that goes at `gain` times its pace of before, in `claims`, was faster in `source`."""
+    """A migration to revert: in `claims` the job runs at `gain` times the rate that it had in `source`."""
 
     source: Claims
     claims: Claims
@@ -120,7 +120,8 @@ class OwedReturn:
 
 @dataclass(frozen=True, slots=True)
 class MigrationOutcomes:
-    """What is remembered. `failed`: by kind of job and nodes where a move did not help; `owed`: who is to go back."""
+    """The state between two passes. `failed`: kinds of jobs and nodes of failed migrations; `owed`: jobs that are to go
+    back."""
 
     trials: Mapping[int, MigrationTrial] = field(default_factory=dict)
     failed: FailedTrials[Tried] = field(default_factory=FailedTrials)
@@ -130,8 +131,7 @@ class MigrationOutcomes:
     def begun(
         self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: RateSource, now: float
     ) -> MigrationOutcomes:
-        """With a move that begins now, be it that it goes to rest on its way; of whom too little was measured before,
-        nothing is to be told afterwards."""
+        """Return the state with a trial of a migration that begins now, if the rate before it is known well enough."""
         before = rated.present(number)[-_MOST_BEFORE:]
         if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
             return self
@@ -140,7 +140,7 @@ class MigrationOutcomes:
 
     @property
     def look_s(self) -> float:
-        """When to look at some of them again, though nothing happens."""
+        """When the next trial may have more windows, in Unix seconds."""
         return min([trial.look_s for trial in self.trials.values()], default=math.inf)
 
     def looked(
@@ -151,8 +151,8 @@ class MigrationOutcomes:
         now: float,
         takes: Callable[[JobRecord, Gang], tuple[float, float]],
     ) -> tuple[MigrationOutcomes, tuple[TrialFinding, ...]]:
-        """After a look at all that were moved and of whom there may be more to see; and what was found. `takes`: for
-        how long a job is expected to run yet, and to stand still for a move."""
+        """Judge the trials that may have more windows; return the new state and the findings. `takes`: a job's expected
+        remaining run time, and the pause of a move, in seconds."""
         if now < self.look_s:
             return self, ()
         trials, failed, points, owed = dict(self.trials), self.failed, dict(self.points), dict(self.owed)
@@ -200,7 +200,8 @@ class MigrationOutcomes:
         return MigrationOutcomes(trials, failed, points, owed), tuple(findings)
 
     def still_owed(self, table: LiveTable, now: float) -> MigrationOutcomes:
-        """Without those who are not any more where they were slow, or wait for their old place for too long."""
+        """Return the state without returns of jobs that have left the slow place or have waited too long for the old
+        one."""
         if not self.owed:
             return self
         live = {
@@ -215,13 +216,13 @@ class MigrationOutcomes:
         return self if len(live) == len(self.owed) else replace(self, owed=live)
 
     def locality(self, kind: str) -> LocalityModel:
-        """Of jobs of this kind, as far as moves have shown it."""
+        """Return the locality model of a kind of job, fitted to its migrations."""
         points = self.points.get(kind)
         return fit_locality(points) if points else UNKNOWN_JOB
 
 
 def _what_becomes(view: View, trial: MigrationTrial, *, pays: bool) -> str:
-    """Of one whose move did not help, for people."""
+    """Return what happens after a failed migration, as text for the job's history."""
     if trial.goal in _FINAL:
         return "it stays all the same"
     if not pays:
@@ -233,30 +234,30 @@ def _what_becomes(view: View, trial: MigrationTrial, *, pays: bool) -> str:
 
 
 def next_look_s(gone_s: float, windows: int) -> float:
-    """How long until there are as many windows as the next look of `judge` needs: as they came so far."""
+    """Return the seconds until the windows that the next look of `judge` needs, if they come at the same pace."""
     if not windows:
         return max(_LOOK_S, gone_s / 2)
     wanted = FIRST_WINDOWS
     while wanted <= windows:
         wanted *= 2
-    # Of the first one nothing is told.
+    # The first window is not reported.
     return max(_LEAST_LOOK_S, gone_s * (wanted - windows) / (windows + 1))
 
 
 def _where(job: JobRecord, gang: Gang | None, trial: MigrationTrial) -> bool | None:
-    """Whether it runs where it was moved to; None while it is on its way."""
+    """Return whether it runs where it was moved to; None while it is on its way."""
     if job.next_epoch or job.ending is not None or gang is None:
         return None
     runs = gang.intent is GangIntent.RUN and gang.phase is GangPhase.RUNNING
     if same_place(gang.claims, trial.claims):
         return runs or None
-    # It rests on its way; else it has been sent elsewhere, or stays after all.
+    # It is parked on its way; else it was sent elsewhere, or did not move.
     return None if same_place(gang.claims, trial.source) and not runs else False
 
 
 def _point(view: View, trial: MigrationTrial, gain: float, model: LocalityModel) -> LocalityPoint | None:
-    """How fast it was where it lay further apart, against the closest; None where that was the same, or where one of
-    both places is no more."""
+    """Return the job's rate in the wider place, relative to the closest place; None if both are as close, or if one of
+    them has left the cluster."""
     if not gain > 0.0 or any(claim.node not in view for claim in (*trial.source, *trial.claims)):
         return None
     places = [[claim for claim in claims if claim.device_mask] for claims in (trial.source, trial.claims)]

@@ -1,7 +1,7 @@
-"""Moves that belong together, under way: who still has to go, who rests meanwhile, and what is kept until all is done.
+"""Migration plans: several moves that belong together, some of them with gangs parked on the way.
 
-An errand is looked at anew in every pass, by what is there then: lost, it costs no more than the moves that were made.
-It is given up when somebody on it goes where it did not send him, or when its places are others'.
+Every pass derives a plan's next changes from the present state, so losing the plan costs only the moves already made. A
+plan is given up when one of its jobs goes elsewhere, or when other jobs hold its places.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.planner.job_table import LiveTable
 
-# An errand that is not done by then is given up: as long as the master waits for one move.
+# A plan that is not done by then is given up; the master waits as long for one move.
 LONGEST_S: Final = 600.0
-# How often somebody is asked to go, who does not.
+# Orders for one step until the plan is given up.
 _MOST_TRIES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationStep:
-    """One job that goes from `source` to `claims`, or rests at `level` where there are none. `is_parked`: it rests in
-    host memory on its way, for others need its place before its own is free. `goal`: its own, if not the errand's."""
+    """One job's move from `source` to `claims`; without claims it is parked at `level`. `is_parked`: it is parked in
+    host memory on its way, because its old place is needed before the new one is free. `goal`: its own, if not the
+    plan's."""
 
     number: int
     source: Claims
@@ -45,7 +46,7 @@ class MigrationStep:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """`waiting`: the number of the job whose place is `hole`; zero if it is for none. `saved`: GPU-seconds."""
+    """`waiting`: number of the job whose place is `hole`; zero if there is none. `saved`: GPU-seconds."""
 
     goal: Goal
     legs: tuple[MigrationStep, ...]
@@ -71,7 +72,7 @@ class Stage(Enum):
 
 
 def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
-    """Where somebody is. Who has ended, or was suspended by a user, is in nobody's way."""
+    """Return how far a step is. A job that has ended, or that a user has suspended, is done: it blocks no device."""
     found = table.get(leg.number)
     if found is None:
         return Stage.DONE
@@ -92,7 +93,7 @@ def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
 
 @dataclass
 class CarriedPlans:
-    """What to propose now, whose places are taken in the room, and the errands that go on."""
+    """The changes to propose now, with their places taken, and the plans that go on or are given up."""
 
     changes: list[Change] = field(default_factory=list)
     errands: list[MigrationPlan] = field(default_factory=list)
@@ -100,8 +101,8 @@ class CarriedPlans:
 
 
 def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, now: float) -> CarriedPlans:
-    """The next changes of all errands. What they use, and what they still need, is taken in the room; the rest of a
-    place that is not free yet is left to who holds it."""
+    """Return the next changes of all plans. The places that they use or still need are taken in `trying`, as far as
+    free."""
     done = CarriedPlans()
     errands = list(errands)
     leaving = _masks(leg.source for errand in errands for leg in errand.legs)
@@ -122,7 +123,8 @@ def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf,
 
 
 def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
-    """Takes what is free of the places that are still needed. `begun`: whose changes have taken theirs."""
+    """Take the free parts of the places that plans still need. `begun`: numbers of jobs whose changes have taken
+    theirs."""
     for errand in errands:
         for leg in errand.legs:
             stage = stage_of(leg, table)
@@ -134,7 +136,7 @@ def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, beg
 
 
 def keep(trying: WhatIf, claims: Claims) -> None:
-    """Takes what is free of these pieces."""
+    """Take the free parts of these claims."""
     view = trying.room.view
     for claim in claims:
         slot = view.slots.get(claim.node)
@@ -147,7 +149,7 @@ def keep(trying: WhatIf, claims: Claims) -> None:
 
 
 def is_free(view: View, claims: Claims) -> bool:
-    """Whether all of it is there, on nodes that take gangs."""
+    """Return whether all of these claims are free, on available nodes."""
     for claim in claims:
         slot = view.slots.get(claim.node)
         if slot is None or not view.available[slot] or claim.device_mask & ~view.free[slot]:
@@ -164,7 +166,7 @@ def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OF
 
 
 def _is_over(errand: MigrationPlan, stages: list[Stage], table: LiveTable) -> bool:
-    """Its gang has started, or is gone; without one, everybody has arrived."""
+    """Return whether the pending job has started or gone; without one, whether all steps are done."""
     if errand.waiting:
         return not is_waiting(table, errand.waiting)
     return all(
@@ -173,7 +175,7 @@ def _is_over(errand: MigrationPlan, stages: list[Stage], table: LiveTable) -> bo
 
 
 def is_waiting(table: LiveTable, number: int) -> bool:
-    """Whether it could be started."""
+    """Return whether the job could start."""
     found = table.get(number)
     if found is None:
         return False
@@ -190,7 +192,7 @@ def _follow(
     leaving: Mapping[str, int],
     changes: list[Change],
 ) -> MigrationPlan | None:
-    """Its next changes, and the errand with who was asked; None where it is to be given up."""
+    """Return the plan after appending its next changes to `changes`; None if it is to be given up."""
     view = trying.room.view
     if now >= errand.began_s + LONGEST_S or Stage.ASTRAY in stages:
         return None
@@ -237,7 +239,7 @@ def _next_change(
 
 
 def _may_come_free(view: View, claims: Claims, leaving: Mapping[str, int]) -> bool:
-    """Whether nobody else is in the way: what is not free now is held by those who leave."""
+    """Return whether every device of the claims is free or held by jobs that leave (`leaving`: masks by node)."""
     for claim in claims:
         slot = view.slots.get(claim.node)
         if slot is None or not view.available[slot]:

@@ -1,7 +1,7 @@
-"""Moves that nobody waits for: back to where a job was faster, gangs closer together, alone or by exchanging places,
-fewer nodes that are neither full nor idle.
+"""Migrations that no pending job needs: back to where a job was faster, gangs closer together by moving or exchanging
+them, and fewer partly used nodes.
 
-Each must save more than it costs, by what was measured; in an hour there are no more than the operator allows.
+Each must save more than it costs, by measured rates. The operator limits their number per hour.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ganger_master.policies.migration_choice import (
 )
 from ganger_master.policies.trial_test import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
-# Who lies badly is looked for so often.
+# Seconds between two searches for gangs that are spread too far.
 CLOSER_S: Final = 30.0
 HOUR_S: Final = 3600.0
-# Moves begun in an hour that neither a gang nor an operator waits for, at least: else one for each GPU in use.
+# The least limit of opportunistic moves in an hour; else one for each GPU in use.
 _LEAST_AN_HOUR: Final = 16
-# Who is slower beside others is looked for so often where nothing happens.
+# Seconds between two searches for gangs that other gangs slow down.
 _BALANCE_S: Final = 60.0
-# For a place closer together one gang moves, or two that change theirs.
+# A closer place takes one move, or two if gangs exchange places.
 _MOVES: Final = 2
-# Of a pack the latest windows count.
+# The latest windows of a co-location that count.
 _WINDOWS: Final = 16
 _GOALS: Final = {
     MigrationReason.LOCALITY: Goal.LOCALITY,
@@ -61,8 +61,8 @@ _GOALS: Final = {
 
 
 class OpportunisticMigration:
-    """Of one pass. `moved_at`: when each job was last sent away; `closer_s`: when who lies badly was looked for;
-    `closer_again_s`: when that is to be, though nothing happens."""
+    """The opportunistic migrations of one pass. `moved_at`: when each job was last moved; `closer_s`: when spread gangs
+    were searched last; `closer_again_s`: when they are again without any event. All in Unix seconds."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class OpportunisticMigration:
         self.closer_again_s = closer_again_s
 
     def go_back(self) -> None:
-        """Who was faster where it was, and can be there again."""
+        """Revert migrations that made a job slower, where its old place is free."""
         acting = self._acting
         busy = acting.busy | acting.changed
         for number, owed in self._brought.owed.items():
@@ -91,14 +91,13 @@ class OpportunisticMigration:
                 acting.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
 
     def closer(self) -> None:
-        """Gangs over several nodes that lie further apart than is good for them, as far as is known of their kind, into
-        what is free."""
+        """Move gangs over several nodes closer together, where the locality model of their kind predicts a gain."""
         acting, next_s = self._acting, self.closer_s + CLOSER_S
         if acting.now < next_s and self.closer_again_s <= next_s:
             return
         apart = [(job, gang) for job, gang in acting.running if len(gang.pieces) > 1 and job.spec.movable]
         if acting.now < next_s:
-            # What has happened since is looked at then.
+            # The next search considers what has happened since.
             self.closer_again_s = next_s if apart else self.closer_again_s
             return
         gangs = acting.movable(apart).values()
@@ -107,15 +106,14 @@ class OpportunisticMigration:
             return
         self.closer_s = acting.now
         spreads = self._spreads(gangs)
-        # Who has run for so long that any place would pay, and may be moved, is looked at again only when something
-        # happens.
+        # A gang for which any closer place would pay already is searched again only after an event.
         waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
         again_s = acting.now + min([one for one in waits if one > 0.0], default=math.inf)
         failed, placement = self._brought.failed, acting.terms.placement
         proposals = closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement)
         again_s = min(again_s, self._propose(proposals))
         if not acting.errands:
-            # Of whom nothing was measured nothing is known that would be worth two moves.
+            # Without a measurement no gain is known that would be worth two moves.
             known = [one for one in spreads if one.locality.error != NOT_FITTED]
             if known:
                 others = self._spreads(
@@ -126,7 +124,8 @@ class OpportunisticMigration:
         self.closer_again_s = max(again_s, acting.now + CLOSER_S)
 
     def unpack(self) -> None:
-        """Out of packs in which somebody is slower than alone, onto devices that nobody wants."""
+        """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
+        wants."""
         acting, rated = self._acting, self._acting.terms.rated
         if not acting.free:
             return
@@ -144,7 +143,7 @@ class OpportunisticMigration:
                 continue
             horizon_s = min(horizon_s, *[acting.ran_s(job) for job, _ in pairs])
             pack = Packed(_most_gain(tuple(rates)), len(group), ())
-            # Of most nobody need be asked whether he could go.
+            # Most co-locations need no search for movable gangs.
             if pack.is_slow:
                 movable = [one for job, _, one in acting.movable(pairs, packed=True).values() if job.spec.movable]
                 packs.append(replace(pack, movable=tuple(movable)))
@@ -153,13 +152,13 @@ class OpportunisticMigration:
             self._propose(unpacked(acting.room, packs, horizon_s, placement, now=acting.now, failed=failed))
 
     def balance(self) -> None:
-        """Off nodes where a gang was measured to be slower beside others, onto emptier ones."""
+        """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""
         acting, rated = self._acting, self._acting.terms.rated
         seen = {job.number: rated.crowd(job.number) for job, gang in acting.running if len(gang.pieces) == 1}
         seen = {number: crowd for number, crowd in seen.items() if len(crowd[1]) > 1}
         if not seen:
             return
-        # What is measured is no news.
+        # Measurements are no event that would start a pass.
         acting.come_back(acting.now + _BALANCE_S)
         pairs = [(job, gang) for job, gang in acting.running if job.number in seen and job.spec.movable]
         gangs = [Crowded(one, *seen[job.number], acting.ran_s(job)) for job, _, one in acting.movable(pairs).values()]
@@ -184,7 +183,7 @@ class OpportunisticMigration:
 
     @property
     def _left(self) -> int:
-        """Moves that nobody waits for and may still begin."""
+        """The number of opportunistic moves that may still begin."""
         acting = self._acting
         if acting.terms.per_hour is None:
             most = float(max(_LEAST_AN_HOUR, acting.movable_gpus))
@@ -194,7 +193,7 @@ class OpportunisticMigration:
         return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
 
     def _propose(self, proposals: Sequence[MigrationProposal]) -> float:
-        """Begins those that may begin; when the first one may, though nothing happens, if none may now."""
+        """Begin the migrations that may begin. If none may now, return when the first one may without any event."""
         if not proposals:
             return math.inf
         acting = self._acting
@@ -204,9 +203,9 @@ class OpportunisticMigration:
             last = Goal.LOCALITY if proposal.why is MigrationReason.EXCHANGE else None
             acting.begin(goal, moves, saved=proposal.saves, last_goal=last)
         if chosen:
-            # Its end is news.
+            # The end of a migration plan is an event.
             return math.inf
-        # Once there is one move less in the last hour.
+        # Once the last hour has one move less.
         allowed_s = min(self._moved_at.values(), default=math.inf) + HOUR_S
         rests = [rested_s(proposal, self._moved_at) for proposal in proposals]
         when_s = min([rest_s if acting.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
@@ -214,8 +213,8 @@ class OpportunisticMigration:
         return when_s
 
 
-# Who is in a pack is asked about again and again, mostly by the same windows.
+# Co-locations are judged again and again, mostly by the same windows.
 @lru_cache(4096)
 def _most_gain(rates: tuple[TrialRates, ...]) -> float:
-    """What a pack makes of its devices at most: else chance would take packs apart."""
+    """Return the upper bound of what a co-location gains, so that chance does not end co-locations."""
     return normalised(rates).bounds(DOUBT)[1]

@@ -1,20 +1,21 @@
-"""Optimus's pass: how many GPUs each job should have now, by what one more would save, and the changes that lead there.
+"""Optimus's pass (Peng et al., EuroSys 2018, section 4): how many GPUs each job should have now, and the changes that
+lead there.
 
-Peng et al., EuroSys 2018, section 4. Every interval all live jobs are weighed anew: each gets what it needs at least,
-in order of arrival, as far as that fits; then the task that saves most time goes to its job, again and again
-(`policies.optimus_sizes`). Who should have another size gets it where it is (`in_place`): who has too much gives back
-at
-once, who is to have more does as soon as there is room for all of it. Who cannot be changed so, because no host memory
-is kept for its state, is stopped with a checkpoint and starts again, as in the paper. Who starts goes to the fewest
-servers, the smallest first (Optimus's placement), but who came first where somebody would wait behind one who had been
-stopped. Between intervals nobody is stopped or made smaller: who waits is weighed for what is left, and growth that was
-decided goes on.
+Every interval, each live job gets its minimum in order of arrival, as far as that fits; then each further task goes to
+the job whose completion it speeds up most (`policies.optimus_sizes`). A job resizes in place (`in_place_resize`): it
+gives devices back at once, and grows when all that it is to have is free. A job without arenas stops with a checkpoint
+and starts again, as in the paper. New gangs go to the fewest servers, smallest gang first (Optimus's placement), or in
+order of arrival where a preempted job would wait behind smaller ones. Between intervals no job is preempted or shrunk:
+pending jobs share what is free, and decided growth goes on.
 
-Beyond the paper: who runs comes before who waits, so that nobody is stopped altogether but for those who have waited
-too long, or who find no place; who is not elastic counts with its whole gang; growth that saves less than it costs, or
-finds no place, does not happen, and what that leaves goes back to those who would have given it; an elastic gang that
-fits nowhere takes as many GPUs as do fit; numbers of ranks that do not divide a job's global batch are passed over; and
-room is made for a gang that fits nowhere though there are GPUs enough, as in every other pass.
+Beyond the paper:
+* Running jobs come before pending ones, so that no job is preempted except for overdue jobs and those that fit nowhere.
+* A job that is not elastic counts with its whole gang.
+* Growth that saves less than it costs, or that fits nowhere, does not happen; jobs that would have shrunk for it do
+not.
+* An elastic gang that fits nowhere takes as many GPUs as fit.
+* Numbers of ranks that do not divide a job's global batch are left out.
+* Room is made for a gang that fits nowhere although enough GPUs are free, as in every other pass.
 """
 
 from __future__ import annotations
@@ -74,21 +75,25 @@ def plan_optimus(
     kept_out: ExcludedJobs = NONE_EXCLUDED,
     resizing: Resizing = NOTHING_UNDER_WAY,
 ) -> PlanDraft:
-    """As `planner.plan.plan`. `order`: by arrival, and what else `carried_out` asks it; `resize_s`: what a change of
-    size takes that is a stop and a start; `resizing`: what the last pass said to remember."""
+    """Return the changes to propose now; arguments as in `plan.plan`.
+
+    order: by arrival, with what `carried_out` needs of an order.
+    resize_s: seconds that a resize by stop and start takes.
+    resizing: the resizes under way, as the last plan returned them.
+    """
     resizing = resizing.followed(table)
     if not may_stop and not table.has_waiting and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now, resizing=resizing)
     rows, facts = table.facts(now)
     gangs = [table.gangs[row] for row in rows.tolist()]
     jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
-    # Of a change of size that somebody else began, or that was forgotten, nobody knows what it will leave.
+    # What a resize leaves is unknown if this planner did not decide it, or has lost it.
     may_stop = may_stop and not any(map(partial(_is_unknown, resizing), jobs, gangs))
     line = ranked(order, facts, now, capacity)
     wanting = SizeRequests.of(
         order, table, rows, facts, jobs, gangs, line, capacity, believed, may_stop, kept_out, resizing
     )
-    if not wanting.is_anybody and not resizing.waits_for_room:
+    if not wanting.has_choices and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
     room.refresh()
     costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
@@ -108,7 +113,7 @@ def plan_optimus(
     shapes = {jobs[at].number: wanting.shape(at, int(gpus[at])) for at in waiting}
     keeps, may_stop_it = facts.is_running.copy(), facts.is_preemptible & ~wanting.changing
     keeps[stopped] = False
-    # Nobody is told two things at once.
+    # A job gets one change at a time.
     may_stop_it[in_place] = False
     line = line[(wanting.waiting | keeps)[line]]
     choice = ChosenJobs(
@@ -119,8 +124,8 @@ def plan_optimus(
         wanting.waiting,
         gpus > 0,
         *guarded(order, facts, capacity.gpus),
-        # Speeds are measured and losses fall all the time: whoever could have another size is weighed once more as soon
-        # as somebody may be stopped for it.
+        # Measured rates and losses change all the time: resizes are planned anew as soon as jobs may be preempted
+        # again.
         now if wanting.may_change_later else math.inf,
     )
     starting = wanting.waiting & (gpus > 0)
@@ -145,14 +150,14 @@ def plan_optimus(
     found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
     have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
     if found.waits and any(change.number in have_run for change in found.changes):
-        # Room is made for who came first: those who were stopped for it are not to start there for being smaller.
+        # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
         found = placed(placing=in_line)
     growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
     is_promised = found.waits and bool(going or stopped or any(one.kind == "SUSPEND" for one in found.changes))
-    # What is on its way, and what is free beside it, may be somebody's who waits.
+    # Devices that are being returned, and free ones beside them, may be meant for a pending job.
     may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
     grown = _grown(wanting, may_grow, gpus, found.changes, room)
-    # Room that is not there, and not on its way, is not kept from newcomers.
+    # Growth that no returned devices will allow does not hold up new jobs.
     is_coming = bool(going or stopped or wanting.changing.any())
     told = {change.number for change in grown}
     vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
@@ -181,7 +186,7 @@ def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Who is made smaller: the changes, what they will leave, and the gangs as if that were all of them."""
+    """Jobs that shrink: the changes, the claims that they return, and the gangs as if these were all that they hold."""
 
     changes: tuple[Change, ...]
     claims: Mapping[int, Claims]
@@ -205,7 +210,7 @@ class _Given:
 def _grown(
     wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[Change], room: CapacityIndex
 ) -> list[Change]:
-    """Who has room for all that it is to have, beside who starts; the room is left as it was."""
+    """Return the changes of jobs that can grow fully now, beside the jobs that start. `room` is left unchanged."""
     found: list[Change] = []
     trying = WhatIf(room)
     for change in changes:
@@ -228,9 +233,8 @@ def _within_reach(
     room: CapacityIndex,
     giving: Sequence[tuple[JobRecord, Gang]],
 ) -> Integers:
-    """The sizes without growth that would come to nothing, because no place is large enough once all who change size
-    have left theirs: else who got less than it should would be made to change for more every time. `giving`: who gives
-    something back already, and what."""
+    """Return the sizes without growth that would fail, since no place is large enough even after all other resizes.
+    Else a job that gets less than decided would be resized every time. `giving`: gangs of what jobs return already."""
     before = np.where(wanting.facts.is_running, wanting.facts.gpus, 0)
     in_place = np.array([wanting.in_place(at) for at in range(len(before))], bool)
     gpus = wanted
@@ -254,7 +258,7 @@ def _as_far_as_it_goes(
     room: CapacityIndex,
     giving: Sequence[tuple[JobRecord, Gang]],
 ) -> Integers:
-    """The sizes, where those who would grow have what they find room for once the others have left theirs."""
+    """Return the sizes, with growth limited to what fits once all other jobs have returned their devices."""
     decided = gpus.copy()
     trial = CapacityIndex(room.view.copy())
     for at in np.flatnonzero((resized & ~in_place) | wanting.going).tolist():
@@ -294,7 +298,7 @@ def _held(gang: Gang | None) -> Claims:
 
 
 def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
-    """The placement, which gives an elastic gang fewer tasks, but no fewer than those, where more do not fit."""
+    """Return the placement with fewer tasks for an elastic gang that does not fit, but at least `least`."""
 
     def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
         found = placement.search(room, ask, widest, demand)

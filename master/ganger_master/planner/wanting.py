@@ -1,4 +1,4 @@
-"""Who shares the cluster under Optimus's pass, as what counts, and how many GPUs each should have by that."""
+"""Jobs that share the cluster under Optimus's pass, and the number of GPUs that each should have."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from ganger_master.policies.orders import JobOrder
 
 @dataclass(frozen=True, eq=False)
 class SizeRequests:
-    """Who shares the cluster, by position among the facts; tasks of `each` GPUs, for who is not elastic the gang."""
+    """Jobs that share the cluster, by position among the facts. A task has `each` GPUs; for a job that is not elastic
+    it is the whole gang."""
 
     facts: Facts
     jobs: Sequence[JobRecord]
     gangs: Sequence[Gang | None]
     waiting: Flags
-    # Between two sizes, or two places.
+    # Changes its size or place now.
     changing: Flags
-    # Gives back what it holds, to wait then.
+    # Returns its devices, to wait afterwards.
     going: Flags
     elastic: Flags
     each: Integers
     least: Integers
     most: Integers
-    # Runs, and may have no other size now than the one that is `counted`.
+    # Runs, and keeps the size that is `counted`.
     fixed: Flags
     counted: Integers
-    # Positions of all who want GPUs, first job first.
+    # Positions of all jobs that want GPUs, first job first.
     line: Integers
     beliefs: Sequence[OptimusEstimate]
     gpus_per_node: int
@@ -78,7 +79,7 @@ class SizeRequests:
         left_alone = ~facts.is_preemptible | _among(facts, kept_out.not_stopped) | (not may_stop)
         stays = changing | (facts.is_running & left_alone)
         elastic = np.array([job.spec.is_elastic for job in jobs], bool)
-        # Who rests in memory keeps its size, and so does who cannot go on from its checkpoint with another one.
+        # A job parked in host memory keeps its size, and so does one that cannot resume with another number of ranks.
         can = [not job.is_bound if waits else job.capabilities.resize for job, waits in zip(jobs, waiting, strict=True)]
         may_change = elastic & ~stays & np.array(can, bool)
         wanted = [resizing.wanted.get(job.number, 0) for job in jobs]
@@ -91,18 +92,18 @@ class SizeRequests:
             if table.quotas is not None:
                 most[at] = max(least[at], min(most[at], table.quotas.left(jobs[at]) // task))
         wants = facts.is_running | waiting | going | changing
-        # Who may not be stopped has what it has, whoever was first; and nobody who runs is stopped altogether but for
-        # those who have waited too long.
+        # Jobs that may not be preempted keep their devices, then come overdue jobs, then running ones: none of these is
+        # preempted for any other than an overdue job.
         overdue = np.zeros(len(jobs), bool) if order.overdue is None else order.overdue(facts, capacity.gpus)
         group = np.select([stays, overdue, facts.is_running], [0, 1, 2], 3)
         ranks = line[np.argsort(group[line], kind="stable")]
         beliefs = [NOTHING] * len(jobs)
-        # Of those whose growth was decided before it is only told.
+        # For growth that was decided before, the estimate only explains the change.
         asked = np.flatnonzero((may_change | (np.array(wanted, np.int64) > 0)) & wants).tolist()
         pairs = [(jobs[at], gangs[at]) for at in asked]
         for at, belief in zip(asked, believed(pairs) if pairs else (), strict=True):
             beliefs[at] = belief
-        everybody = ranks[wants[ranks]]
+        wanting = ranks[wants[ranks]]
         return cls(
             facts,
             jobs,
@@ -116,13 +117,13 @@ class SizeRequests:
             most,
             stays,
             counted,
-            everybody,
+            wanting,
             beliefs,
             capacity.gpus_per_node,
         )
 
     def shape(self, at: int, gpus: int) -> GangShape:
-        """With so many GPUs, or with the least that it accepts."""
+        """Return the shape with that many GPUs, or for zero with the least that the job accepts."""
         job = self.jobs[at]
         if not self.elastic[at]:
             return job.shape
@@ -130,18 +131,18 @@ class SizeRequests:
         return job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus or least)
 
     def in_place(self, at: int) -> bool:
-        """Whether the gang there can have another size where it is."""
+        """Return whether the gang there can be resized in place."""
         gang = self.gangs[at]
         return gang is not None and can_change(self.jobs[at], gang)
 
     def sizes_below(self, at: int, gpus: int) -> Sequence[int]:
-        """Numbers of GPUs that the elastic job there may have instead, from that one down to its least."""
+        """Return the numbers of GPUs that the elastic job may have, from `gpus` down to its least."""
         each, job = int(self.each[at]), self.jobs[at]
         may = sizes_of(job, self.gangs[at]) or range(int(self.least[at]), gpus // each + 1)
         return [tasks * each for tasks in reversed(may) if tasks * each <= gpus]
 
     def resize(self, at: int, claims: Claims, goal: Goal) -> Change:
-        """To these claims, with what it rests on."""
+        """Return the resize to these claims, with the estimates that it rests on."""
         job, before, gpus = self.jobs[at], int(self.facts.gpus[at]), devices_of(claims)
         belief = self.beliefs[at]
         text = f"from {before} GPUs to {gpus}"
@@ -156,17 +157,17 @@ class SizeRequests:
 
     @property
     def may_change_later(self) -> bool:
-        """Whether anybody may have another size once somebody may be stopped for it."""
+        """Whether any job may be resized once jobs may be preempted."""
         return any(self.jobs[at].spec.is_elastic for at in self.line.tolist())
 
     @property
-    def is_anybody(self) -> bool:
+    def has_choices(self) -> bool:
         """Whether there is anything to decide."""
         return bool(self.waiting.any() or (self.elastic & self.facts.is_running).any())
 
     def sizes(self, capacity: Capacity, takes_s: Floats) -> Integers:
-        """GPUs that each should have now; nothing for whom there are none, and for who wants none. `takes_s`: how long
-        a change makes each stand still."""
+        """Return the GPUs that each job should have now; zero for jobs without any. `takes_s`: seconds that a resize
+        stops each job."""
         line, facts = self.line, self.facts
         speeds, left = self._speeds(line, capacity.gpus_per_node)
         parts = self.each / np.maximum(facts.gpus, 1)
@@ -185,23 +186,23 @@ class SizeRequests:
             between = [place for place, may in bound.items() if tasks[place] and int(tasks[place]) not in may]
             if not between:
                 break
-            # What the next smaller number leaves is for others.
+            # The tasks between it and the next smaller accepted number go to other jobs.
             for place in between:
                 smaller = [number for number in bound[place] if number < tasks[place]]
                 most[place] = max([number for number in smaller if number >= least[place]], default=least[place])
                 if not smaller or most[place] > smaller[-1]:
-                    # None that it accepts divides its batch: the master says so.
+                    # No accepted size divides its batch: the master rejects it with this reason.
                     del bound[place]
         before = np.where(facts.is_running & self.elastic, facts.gpus // np.maximum(self.each, 1), 0)[line]
         tasks = _worth_it(tasks, before, self.each[line], left, speeds, takes_s[line])
         found = np.zeros(len(facts), np.int64)
         found[line] = tasks * self.each[line]
-        # Who may not be stopped keeps what it has, whatever it counts for.
+        # A job that may not be preempted keeps its devices, whatever it is counted with.
         found[self.fixed] = self.counted[self.fixed]
         return found
 
     def _speeds(self, line: Integers, gpus_per_node: int) -> tuple[Callable[[Integers, Integers], Floats], Floats]:
-        """Steps a second by position in the line and tasks, and steps left; NaN where no speed is known."""
+        """Return steps per second by position in the line and tasks, and the steps left; NaN without an estimate."""
         known = [(place, self.beliefs[at]) for place, at in enumerate(line.tolist()) if self.beliefs[at].speed]
         left = np.full(len(line), np.nan)
         row = np.zeros(len(line), np.int64)
@@ -225,7 +226,7 @@ def _worth_it(
     speeds: Callable[[Integers, Integers], Floats],
     takes_s: Floats,
 ) -> Integers:
-    """The sizes without growth of who runs that saves less than it takes."""
+    """Return the sizes without growth of running jobs that saves less time than it takes."""
     decided = tasks.copy()
     grows = np.flatnonzero((before > 0) & (tasks > before) & ~np.isnan(left))
     if len(grows):
@@ -237,8 +238,8 @@ def _worth_it(
 
 
 def without_growth(wanted: Integers, decided: Integers, before: Integers) -> Integers:
-    """The GPUs that were decided, where what is less than what was wanted goes to those who would shrink, as they come,
-    if they need not change then."""
+    """Return the decided sizes, where GPUs that are decided less than wanted go to jobs that would shrink, in order, if
+    these then need no resize."""
     found = decided.copy()
     spare = int((wanted - decided).sum())
     for place in np.flatnonzero((before > decided) & (decided > 0)).tolist():

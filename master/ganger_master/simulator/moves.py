@@ -11,7 +11,7 @@ from ganger.cluster.room import CapacityIndex
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migrate_stage import Inner, moves_nobody, plan_moves
+from ganger_master.planner.migrate_stage import Inner, moves_no_job, plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
@@ -54,9 +54,9 @@ class Moves:
         terms = MigrationTerms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
         return self._plan(lambda kept_out, may_stop: PlanDraft(), terms, False, True)
 
-    def moves_nobody(self) -> bool:
-        """As `moves.moves_nobody` has it."""
-        return moves_nobody(self.moving, self._terms, self._table, self._clock.now, self._room)
+    def moves_no_job(self) -> bool:
+        """As `moves.moves_no_job` has it."""
+        return moves_no_job(self.moving, self._terms, self._table, self._clock.now, self._room)
 
     @property
     def _terms(self) -> MigrationTerms:

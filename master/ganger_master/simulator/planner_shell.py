@@ -168,7 +168,7 @@ class Planning:
         if self._only_for_waiting and not self.table.has_waiting:
             self._planned = NOTHING_PLANNED
             return False
-        looks = may_stop or sizing is not None or (moves is not None and not moves.moves_nobody())
+        looks = may_stop or sizing is not None or (moves is not None and not moves.moves_no_job())
         if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
             return False
         if sizing is not None:
