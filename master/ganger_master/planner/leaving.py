@@ -1,10 +1,10 @@
-"""Gangs that take turns on their way into a pack, and the way back.
+"""Time-sliced gangs on their way into a co-location, and back.
 
-Who takes turns can neither be moved nor given other cores, so the guest of a pack rests in host memory first, which
-takes it out of its turns, and goes on from there beside its host. The host, if it took turns with nobody else, has its
-devices to itself by then; where its turns go on for others' sake, it rests for a moment, too. At no time are two on a
-device but by the plan that says so. A pack that was undone leaves its guest resting: once the host has its cores again
-they take turns as before (`planner.matrices`). All of it is looked at in every pass, not once a quantum.
+A time-sliced gang can neither be moved nor given other cores, so the guest is first parked in host memory, which takes
+it out of its group, and resumes beside its host. A host without other gangs in its group then has its devices to
+itself; else it is parked for a moment, too. Two gangs share a device only when a plan says so. When a co-location ends,
+its guest stays parked until the host has its cores back; then both are time-sliced again (`planner.matrices`). This
+runs in every pass, not once a quantum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ganger_master.planner.packs import (
 )
 from ganger_master.planner.slices import Claims
 
-# Longer than any boundary and any copy: who is not there by then stays in turns.
+# Longer than any boundary and any copy: a job that is not there by then stays time-sliced.
 _LONGEST_S: Final = 120.0
 
 _Pair: TypeAlias = tuple[JobRecord, Gang]
@@ -41,7 +41,7 @@ _Pair: TypeAlias = tuple[JobRecord, Gang]
 def follow(
     packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates
 ) -> tuple[tuple[Change, ...], Colocations]:
-    """The changes to propose now, and what to remember if they are proposed."""
+    """Return the changes to propose now, and the state if they are proposed."""
     changes: list[Change] = []
     leaving: list[TimesliceExit] = []
     begun: list[Colocation] = []
@@ -49,7 +49,7 @@ def follow(
     for one in packs.leaving:
         host, guest = _of(table, one.host), _of(table, one.guest)
         if host is None or guest is None:
-            # It has ended, or somebody else has stopped it.
+            # It has ended, or was stopped by another change.
             continue
         if now > one.since_s + _LONGEST_S:
             failed = failed.noted(one.proposal.pair, now)
@@ -74,7 +74,7 @@ def follow(
 
 
 def places_of(table: LiveTable, change: Change) -> Claims:
-    """What who goes on takes of what is free now."""
+    """Return the claims that a resumed gang takes of what is free now."""
     found = _of(table, change.number)
     return found[1].lacking_claims if found is not None else ()
 

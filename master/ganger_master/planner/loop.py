@@ -1,8 +1,7 @@
-"""When the planner makes its next plan, and whether that one may stop who runs.
+"""When the planner makes its next plan, and whether that plan may preempt running jobs.
 
-On news at once, so that whoever finds room starts; by itself when the order of jobs may have changed, when who waits
-may take somebody's place again, or when what was refused may be asked for anew. Never so often that planning is all it
-does.
+It plans at once on events, so that jobs start where devices are free; without any when the order may have changed, when
+pending jobs may preempt again, or when a refused change may be repeated. Planning takes a bounded part of one core.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
 from ganger_master.planner.plan import PlanDraft
 
-# Of a core, at most a quarter is spent on plans.
+# Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
 _REST: Final = 3.0
 _LEAST_REST_SECONDS: Final = 0.005
-# Without news, two plans are at least this far apart, however soon something was to change.
+# Seconds between two plans without events, however soon the order may change.
 _LEAST_ALONE_SECONDS: Final = 0.5
-# After plans in a row of which something was refused.
+# Seconds of rest after so many plans in a row with a refused change.
 _BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def is_stop(change: Change, resizes: bool) -> bool:
-    """Whether a change that was made counts as stopping somebody. `resizes`: sizes are weighed, which for that is the
-    same. Who rests in host memory loses no more than a moment, and who leaves a pack makes nobody wait longer for a
-    place."""
+    """Return whether an approved change counts as a preemption. `resizes`: the policy sizes jobs, so a resize counts
+    too. Parking in host memory costs a job only a moment, and the end of a co-location delays no pending job."""
     if change.kind == "RESIZE":
         return resizes
     return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
@@ -36,13 +34,13 @@ def is_stop(change: Change, resizes: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlanPace:
-    """Unix seconds. `every_s`: the least time between two plans that stop somebody."""
+    """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
 
     every_s: float
     stopped_at_s: float = -inf
-    # Plans in a row of which something was refused.
+    # Plans in a row with a refused change.
     failures: int = 0
-    # No plan before the first, and one at the second though nothing happened.
+    # The next plan comes at `ready_s` at the earliest, and at `alone_s` without any event.
     ready_s: float = -inf
     alone_s: float = inf
 
@@ -50,24 +48,24 @@ class PlanPace:
         return now >= self.stopped_at_s + self.every_s
 
     def next_stop_s(self, now: float) -> float:
-        """When the next plan may stop somebody, if this one is now; the one after it, if this one may."""
+        """Return when the next plan may preempt, if this one does not; if this one may, when the one after it may."""
         return (now if self.may_stop(now) else self.stopped_at_s) + self.every_s
 
     def wait_s(self, now: float, is_news: bool) -> float:
-        """Seconds to wait before the next plan; infinite: for news."""
+        """Return the seconds until the next plan; infinite to wait for an event."""
         return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
 
     def after(
         self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
     ) -> PlanPace:
-        """Once a plan made and proposed until now is answered. `stopped`: somebody was; `refused`: something was.
-        `again_s`: when what else was put off may be done."""
+        """Return the pace after a plan was answered. `stopped`: it preempted a job; `refused`: a change was refused;
+        `again_s`: when postponed work is due."""
         stopped_at_s = now if stopped else self.stopped_at_s
         failures = self.failures + 1 if refused else 0
         rest_s = max(_LEAST_REST_SECONDS, _REST * took_s)
         alone_s = min(again_s, found.next_change_s)
         if found.waits or found.leaves_waiting:
-            # Orders that change all the time are looked at again as often as somebody may be stopped for them.
+            # Orders that change all the time are planned again whenever jobs may be preempted for them.
             alone_s = min(alone_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
         alone_s = max(alone_s, now + _LEAST_ALONE_SECONDS)
         if refused:

@@ -1,4 +1,4 @@
-"""The pass that a policy asks for: the same for a live planner, a replayed trace and a replayed recording."""
+"""The pass that a policy needs: the same for a live planner, a simulated trace and a replayed decision log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
-    # What makes a pass of its own is loaded for those policies alone: it takes longer than many passes.
+    # Modules of special passes load only for their policies: the import takes longer than many passes.
     from ganger.cluster.resources import GangShape
 
     from ganger_master.core.model import JobRecord
@@ -45,13 +45,17 @@ def plan_by(
     resize_s: float = 0.0,
     resizing: Resizing | None = None,
 ) -> PlanDraft:
-    """The changes to propose now, as `plan` has them. `order`: the policy's, or what is made of it. `remaining_s`: an
-    oracle, for policies that ask one. `known` and `trials` are for policies that tune, `believed`, `resize_s`
-    and `resizing` for one that resizes."""
+    """Return the changes to propose now, as `plan` does.
+
+    order: the policy's order, or one derived from it.
+    remaining_s: an oracle's remaining seconds, for orders that need one.
+    known, trials: for policies that tune.
+    believed, resize_s, resizing: for a policy that resizes.
+    """
     if may_stop and order.preempts and table.quotas is not None:
         kept_out = within_quotas(order, table, now, capacity, remaining_s, kept_out)
     if policy.resizes:
-        # Its models need SciPy, for which no other policy's planner is to wait.
+        # Its models need SciPy, which other policies do not load.
         from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
         from ganger_master.planner.optimus_stage import plan_optimus
 

@@ -1,11 +1,10 @@
-"""The pass of `gandiva`: whoever finds room starts, and where more is wanted than there is, gangs take turns.
+"""The time-slicing pass of `gandiva` in the simulator (Xiao et al., OSDI 2018, section 3).
 
-Xiao et al., OSDI 2018, section 3. Jobs start in order of priority and arrival, by Algorithm 1. Who finds no room joins
-the nodes whose gangs are of its size, those with the least load first; there the next row of a slot matrix is chosen
-once a quantum (`introspect.slicing`). Who leaves is parked in host memory where an arena for it is reserved, else on
-storage; who enters starts, goes on, or is moved out of its arena to devices of another, once those are free. Where no
-nodes have gangs of its size any will do, for nobody is to wait for ever. What the pass remembers is a value: who is how
-far behind, and who is to enter. Lost, it costs some fairness.
+Jobs start in order of priority and arrival, by Algorithm 1. A job that finds no free devices joins nodes whose gangs
+are of its size, least loaded first, or any nodes if there are none. There the next slice of a slice matrix is chosen
+once a quantum (`policies.slicing`). A gang that leaves is parked in host memory if an arena is reserved for it, else on
+storage; a gang that enters starts, resumes, or moves from its arena to other devices once those are free. The state is
+a value: how far each job is behind, and which jobs are to enter. Losing it costs some fairness.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from ganger_master.policies.slicing import (
 
 Claims = tuple[Claim, ...]
 
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+# Python 3.11 needs as long for the lookup of an enumeration member as for a call, and a pass compares many.
 _RUN, _PARKED, _HOLDING, _OFFLOAD = GangIntent.RUN, GangPhase.PARKED, JobState.HOLDING, SuspendLevel.OFFLOAD
 
-# Gangs that take turns on one device, at most: each keeps its state in host memory, and memory for its processes.
+# Gangs that are time-sliced on one device at most: each keeps its state and its processes in host memory.
 MOST_ROWS: Final = 4
 # Gangs over several nodes that join others at one boundary: each ties nodes together.
 _MOST_WIDE: Final = 8
@@ -57,8 +56,8 @@ _MOST_WIDE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What is remembered. `sharers`: as they were credited when the present row began, by number; `entering`: who is
-    still to enter it, and where."""
+    """The state between two passes. `sharers`: shares as credited when the present slice began, by number; `entering`:
+    places of jobs that are still to enter it."""
 
     sharers: Mapping[int, SliceShare] = field(default_factory=dict)
     entering: Mapping[int, Seat] = field(default_factory=dict)
@@ -76,9 +75,8 @@ def plan_slices(
     busy: Iterable[int] = (),
     units: Iterable[tuple[int, ...]] = (),
 ) -> tuple[PlanDraft, Turns]:
-    """The changes to propose now, and what to remember if they are proposed. `room` is left as it is. `busy`: numbers
-    of those who are not to be disturbed. `units`: numbers of those who run on devices together, and take turns as one.
-    """
+    """Return the changes to propose now, and the state if they are proposed. `room` is left unchanged. `busy`: numbers
+    of jobs to leave as they are. `units`: numbers of co-located jobs, which are time-sliced as one."""
     live = _Live(table, now, kept_out, frozenset(busy), units)
     if not (live.waiting or live.parked):
         return PlanDraft(), Turns(since_s=turns.since_s)
@@ -107,7 +105,7 @@ def plan_slices(
 
 
 class _Live:
-    """Who waits, runs and rests, by number, in the order in which they are served."""
+    """Pending, running and parked jobs by number, in the order in which they are served."""
 
     def __init__(
         self,
@@ -138,12 +136,12 @@ class _Live:
             elif gang.intent is _RUN:
                 self.running[job.number] = (job, gang)
             elif job.number in busy:
-                # It rests on its way.
+                # It is parked on its way to another place.
                 continue
             elif gang.phase is _PARKED and gang.park_level is _OFFLOAD:
                 self.parked[job.number] = (job, gang)
         self._units = units
-        # Who of a unit is there, by its first number: most passes ask for those of few units.
+        # Present jobs of a unit by its first number; most passes need few units.
         self._there: dict[int, list[int]] = {}
 
     @cached_property
@@ -159,17 +157,17 @@ class _Live:
         return {number: unit for unit in self._units for number in unit}
 
     def host_of(self, number: int) -> int | None:
-        """Who stands for its unit; None: it does so itself, or is in none."""
+        """Return the job that represents its unit; None if it does so itself, or is in no unit."""
         there = self._together(number)
         return there[0] if number in there[1:] else None
 
     def guests(self, number: int) -> Sequence[int]:
-        """The others of the unit that it stands for."""
+        """Return the other jobs of the unit that it represents."""
         there = self._together(number)
         return there[1:] if there[:1] == [number] else ()
 
     def _together(self, number: int) -> list[int]:
-        """Who of its unit is on the same devices, the one who stands for them first; nobody for who is in none."""
+        """Return the jobs of its unit that share its devices, the representative first; empty without a unit."""
         unit = self._unit_of.get(number)
         if unit is None:
             return []
@@ -177,7 +175,7 @@ class _Live:
         if found is None:
             gangs = [(n, self.running[n][1]) for n in unit if n in self.running]
             gangs += [(n, self.parked[n][1]) for n in unit if n in self.parked]
-            # One of them may have gone on elsewhere, by itself.
+            # One of them may have resumed elsewhere by itself.
             seats = [(n, seat_of(gang.claims)) for n, gang in gangs if shares_all(gang.claims)]
             found = self._there[unit[0]] = [n for n, seat in seats if seat == seats[0][1]]
         return found
@@ -194,7 +192,7 @@ class _Live:
             weight=sum([self.weight[one] for one in (number, *guests)]),
             priority=job.spec.priority,
             is_preemptible=not stays,
-            # To run on elsewhere takes more than a switch.
+            # To continue elsewhere takes more than a slice switch.
             is_bound=runs or bool(guests),
             seat=seat_of(gang.claims) if gang is not None else (),
             runs=runs,
@@ -217,7 +215,7 @@ def seat_of(claims: Claims) -> Seat:
 
 
 def takes_turns(job: JobRecord) -> bool:
-    """Whether it is let into a matrix at all (`core.timeslice_admission`), whatever it does just now."""
+    """Return whether the job may be time-sliced at all (`core.timeslice_admission`), whatever it does now."""
     spec = job.spec
     return (
         spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns
@@ -225,12 +223,12 @@ def takes_turns(job: JobRecord) -> bool:
 
 
 def shares_all(claims: Claims) -> bool:
-    """Whether others may be on all of its devices."""
+    """Return whether all of its devices may be shared."""
     return all(claim.device_mask == claim.shared_mask for claim in claims)
 
 
 class _Filling:
-    """Changes, with their places taken in a room, and all of it undone."""
+    """Changes, with their places taken in the capacity index until `undo`."""
 
     def __init__(self, placement: PlacementPreference, room: CapacityIndex, live: _Live) -> None:
         self._placement, self._room, self._live = placement, room, live
@@ -247,7 +245,7 @@ class _Filling:
         self._taken.clear()
 
     def start(self, jobs: Iterable[JobRecord]) -> list[JobRecord]:
-        """Starts who finds room; the others."""
+        """Start the jobs that fit; return the others."""
         crowded = []
         vain: set[GangShape] = set()
         for job in jobs:
@@ -261,7 +259,7 @@ class _Filling:
         return crowded
 
     def enter(self, row: Mapping[int, Seat]) -> None:
-        """Who is to enter does, where its devices are free; they are kept for who has to wait for some of them."""
+        """Let jobs enter the slice where their devices are free. Keep free devices for jobs that wait for others."""
         waits = []
         for number, seat in row.items():
             if number in self._live.running or not self._enter(number, seat):
@@ -271,7 +269,7 @@ class _Filling:
                 self._keep(seat)
 
     def bring_back(self, numbers: Iterable[int]) -> None:
-        """Who is parked goes on where it was, or elsewhere on its nodes, where there is room."""
+        """Resume parked jobs in place, or elsewhere on their nodes, where they fit."""
         for number in numbers:
             job, gang = self._live.parked[number]
             seat = seat_of(gang.claims)
@@ -290,7 +288,7 @@ class _Filling:
                     self._enter(number, ((node, free),))
 
     def stop(self, number: int) -> None:
-        """With those who are on its devices, too."""
+        """Park a job with the guests on its devices."""
         for one in (number, *self._live.guests(number)):
             if one in self._live.running:
                 job, gang = self._live.running[one]
@@ -299,7 +297,7 @@ class _Filling:
                 self.changes.append(Change(one, job.revision, "SUSPEND", level=level))
 
     def _come_back(self, job: JobRecord, gang: Gang, host: int) -> None:
-        """A guest follows its host, where they share all that it is on."""
+        """Resume a guest beside its host, where they share all of its devices."""
         there = [self._live.running[one][0] for one in (host, *self._live.guests(host)) if one in self._live.running]
         lacks = gang.lacking_claims
         if all(map(self._has_cores, lacks)) and fits_beside(job, gang.parked_claims, there, self.view):
@@ -309,7 +307,7 @@ class _Filling:
             self._change(job, "RESUME", (), tuple(claims))
 
     def memory_of(self, job: JobRecord, node: str, gpus: int) -> int:
-        """Bytes that so many GPUs of a gang need on a node, at least."""
+        """Return the least bytes that so many GPUs of a gang need on a node."""
         shape = thin(job.shape, self._least_memory)
         tasks = (gpus // shape.roles[0].shape.gpus,)
         return demand(self.view.topology(node).configuration_set, shape, tasks).memory_bytes
@@ -334,7 +332,7 @@ class _Filling:
         return True
 
     def _claims_at(self, job: JobRecord, seat: Seat) -> Claims | None:
-        """A gang of one role on just these devices; None where cores or memory are missing."""
+        """Return the claims of a gang of one role on exactly these devices; None where cores or memory are missing."""
         shape = thin(job.shape, self._least_memory)
         task = shape.roles[0].shape
         found = []
@@ -384,7 +382,8 @@ _ANYWHERE: Final = Want()
 
 @lru_cache(4096)
 def thin(shape: GangShape, memory_bytes: int) -> GangShape:
-    """The shape with so much memory for each GPU where it names none: a whole share would leave none for others."""
+    """Return the shape with `memory_bytes` for each GPU where it names no memory. A whole share would leave none to
+    others."""
     if not memory_bytes:
         return shape
     roles = []
@@ -397,7 +396,7 @@ def thin(shape: GangShape, memory_bytes: int) -> GangShape:
 
 
 def as_held(shape: GangShape, gang: Gang) -> GangShape:
-    """The shape of a gang of one role with as much host memory as each of its tasks has now: they are used to it."""
+    """Return the shape of a gang of one role with the host memory that each of its tasks has now."""
     role = shape.roles[0]
     each = max([claim.memory_bytes // max(1, sum(claim.tasks)) for claim in gang.claims], default=0)
     task = structs.replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
@@ -407,13 +406,13 @@ def as_held(shape: GangShape, gang: Gang) -> GangShape:
 def _switched(
     filling: _Filling, live: _Live, crowded: Sequence[JobRecord], turns: Turns, now: float, quantum_s: float
 ) -> Turns:
-    """The next rows of all who share: who leaves is stopped, and who enters is remembered."""
+    """Choose the next slices of all time-sliced jobs: stop those that leave, and record those that enter."""
     seats = {
         number: seat_of(gang.claims)
         for number, (_, gang) in (*live.running.items(), *live.parked.items())
         if live.host_of(number) is None
     }
-    # Who could not enter the last row, though its devices were freed, lets others have this one.
+    # A job that could not enter the last slice, though its devices were free, is passed over in this one.
     crowded = [job for job in crowded if job.number not in turns.entering]
     joined = _joined(filling, seats, crowded)
     shared = {name for number in live.parked if number in seats for name, _ in seats[number]}
@@ -450,7 +449,7 @@ def _switched(
 
 
 def _nodes(view: View, names: Iterable[str], seats: Mapping[int, Seat], running: Sequence[int]) -> list[SharedNode]:
-    """With the devices that are free, and those of who runs there."""
+    """Return the nodes with their free devices and those of running gangs."""
     masks = {name: view.free[slot] for name in names if (slot := view.slots.get(name)) is not None}
     for number in running:
         for name, mask in seats[number]:
@@ -460,16 +459,16 @@ def _nodes(view: View, names: Iterable[str], seats: Mapping[int, Seat], running:
 
 
 def _is_close(live: _Live, number: int, seat: Seat, view: View) -> bool:
-    """Whether a gang that fits into a node would be in one."""
+    """Return whether a gang that fits into one node is in one."""
     job = live.waiting.get(number) or live.parked[number][0]
     most = max([view.topology(name).devices for name, _ in seat])
     return len(job.spec.roles) == 1 and (len(seat) == 1 or job.gpus > most)
 
 
 def _joined(filling: _Filling, seats: Mapping[int, Seat], crowded: Sequence[JobRecord]) -> dict[int, tuple[str, ...]]:
-    """The nodes where who finds no room takes turns with others: those whose gangs are of its size first, then those
-    with the least load; by number. Not in it who has to wait for room, be it in host memory, which who is parked
-    keeps."""
+    """Return the nodes where jobs without free devices are time-sliced, by number: nodes with gangs of the same size
+    first, then the least loaded. Jobs are left out that have to wait for devices or for the host memory of parked
+    gangs."""
     view = filling.view
     memory: dict[str, int] = {}
     load: dict[str, int] = {name: 0 for slot, name in enumerate(view.nodes) if name and view.available[slot]}

@@ -1,12 +1,11 @@
-"""Tetris's pass: of all who wait, who lies best along what is free and has little work left starts first; nobody stops.
+"""Tetris's pass (Grandl et al., SIGCOMM 2014): start the pending jobs that align best with free resources and have
+little work left. No job is preempted.
 
-Grandl et al., SIGCOMM 2014: alignment, less eps times the remaining work, among those furthest below their fair
-share. Its authors estimate durations from earlier runs of the same job: so does this one where no oracle tells them
-(`estimators.run_time`).
+The score is alignment less eps times the remaining work, among the jobs furthest below their fair share. The authors
+estimate durations from earlier runs of the same job; so does this pass without an oracle (`estimators.run_time`).
 
-Whoever has waited too long (`order.aging`) goes before all of that, in order; while one of them finds no place only
-those of a higher priority start where it could be. The paper bounds no wait: a gang that needs many places free at
-once would never start among jobs that need one.
+Overdue jobs (`order.aging`) come first, in order; while one of them fits nowhere, only jobs of higher priority start
+where it could run. The paper bounds no wait: there a gang that needs many free places at once might never start.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.placements.tetris import Knobs, placement_by, tetris_gangs
 from ganger_master.policies.selection import guarded
 
-# Who came first of those who wait: the others wait longer, so that a pass has a bound.
+# The oldest pending jobs that are scored. A limit bounds the pass.
 _MOST_WEIGHED = 1_000
 
 
@@ -47,8 +46,8 @@ def plan_tetris(
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
 ) -> PlanDraft:
-    """The starts to propose now; `room` is left as it is. `order` says who has waited too long. Whom the master would
-    not have on some nodes (`kept_out`) is left out altogether for that time."""
+    """Return the starts to propose now. `room` is left unchanged. `order` decides which jobs are overdue. Jobs with
+    excluded nodes (`kept_out`) are left out while these are excluded."""
     if not table.has_waiting:
         return PlanDraft()
     asks = knobs.srtf_weight > 0.0
@@ -75,18 +74,18 @@ def plan_tetris(
 
 
 class _Starting:
-    """Which of the jobs that wait, first one first, start; taken in the room until that is undone."""
+    """The pending jobs that start, in order, with their places taken in the capacity index until `undone`."""
 
     def __init__(self, knobs: Knobs, jobs: Sequence[JobRecord], table: LiveTable, room: CapacityIndex) -> None:
         self._knobs, self._jobs, self._table = knobs, jobs, table
         self._room = room
         self._found: list[tuple[int, Claims]] = []
-        # Where those could be who have waited too long and find no place.
+        # Nodes where overdue jobs that fit nowhere could run.
         self.kept = frozenset[str]()
 
     def overdue(self, overdue: Integers) -> tuple[Integers, Integers]:
-        """Starts who has waited too long, by position, in order; of the others those ahead of the first of them who
-        finds no place, and those behind."""
+        """Start overdue jobs (positions), in order. Return the other jobs before the first overdue one that fits
+        nowhere, and those behind it."""
         placement, room = placement_by(self._knobs), self._room
         count = len(self._jobs)
         first = count
@@ -103,20 +102,20 @@ class _Starting:
         return others[others < first], others[others > first]
 
     def best(self, positions: Integers, work: Floats, shares: Floats) -> None:
-        """Starts those of them who lie best along what is free; the amounts are of all who wait."""
+        """Start the jobs that align best with free resources. The amounts are those of all pending jobs."""
         shapes = [self._jobs[at].shape for at in positions.tolist()]
         for at, claims in tetris_gangs(self._room, shapes, work[positions], shares[positions], self._knobs):
             self._found.append((int(positions[at]), claims))
 
     def undone(self) -> tuple[Change, ...]:
-        """The starts, in the order in which they were found; the room is as it was."""
+        """Restore the capacity index, and return the starts in the order in which they were found."""
         for _, claims in reversed(self._found):
             self._room.give(claims)
         jobs = self._jobs
         return tuple([Change(jobs[at].number, jobs[at].revision, "START", claims) for at, claims in self._found])
 
     def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
-        """Once all who run are gone."""
+        """Return whether the gang fits once all running jobs are gone."""
         what_if = WhatIf(self._room)
         for claims in held_by_all(self._table):
             what_if.give(claims)
@@ -126,13 +125,13 @@ class _Starting:
 
 
 def _demand(facts: Facts, capacity: Capacity) -> Floats:
-    """What each job asks for, in shares of the cluster, summed over resources."""
+    """Return the request of each job in shares of the cluster, summed over resources."""
     demand: Floats = _parts(facts, capacity).sum(axis=0)
     return demand
 
 
 def _shares(facts: Facts, capacity: Capacity) -> Floats:
-    """Of each job, the largest part of any resource that its user holds, by the user's weight."""
+    """Return for each job its user's largest share of any resource, by the user's weight."""
     held = np.where(facts.is_running, _parts(facts, capacity), 0.0)
     users = int(facts.user.max(initial=0)) + 1
     by_user = np.array([np.bincount(facts.user, part, users) for part in held]).max(axis=0)
@@ -141,7 +140,7 @@ def _shares(facts: Facts, capacity: Capacity) -> Floats:
 
 
 def _parts(facts: Facts, capacity: Capacity) -> Floats:
-    """(resources x jobs): what a job's gang takes of all GPUs, cores and memory there are."""
+    """Return the parts of all GPUs, cores and memory that each gang takes (resources x jobs)."""
     amounts = np.array([facts.gpus, facts.cores, facts.memory_bytes], float)
     there_is = np.array([capacity.gpus, capacity.cores, capacity.memory_bytes])[:, None]
     parts: Floats = np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0)

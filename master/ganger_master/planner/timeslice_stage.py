@@ -1,7 +1,7 @@
-"""Who of those that run is how far behind, and who is to go elsewhere for it: the time each has received, remembered.
+"""Fairness between time-sliced jobs: how far each is behind its share, and which jobs are to move for it.
 
-Of gangs of one size and priority on devices of one kind everybody is entitled to a share of what they all received, by
-weight, and nobody to more than all the time. What is owed is bounded, so that a fault of measuring does not last.
+Gangs of one size and priority on one kind of device share what they all receive, by weight, up to the whole time. What
+a job is owed is bounded, so that an error of measurement does not last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ganger_master.planner.slices import seat_of
 from ganger_master.policies.slicing import SliceShare, shares
 from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced
 
-# Nobody is owed, or owes, more quanta than these.
+# Quanta that a job may be behind or ahead at most.
 _MOST_OWED: Final = 8.0
 
 Pairs: TypeAlias = Collection[tuple[JobRecord, Gang]]
@@ -30,8 +30,8 @@ _Kind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What is remembered, by number: `heard_s`: what each had received when it was last looked at; `behind_s`;
-    `since_s`: since when it is where it is; `bound_for`: the nodes that those go to who are on their way."""
+    """The state between two passes, by number. `heard_s`: received seconds at the last pass; `behind_s`: seconds behind
+    its share; `since_s`: when it came to its place; `bound_for`: destinations of jobs on their way."""
 
     heard_s: Mapping[int, float] = field(default_factory=dict)
     behind_s: Mapping[int, float] = field(default_factory=dict)
@@ -51,12 +51,12 @@ def credited(
     now: float,
     quantum_s: float,
 ) -> Fairness:
-    """After they have received so much. Who is new, or was not heard of, is neither ahead nor behind; nor who is
-    starting, be it where it moved to: it has its turns, and no step shows them."""
+    """Return the state after jobs have received device time. A new job, one without reports, and one that starts or
+    moves are neither ahead nor behind: they have slices, but no steps show them."""
     groups: dict[_Kind, list[tuple[JobRecord, Gang]]] = {}
     steps = {job.number for job, gang in pairs if gang.phase is not GangPhase.STARTING and job.number in received_s}
     for job, gang in pairs:
-        # Who has no devices shares none.
+        # A job without devices shares none.
         if job.gpus and job.number in steps and job.number in before.heard_s:
             groups.setdefault(_kind(job, gang, view), []).append((job, gang))
     behind = {job.number: before.behind_s.get(job.number, 0.0) for job, _ in pairs}
@@ -80,7 +80,7 @@ def credited(
 def going(
     fairness: Fairness, pairs: Pairs, may_share: Collection[int], view: View, now: float, quantum_s: float
 ) -> list[Going]:
-    """Who moves now, and to whom. `may_share`: numbers of those who may take turns."""
+    """Return the jobs to move now, with their destinations. `may_share`: numbers of jobs that may be time-sliced."""
     costs = move_costs(pairs)
     standings = [
         ServiceBalance(
@@ -99,26 +99,26 @@ def going(
 
 
 def moved(fairness: Fairness, changes: Iterable[Change], now: float) -> Fairness:
-    """Once these have sent somebody elsewhere."""
+    """Return the state after these changes have moved jobs."""
     nodes = {change.number: frozenset(claim.node for claim in change.claims) for change in changes}
     since = {**fairness.since_s, **dict.fromkeys(nodes, now)}
     return replace(fairness, since_s=since, bound_for={**fairness.bound_for, **nodes})
 
 
 def stayed(fairness: Fairness, before: Fairness, numbers: Collection[int]) -> Fairness:
-    """If these were not sent after all."""
+    """Return the state after the moves of these jobs were refused."""
     since = {**fairness.since_s, **{one: before.since_s[one] for one in numbers if one in before.since_s}}
     bound_for = {number: nodes for number, nodes in fairness.bound_for.items() if number not in numbers}
     return replace(fairness, since_s=since, bound_for=bound_for)
 
 
 def may_go(job: JobRecord, gang: Gang) -> bool:
-    """Whether it may be moved for the others' sake."""
+    """Return whether the job may be moved for other jobs."""
     return job.spec.movable and can_go(job, gang)
 
 
 def can_go(job: JobRecord, gang: Gang) -> bool:
-    """Whether it can be moved at all."""
+    """Return whether the job can be moved at all."""
     return gang.phase is GangPhase.RUNNING and not job.next_epoch and can_hand_over(job)
 
 

@@ -1,7 +1,7 @@
-"""From wanted cores and memory to changes of a plan: each of them fits once those before it have happened.
+"""Turn wished cores and memory into changes of a plan, in an order in which each fits after those before it.
 
-Who gives back goes first, then who starts, then who gets more, so that a newcomer finds what its neighbours had beyond
-their share. Nothing is promised twice: what is wanted and not there is left out.
+Gangs that give back come first, then starts, then gangs that get more, so that a new job finds what its neighbours held
+beyond their share. Nothing is given twice; wishes that do not fit are left out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Amounts: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class CoresWish:
-    """Other amounts for the claims of a gang. Of one that is to start the claims say where, with device masks or, where
-    `gpus` says how many, without. With less than `least` it does not start."""
+    """Other amounts for a gang's claims. For a job that is to start, the claims name its nodes, with device masks, or
+    without them if `gpus` has the numbers. With less than `least` it does not start."""
 
     job: JobRecord
     claims: tuple[Claim, ...]
@@ -36,14 +36,14 @@ class CoresWish:
 
 @dataclass(slots=True)
 class Fitted:
-    """`held_back`: some could not start yet."""
+    """`held_back`: some jobs could not start yet."""
 
     changes: list[Change] = field(default_factory=list)
     held_back: bool = False
 
 
 def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWish]) -> Fitted:
-    """Changes in an order in which they fit; `view` stays as it is."""
+    """Return changes in an order in which they fit. `view` is left unchanged."""
     free = _Free(view)
     found = Fitted()
     growing = []
@@ -52,7 +52,7 @@ def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWis
             _retune(free, wish, found)
         else:
             growing.append(wish)
-    # Who gives one thing back and wants more of another gives first.
+    # A gang that gives one resource and wants more of another comes first.
     growing.sort(key=lambda wish: not _gives(wish))
     giving = sum(map(_gives, growing))
     for wish in growing[:giving]:
@@ -94,14 +94,14 @@ class _Node:
 
 
 class _Free:
-    """What is free, node by node, while changes are made one after the other."""
+    """Free amounts by node, while changes are made one after the other."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._nodes: dict[str, _Node] = {}
 
     def retuned(self, claim: Claim, millicores: int, memory_bytes: int) -> Claim:
-        """The claim with these amounts, or with as much of them as is there; the difference is taken."""
+        """Return the claim with these amounts, as far as they are free, and take the difference."""
         node = self._node(claim.node)
         if node is None:
             return claim
@@ -119,7 +119,7 @@ class _Free:
         return replace(claim, millicores=split, memory_bytes=memory)
 
     def place(self, wish: CoresWish) -> tuple[Claim, ...] | None:
-        """The claims with what is wanted, as far as it is there, taken; None, nothing taken, if it is too little."""
+        """Return the claims with the wished amounts, as far as free, and take them; None if that is too little."""
         made = []
         for at, claim in enumerate(wish.claims):
             node = self._node(claim.node)

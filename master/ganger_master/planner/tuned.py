@@ -1,13 +1,12 @@
-"""One pass of a planner whose policy tunes: who runs and where by GPUs, and then cores and memory for all of them.
+"""A pass with a tuning: choose and place jobs by GPUs, then distribute cores and memory among all of them.
 
-Two ways. Between rounds who runs stays where it is: newcomers are placed as if everybody held no more than a share of
-its node, so that no GPU idles for want of cores or memory, and then all are tuned anew. In rounds, a tuning that places
-for itself packs all who are chosen as if the cluster were empty; who then lies where it lay goes on, the others are
-stopped and start again (Synergy, OSDI 2022, section 4.2 and its leases).
+Between rounds running jobs keep their places: new jobs are placed as if each gang held at most its share of a node, so
+that no GPU idles for want of cores or memory, and then all are tuned anew. In a round, a tuning that places jobs packs
+all chosen ones as if the cluster were empty; gangs already in their place continue, the others stop and start again
+(leases of Synergy, OSDI 2022, section 4.2).
 
-Cores of who runs change as wished. Its memory, where profiles tell of it, may shrink to what it asks for or, where it
-does not say, its share: in that much every job can live. Cores that a job asks for are a wish; memory that it names is
-what it gets.
+Cores of running gangs change freely. Their memory, where profiles cover it, may shrink to the request or else to the
+share, in which every job can run. Requested cores are a wish; requested memory is guaranteed.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ def plan_tuned(
     known: Known = NOTHING,
     trials: Mapping[int, int] = NO_TRIALS,
 ) -> PlanDraft:
-    """As `plan`, with tuned starts and CORES changes of who runs; everybody stays where it is. `trials`: millicores for
-    each GPU that jobs, by number, are to have for a while instead of what the tuning gives them, as far as the others
-    leave them, and where nobody is to start."""
+    """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places.
+    `trials`: millicores per GPU, by job number, that replace the tuning for a trial, as far as other jobs leave them
+    and no job is to start."""
     room.refresh()
     view = room.view
     running = [pair for pair in table.running if is_tuned(view, *pair)]
@@ -101,7 +100,7 @@ def _wishes(
     known: Known,
     trials: Mapping[int, int],
 ) -> tuple[list[CoresWish], list[CoresWish]]:
-    """What the tuning gives to each of them on the nodes where they are."""
+    """Return what the tuning gives to each job on its nodes."""
     others = [CoresWish(job, claims, asked(view, job, claims), _nothing(claims)) for job, claims in starting]
     tunable = [wish for wish in others if all(claim.device_mask for claim in wish.claims)]
     gangs = sorted([*running, *[(wish.job, wish.claims) for wish in tunable]], key=lambda pair: pair[0].number)
@@ -143,10 +142,10 @@ def _wishes(
             gpus = [claim.device_mask.bit_count() for claim in claims]
             amounts = tuple([(tried * count, memory) for count, (_, memory) in zip(gpus, amounts, strict=True)])
         if not (is_start or known.knows_memory):
-            # Whose memory nobody knows may be using all it has.
+            # Without a memory profile it may use all that it has.
             amounts = tuple([(cores, own.memory_bytes) for (cores, _), own in zip(amounts, claims, strict=True)])
         wish = wish_of(view, job, claims, amounts, is_start)
-        # Whom the tuning would rather leave out waits for the others, if there are any.
+        # A job that the tuning leaves out waits for others, if there are any.
         if not is_start or None not in got or not running:
             wishes[is_start].append(wish)
     return wishes
@@ -155,7 +154,7 @@ def _wishes(
 def wish_of(
     view: View, job: JobRecord, claims: tuple[Claim, ...], amounts: Amounts, is_start: bool, gpus: tuple[int, ...] = ()
 ) -> CoresWish:
-    """The amounts with memory as the job names it, and never below what it may run in."""
+    """Return the amounts with the memory that the job requests, and never below its minimum."""
     share = asked(view, job, claims)
     wanted, least = [], []
     for claim, (millicores, memory), (share_millicores, share_memory) in zip(claims, amounts, share, strict=True):
@@ -172,7 +171,7 @@ def nodes_of(
     held: Sequence[tuple[Claim, ...]],
     gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
 ) -> TuningNodes:
-    """What of each node is free or in these hands, less the memory that is named, which is not handed out."""
+    """Return what is free on each node or held by these gangs, less requested memory, which is not distributed."""
     gpus, millicores, memory = ([0] * len(names) for _ in range(3))
     for name, at in names.items():
         slot = view.slots[name]
@@ -195,12 +194,12 @@ def nodes_of(
 
 
 def whole(amount: float) -> int:
-    """Down, but for what rounding took."""
+    """Round down, except for errors of floating point."""
     return int(amount * (1.0 + 1e-12) + 1e-6)
 
 
 def least_claims(view: View, job: JobRecord, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
-    """What a gang that runs can be brought down to."""
+    """Return the claims that a running gang can be reduced to."""
     least = []
     for claim, (millicores, memory) in zip(claims, asked(view, job, claims), strict=True):
         held = sum(claim.millicores)
@@ -215,7 +214,7 @@ def least_claims(view: View, job: JobRecord, claims: tuple[Claim, ...]) -> tuple
 
 
 def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
-    """So many of these cores, the first sockets' first."""
+    """Return so many of these millicores, those of the first sockets first."""
     left = millicores
     kept = []
     for own in held:
@@ -225,7 +224,7 @@ def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
 
 
 def asked(view: View, job: JobRecord, claims: Sequence[Claim]) -> Amounts:
-    """The share of each claim's node in cores, and in memory what the job names or else the share."""
+    """Return the share of each claim's node in cores, and the requested memory or else the share."""
     shape = with_shares(job.shape)
     return tuple(
         [_asked(view.topologies[view.slots[claim.node]].configuration_set, shape, claim.tasks) for claim in claims]
@@ -243,11 +242,11 @@ def _asked(configuration_set: ConfigurationSet, shape: GangShape, tasks: tuple[i
 
 @lru_cache(4096)
 def with_shares(shape: GangShape) -> GangShape:
-    """The shape with a share of cores for each task, whatever it asks for."""
+    """Return the shape with a share of cores for each task, whatever it requests."""
     roles = tuple([structs.replace(role, shape=structs.replace(role.shape, millicores=0)) for role in shape.roles])
     return structs.replace(shape, roles=roles)
 
 
 def _servers(shape: GangShape, claim: Claim) -> int:
-    """Tasks of the claim that have no devices."""
+    """Return the number of the claim's tasks without devices."""
     return sum([count for count, role in zip(claim.tasks, shape.roles, strict=True) if not role.shape.gpus])
