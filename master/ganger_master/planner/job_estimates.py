@@ -1,12 +1,11 @@
-"""Fits of what jobs report, kept and made anew only once there is more to fit: each takes some milliseconds.
+"""Estimates for live elastic jobs from their reports: the steps left, and the rate with other numbers of GPUs (Optimus,
+EuroSys 2018, section 3).
 
-What is believed of live elastic jobs by what they report: how many steps each has left, and how fast it would go
-with other numbers of GPUs (Optimus, EuroSys 2018, section 3).
-
-Of a job that says when it has converged (`submit --converges`) the end is where its fitted losses come to that; of one
-that only says how many passes over its data it makes (`job.epochs`) it is their end, and no job goes on beyond that. Of
-one that says neither nobody knows: it counts as needing twenty passes more, as in Optimus's public code, or, while not
-even one is over, as much as it has done. Such an end, and one that the losses do not tell yet, is a guess.
+A job that reports a convergence criterion (`submit --converges`) ends where its fitted losses meet it; one that reports
+only its number of passes over the data (`job.epochs`) ends with these, and no job goes beyond them. A job that reports
+neither counts as needing twenty more passes, as in Optimus's public code, or, before the end of its first pass, as many
+steps as it has done. Such an end, and one that the losses do not show yet, is a guess. Fits are cached: each takes some
+milliseconds.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, f
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.policies.optimus_sizes import NOTHING, Believed, OptimusEstimate, steps_left
 
-# Losses are fitted from so many passes over the data on, and anew once there are so many times as many.
+# Passes over the data before the first fit of losses, and their growth until the next one.
 _FIRST_PASSES: Final = 2
 _REFIT: Final = 1.2
-# Speeds that are off by no more say the same.
+# Rates that differ by no more than this need no new fit.
 _ALIKE: Final = 0.05
 
 
 class FitCache:
-    """By job number. One writer."""
+    """Fits by job number. One writer."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[int, StepsLeftEstimate | None]] = {}
@@ -40,7 +39,7 @@ class FitCache:
         self._speeds.pop(number, None)
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Forgets all others."""
+        """Drop the jobs that are not live."""
         for number in [number for number in {*self._ends, *self._speeds} if not is_live(number)]:
             self.forget(number)
 
@@ -53,8 +52,8 @@ class FitCache:
         pass_steps: float,
         in_a_row: int = 1,
     ) -> StepsLeftEstimate | None:
-        """Steps from the start until its losses have converged, by those of so many `passes` over its data, each of
-        `pass_steps`; None while they say too little. The rest as `steps_to_convergence` has it."""
+        """Return the steps from the start until convergence, by the losses of so many `passes` of `pass_steps` each;
+        None while there are too few. The rest as in `steps_to_convergence`."""
         if passes < _FIRST_PASSES:
             return None
         known = self._ends.get(number)
@@ -65,8 +64,8 @@ class FitCache:
         return known[1]
 
     def speed(self, number: int, seconds: Mapping[int, float], gpus_per_node: int) -> AllReduceModel | None:
-        """By the seconds of a step with each number of GPUs that was measured; None where none was. The same samples a
-        step whatever the size, so a GPU has its part of them."""
+        """Return the model of the rate by the seconds per step with each measured number of GPUs; None without any. A
+        step has the same samples at every size, divided among its GPUs."""
         known = self._speeds.get(number)
         if known is None or not _is_alike(known[0], seconds):
             model = fit_allreduce(_points(seconds, gpus_per_node))
@@ -84,20 +83,20 @@ def _is_alike(known: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
     return all(abs(seconds[gpus] - was) <= _ALIKE * was for gpus, was in known.items())
 
 
-# Of a job; beyond, neighbours are averaged, so that there are half as many.
+# Loss points of a job; beyond that, neighbours are averaged, which halves them.
 MOST_POINTS: Final = 256
 
 
 class RatesByGpusSource(Protocol):
     def rates(self, number: int) -> Mapping[int, float]:
-        """Steps a second by number of GPUs, as last measured with each."""
+        """Return the rate last measured with each number of GPUs, in steps per second."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Boundaries passed; the loss there, NaN where it is not known; passes over the data behind it, and in all, zero
-    where nobody says."""
+    """Steps done; the loss there, NaN if it is not known; passes over the data done, and in total, zero if not
+    reported."""
 
     step: int
     loss: float = math.nan
@@ -107,13 +106,13 @@ class LossReport:
 
 @dataclass(slots=True)
 class _Known:
-    """Every point stands for so many reports; `open` are those of the next one."""
+    """`each`: reports that a point stands for; `open`: those of the next point."""
 
     last: LossReport = field(default_factory=lambda: LossReport(0))
     points: list[LossPoint] = field(default_factory=list)
     each: int = 1
     open: list[LossPoint] = field(default_factory=list)
-    # Steps of a pass; zero until one is over.
+    # Steps of a pass; zero until the first one is done.
     pass_steps: float = 0.0
 
 
@@ -121,7 +120,7 @@ Remembered: TypeAlias = Mapping[int, _Known]
 
 
 class JobEstimates:
-    """By job number; one writer. Lost, it is measured again."""
+    """Estimates by job number. One writer. Lost reports are collected again."""
 
     def __init__(self, rates: RatesByGpusSource) -> None:
         self._rates = rates
@@ -132,11 +131,11 @@ class JobEstimates:
         known = self._jobs.setdefault(number, _Known())
         before, known.last = known.last, report
         if report.step < before.step:
-            # It goes on from a checkpoint, and comes to these steps once more.
+            # It resumed from a checkpoint, and repeats these steps.
             known.points = [point for point in known.points if point.step <= report.step]
             known.open = []
         if report.passes > max(0, before.passes):
-            # Seen as it began, or, if it is the first that is heard of it, somewhere in it.
+            # The pass began just now, or, at the first report, some time ago.
             begun = report.passes if before.step else report.passes + 0.5
             known.pass_steps = report.step / begun
         if math.isfinite(report.loss) and report.step > before.step:
@@ -147,27 +146,27 @@ class JobEstimates:
         self._fits.forget(number)
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Forgets all others: nobody said how they ended."""
+        """Drop the jobs that are not live; their ends were not reported."""
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
         self._fits.keep(is_live)
 
     @property
     def remembered(self) -> Remembered:
-        """For one that goes on from there; what was fitted to it is fitted anew."""
+        """The reports, for a planner that continues from them and fits them anew."""
         return self._jobs
 
     def recall(self, remembered: Remembered) -> None:
-        """What one before this remembered."""
+        """Take over the reports of an earlier planner."""
         self._jobs = dict(remembered)
 
     def losses(self, number: int) -> Sequence[LossPoint]:
-        """What there is to fit."""
+        """Return the points to fit."""
         known = self._jobs.get(number)
         return () if known is None else (*known.points, *known.open)
 
     def believed(self, gpus_per_node: int) -> Believed:
-        """Of jobs with the gangs they have; nothing of those whose speed was not measured yet."""
+        """Return the function that estimates jobs with their gangs; without a measured rate the estimate is empty."""
         return lambda jobs: [self._belief(job, gang, max(1, gpus_per_node)) for job, gang in jobs]
 
     def _belief(self, job: JobRecord, gang: Gang | None, gpus_per_node: int) -> OptimusEstimate:

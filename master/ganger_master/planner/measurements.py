@@ -1,7 +1,6 @@
-"""All that is measured of running jobs: rates alone and beside others, by cores and by GPUs, time received, and losses.
+"""All measurements of running jobs: rates alone and co-located, by cores and by GPUs, received device time, and losses.
 
-Whoever plans feeds it every job that changed and every report of progress. All of it may be lost at any time: it is
-measured again. What it remembers is a value, from which another one goes on.
+The planner records every job that changes and every progress report. Lost measurements are made again.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ganger_master.planner.speeds import SpeedsByGpus
 
 @dataclass(frozen=True, slots=True)
 class ProgressReport:
-    """A report of a job: so many steps were done at a time, in seconds of its node's clock. `since_s`: as `Look` has
-    it; `use`: share of what its devices can do. The rest as `Report` has it."""
+    """A job's report: steps done at a time, in seconds of its node's clock. `since_s`: as in `ProgressSample`; `use`:
+    utilization of its devices. The rest as in `LossReport`."""
 
     step: int
     time_s: float
@@ -47,8 +46,8 @@ class RememberedRates:
 
 
 class Measurements:
-    """By job number. Now is by the master's clock, which all times of jobs are of. `weighs_sizes`: losses are kept,
-    too."""
+    """Measurements by job number. `now` is by the master's clock, as all times of jobs. `weighs_sizes`: losses are
+    kept, too."""
 
     def __init__(self, pace: TrialPace) -> None:
         self.measured = CoreProfiles(pace)
@@ -59,13 +58,13 @@ class Measurements:
         self.weighs_sizes = False
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
-        """A job as it is now."""
+        """Record a job as it is now."""
         self.measured.put(job, gang, signature, now)
         self.together.put(job, gang, signature, now)
         self.speeds.put(job, gang, now)
 
     def forget(self, number: int, now: float) -> None:
-        """It has ended."""
+        """Drop a job that has ended."""
         self.measured.forget(number)
         self.together.forget(number, now)
         self.attained.forget(number)
@@ -73,7 +72,7 @@ class Measurements:
         self.foreseen.forget(number)
 
     def keep(self, is_live: Callable[[int], bool], now: float) -> None:
-        """Forgets all others: nobody said how they ended."""
+        """Drop the jobs that are not live; their ends were not reported."""
         self.measured.keep(is_live)
         self.together.keep(is_live, now)
         self.attained.keep(is_live)
@@ -81,7 +80,7 @@ class Measurements:
         self.foreseen.keep(is_live)
 
     def record(self, number: int, heard: ProgressReport, now: float) -> bool:
-        """Whether that is worth another plan."""
+        """Record a report; return whether it is reason for another plan."""
         step, time_s, since_s = heard.step, heard.time_s, heard.since_s
         self.measured.record(number, step, time_s, now)
         self.together.record(number, step, time_s, heard.use, now, since_s)
@@ -91,12 +90,12 @@ class Measurements:
         if not self.weighs_sizes:
             return is_full
         self.foreseen.record(number, LossReport(step, heard.loss, heard.passes, heard.passes_in_all))
-        # What is weighed every interval need not be whenever a window is full, but once with each size.
+        # Sizes are planned every interval anyway: only the first measurement of a size is reason for a plan.
         return len(self.speeds.rates(number)) > sizes
 
     @property
     def remembered(self) -> RememberedRates:
-        """For one that goes on from there."""
+        """The measurements, for a planner that continues from them."""
         return RememberedRates(
             self.together.remembered,
             self.measured.remembered,
@@ -106,7 +105,7 @@ class Measurements:
         )
 
     def recall(self, remembered: RememberedRates) -> None:
-        """What one before this remembered."""
+        """Take over the measurements of an earlier planner."""
         self.together.recall(remembered.together)
         self.measured.recall(remembered.measured)
         self.attained.recall(remembered.attained)

@@ -1,9 +1,9 @@
-"""What the planner remembers, as bytes that outlive it.
+"""The planner's state as bytes that survive a restart.
 
-Whoever was killed is followed by one that goes on from what was noted last, as if only its connection to the master had
-broken: then, too, everything is kept, and whatever is not any more as it was is seen when all jobs are told anew. All
-times in it are Unix seconds by the clocks of the master and of nodes, so they mean the same in another process. What
-cannot be used (of another program, policy or cluster, or damaged) is refused whole, and is measured again.
+A planner that follows a killed one continues from the last note, as if only its connection to the master had broken;
+jobs that have changed since are noticed when the master sends them all. All times are Unix seconds by the clocks of the
+master and of nodes. A note of another version, policy or cluster, or a damaged one, is rejected as a whole, and jobs
+are measured again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.shared import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
-# Clocks that are set now and then differ by no more.
+# Clocks that are adjusted differ by no more.
 _CLOCKS_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerMemory:
-    """What was decided and is not done or judged yet, what failed, and what was `measured`."""
+    """Decisions that are not done or judged yet, failed trials, and `measured` rates."""
 
     shared: Shared = NOTHING
     packing: OrderColocation = field(default_factory=OrderColocation)
@@ -44,7 +44,7 @@ class PlannerMemory:
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True):
-    """`kind`: of values as this program has them; `check`: sum of `memory`."""
+    """`kind`: hash of the types of this version; `check`: checksum of `memory`."""
 
     magic: str
     kind: int
@@ -56,13 +56,13 @@ class _Note(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """`why`: for people."""
+    """`why`: the reason, as text for people."""
 
     why: str
 
 
 def _plain(value: object) -> object:
-    """Of beliefs, which are arrays of floats."""
+    """Encode estimates, which are arrays of floats."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value)} is not noted")
@@ -78,21 +78,21 @@ _encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def packed(memory: PlannerMemory) -> bytes:
-    """The same bytes for the same memory."""
-    # What the other pass said last is said anew.
+    """Return the state as bytes, the same for equal states."""
+    # The result of the inner pass is computed again.
     return _encode(replace(memory, moving=replace(memory.moving, found=None)))
 
 
 def noted(memory: bytes, policy: str, now: float) -> bytes:
-    """A note of a memory that was `packed` at `now`, in Unix seconds by the master's clock, under this policy."""
+    """Return a note of `memory` from `packed`, at `now` (Unix seconds by the master's clock), under this policy."""
     return _encode(_Note(_MAGIC, _kind(), policy, now, zlib.crc32(memory), memory))
 
 
 def recalled(
     note: bytes, policy: str, now: float, create_time: Callable[[int], float | None]
 ) -> PlannerMemory | Unusable:
-    """What was noted, if this planner can go on from it now. `create_time`: of a live job by its number; None: there is
-    none of that number."""
+    """Return the noted state if this planner can continue from it. `create_time`: of a live job by number; None if
+    there is no such job."""
     try:
         found = msgspec.msgpack.decode(note, type=_Note)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -126,6 +126,6 @@ def _decoder() -> msgspec.msgpack.Decoder[PlannerMemory]:
 
 @cache
 def _kind() -> int:
-    """Changes with every field of every value of the memory; not with where functions lie."""
+    """Return a hash that changes with every field of the state, but not with addresses of functions."""
     types = re.sub(r" at 0x[0-9a-f]+", "", repr(msgspec.inspect.type_info(PlannerMemory)))
     return zlib.crc32(types.encode())

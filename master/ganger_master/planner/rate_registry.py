@@ -1,7 +1,8 @@
-"""For how long each running job has stepped, by what it reports: who takes turns does so only in its own.
+"""The device time that each running job has received, from its progress reports: a time-sliced job steps only in its
+slices.
 
-Reports come about once a second while a job steps, none while it rests. Between two that are close together it stepped
-all the time; of two that are far apart the steps between them count, as long each as steps of that job are.
+A job reports about once a second while it steps, and not while it is parked. Between two close reports it stepped all
+the time; between two distant ones its steps count, each with the job's time per step.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-# Between two reports of who steps all the time, at most.
+# Seconds between two reports of a job that steps all the time, at most.
 _STEADY_S: Final = 2.5
-# Steps grow longer at most so fast; shorter at once.
+# The time per step grows at most by this factor; it shrinks at once.
 _SLOWER: Final = 1.1
 
 
@@ -28,13 +29,13 @@ Remembered: TypeAlias = Mapping[int, _Known]
 
 
 class AttainedService:
-    """By job number. Seconds by the clocks of nodes, of which only differences count."""
+    """Received seconds by job number, by the clocks of nodes, of which only differences count."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, _Known] = {}
 
     def record(self, number: int, step: int, time_s: float) -> None:
-        """A report: when the newest step was done."""
+        """Record a report: `step` was done at `time_s`."""
         known = self._jobs.get(number)
         if known is None:
             self._jobs[number] = _Known(step, time_s)
@@ -54,20 +55,20 @@ class AttainedService:
         self._jobs.pop(number, None)
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Forgets all others."""
+        """Drop the jobs that are not live."""
         for number in [number for number in self._jobs if not is_live(number)]:
             del self._jobs[number]
 
     @property
     def remembered(self) -> Remembered:
-        """For one that goes on from there."""
+        """The measurements, for a planner that continues from them."""
         return self._jobs
 
     def recall(self, remembered: Remembered) -> None:
-        """What one before this remembered."""
+        """Take over the measurements of an earlier planner."""
         self._jobs = dict(remembered)
 
     @property
     def received_s(self) -> dict[int, float]:
-        """Since each was first heard of."""
+        """The seconds received since each job's first report."""
         return {number: known.received_s for number, known in self._jobs.items()}

@@ -1,7 +1,6 @@
-"""What the master refused of a plan, so that the next ones do not ask for it again at once.
+"""Refusals of the master, noted so that the next plans do not repeat them at once.
 
-Whoever plans need not remember it: without it a plan asks once more. What is noted of a job stands until the job
-changes, or for some seconds.
+A note on a job stands until the job changes, or for some seconds. Losing the notes costs one more request.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 
 from ganger_master.core.commands import Change
 
-# What other jobs do may end it, and nobody says so.
+# Changes of other jobs may end the cause without an event for this job.
 _NOTED_SECONDS: Final = 5.0
-# Nodes closed to a job, and for how long they probably are: where users and storage are concerned an operator has to do
-# something; any other job may show that a node launches again.
+# How long nodes stay excluded for a job: wrong users or storage need an operator; a failed launch may succeed soon.
 _CLOSED_SECONDS: Final = {
     Reason.STORAGE_NOT_SHARED: 900.0,
     Reason.CANNOT_SWITCH_USER: 900.0,
@@ -27,8 +25,8 @@ _CLOSED_SECONDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ExcludedJobs:
-    """Jobs by number: not to be started, not to be stopped, not to be placed on these nodes. `unplaced`: those for whom
-    the last plan that might stop others found no place even so."""
+    """Jobs by number: not to be started, not to be preempted, not to be placed on these nodes. `unplaced`: jobs for
+    which the last plan that might preempt found no place."""
 
     not_started: Collection[int] = ()
     not_stopped: Collection[int] = ()
@@ -36,7 +34,7 @@ class ExcludedJobs:
     unplaced: Collection[int] = ()
 
     def resting(self, numbers: Collection[int]) -> ExcludedJobs:
-        """With these, too, not to be started."""
+        """Return the exclusions with these jobs, too, not to be started."""
         return replace(self, not_started=frozenset((*self.not_started, *numbers))) if numbers else self
 
 
@@ -44,7 +42,7 @@ NONE_EXCLUDED: Final = ExcludedJobs()
 
 
 class RefusalBackoff:
-    """Notes by job; at most one change of each is refused at a time, so there are no more than jobs."""
+    """Notes by job. The master refuses at most one change of a job at a time, so there are no more notes than jobs."""
 
     def __init__(self) -> None:
         self._not_started: dict[int, float] = {}
@@ -53,10 +51,10 @@ class RefusalBackoff:
         self._unplaced: frozenset[int] = frozenset()
 
     def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
-        """The first refusal is what counts. One that a fresh view cures is not noted."""
+        """Note the first refusal of a change, unless a fresh view removes its cause."""
         refusal = next(iter(refusals), None)
         if refusal is None or refusal.reason.kind is RefusalKind.RACE or change.kind == "CORES":
-            # Whose cores cannot be changed keeps them, and asking again costs nobody anything.
+            # A job whose cores cannot change keeps them, and another request costs no job anything.
             return
         number = change.number
         if change.kind in ("SUSPEND", "RESIZE"):
@@ -69,19 +67,19 @@ class RefusalBackoff:
             self._not_started[number] = now + _NOTED_SECONDS
 
     def note_unplaced(self, numbers: frozenset[int], may_stop: bool, now: float) -> None:
-        """For whom no place was found, whoever might be stopped for them: others are served without them for a while.
-        `may_stop`: the plan was one that might stop others, so these are all."""
+        """Leave out jobs that fit nowhere, whatever is preempted, for a while. `may_stop`: the plan might preempt, so
+        `numbers` are all of them."""
         if may_stop:
             self._unplaced = numbers
         self._not_started.update(dict.fromkeys(numbers, now + _NOTED_SECONDS))
 
     def forget(self, number: int) -> None:
-        """The job is another one now."""
+        """Drop the notes on a job that has changed."""
         for notes in (self._not_started, self._not_stopped, self._closed):
             notes.pop(number, None)
 
     def at(self, now: float) -> ExcludedJobs:
-        """What stands now; the rest is forgotten."""
+        """Return the exclusions at `now`, and drop expired notes."""
         for ends in (self._not_started, self._not_stopped):
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]
@@ -94,6 +92,6 @@ class RefusalBackoff:
 
     @property
     def next_s(self) -> float:
-        """When the first note is over; infinite without any."""
+        """When the first note expires, in Unix seconds; infinite without notes."""
         ends = [*self._not_started.values(), *self._not_stopped.values(), *(end for end, _ in self._closed.values())]
         return min(ends, default=float("inf"))

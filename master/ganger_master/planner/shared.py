@@ -1,4 +1,4 @@
-"""The whole pass of `gandiva`: packs are tried, kept and undone at the end of a quantum, and gangs take turns."""
+"""The whole pass of `gandiva`: trials of co-locations at the end of a quantum, and time slicing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ganger_master.policies.placements import PlacementPreference
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is remembered."""
+    """The state between two passes."""
 
     turns: Turns = field(default_factory=Turns)
     packs: Colocations = field(default_factory=Colocations)
     fairness: Fairness = NOTHING_OWED
 
     def without(self, before: Shared, refused: Set[int]) -> Shared:
-        """If changes of these jobs were refused; `before`: what was remembered before they were planned."""
+        """Return the state after changes of these jobs were refused. `before`: the state before they were planned."""
         packs = with_refusals(before.packs, self.packs, refused)
         return replace(self, packs=packs, fairness=stayed(self.fairness, before.fairness, refused))
 
@@ -61,12 +61,17 @@ def plan_shared(
     changing: Collection[int] = (),
     errands: Sequence[MigrationPlan] = (),
 ) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
-    """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
-    `kept_out`: what was found not to be possible for some. `matrices`: the nodes switch rows by themselves, every
-    `turn_s` seconds (None: they do not), and all there is to propose is who takes turns. `received_s`: for how long
-    each has run on its devices, by number. `draining`: names of nodes that are to be emptied. `changing`: numbers
-    of node sets of which nothing else becomes before their last change is made. `errands`: moves under way: their
-    places are kept, and nobody on them is disturbed."""
+    """Return the changes to propose now, the state if they are proposed, and the findings of trials.
+
+    gpus: number of GPUs of the cluster.
+    kept_out: jobs and nodes that recent refusals exclude.
+    matrices: the nodes rotate slices by themselves, every `turn_s` seconds (None: they do not), and the plan only
+    changes the slice matrices.
+    received_s: seconds that each job has run on its devices, by number.
+    draining: names of nodes to be emptied.
+    changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes.
+    errands: migration plans under way: their places are kept, and their jobs left as they are.
+    """
     if table.quotas is not None and table.quotas.are_contested:
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
     turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
@@ -77,14 +82,14 @@ def plan_shared(
         is_crowded = table.has_waiting or bool(turns.sharers) or _take_turns(table)
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
         tried = PlanDraft(changes)
-    # Where the planner leads the turns, they keep nobody from its cores.
+    # If the planner switches the slices, ended co-locations do not keep cores.
     followed: tuple[Change, ...] = ()
     if matrices:
         followed, packs = follow(packs, table, room.view, now, seen)
         tried = PlanDraft((*tried.changes, *followed))
     elif packs.parting:
         packs = replace(packs, parting=())
-    # One that is not looked after any more keeps nobody.
+    # A plan that has timed out keeps no places.
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
     busy = packs.on_trial | {change.number for change in tried.changes}
     busy = busy.union(*[errand.numbers for errand in errands])
@@ -107,14 +112,14 @@ def plan_shared(
             fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
             turns = replace(turns, since_s=now) if is_due else turns
         else:
-            # Mostly nobody rests, and nobody asks.
+            # Lazy: most passes have no parked job and do not need the units.
             units = (pack.numbers for pack in packs.packs)
             found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, units)
     finally:
         trying.undo()
     next_s = found.next_change_s
     if packs.packs or (matrices and _take_turns(table)):
-        # They are watched as long as they last, and who takes turns is measured meanwhile.
+        # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
         turns = replace(turns, since_s=now) if is_due and turns.since_s != now else turns
         next_s = min(next_s, turns.since_s + quantum_s)
     next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s

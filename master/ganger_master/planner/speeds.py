@@ -1,4 +1,5 @@
-"""How fast elastic jobs are with each number of GPUs they have had: window by window now, and what was usual before."""
+"""Measured rates of elastic jobs by number of GPUs: windows at the present size, and the last rate at each other
+size."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ganger_master.policies.trial_test import FIRST_WINDOWS
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    # Epoch, devices and cores of the present stretch; None while it does not run.
+    # Epoch, devices and millicores of the present run; None while it does not run.
     running: tuple[int, int, int] | None = None
     since_s: float = 0.0
     windows: RateWindows = field(default_factory=RateWindows)
@@ -25,14 +26,14 @@ Remembered: TypeAlias = Mapping[int, _Seen]
 
 
 class SpeedsByGpus:
-    """One writer. Rates are in whatever is reported of a job per second, the same for all its sizes."""
+    """Rates by job number, in reported steps per second, comparable between the sizes of one job. One writer."""
 
     def __init__(self, pace: TrialPace) -> None:
         self._pace = pace
         self._jobs: dict[int, _Seen] = {}
 
     def put(self, job: JobRecord, gang: Gang | None, now: float) -> None:
-        """A job as it is now. Whoever has other GPUs or cores than before is measured anew."""
+        """Record a job as it is now. With other GPUs or cores it is measured anew."""
         if job.state.is_finished or not job.spec.is_elastic:
             self.forget(job.number)
             return
@@ -51,12 +52,13 @@ class SpeedsByGpus:
         self._jobs.pop(number, None)
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Forgets all others: nobody said how they ended."""
+        """Drop the jobs that are not live; their ends were not reported."""
         for number in [number for number in self._jobs if not is_live(number)]:
             self.forget(number)
 
     def record(self, number: int, done: int, time_s: float, now: float, since_s: float = float("nan")) -> bool:
-        """A report: so much was done by then. Whether it has filled a window. `since_s`: as `Look` has it."""
+        """Record that `done` steps were done at `time_s`. Return whether that has filled a window. `since_s`: as in
+        `ProgressSample`."""
         seen = self._jobs.get(number)
         if seen is None or seen.running is None or now < seen.since_s:
             return False
@@ -72,19 +74,19 @@ class SpeedsByGpus:
 
     @property
     def remembered(self) -> Remembered:
-        """For one that goes on from there."""
+        """The measurements, for a planner that continues from them."""
         return self._jobs
 
     def recall(self, remembered: Remembered) -> None:
-        """What one before this remembered."""
+        """Take over the measurements of an earlier planner."""
         self._jobs = dict(remembered)
 
     def windows(self, number: int) -> tuple[float, ...]:
-        """Of the last full windows of its present stretch, oldest first."""
+        """Return the last full windows of its present run, oldest first."""
         seen = self._jobs.get(number)
         return seen.windows.rates if seen is not None else ()
 
     def rates(self, number: int) -> Mapping[int, float]:
-        """By number of GPUs, as last measured with each."""
+        """Return the rate last measured with each number of GPUs, in steps per second."""
         seen = self._jobs.get(number)
         return seen.rates if seen is not None else {}

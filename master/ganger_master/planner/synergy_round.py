@@ -1,8 +1,9 @@
-"""One pass of a round: a tuning packs all who are chosen as if the cluster were empty, and as many as can stay.
+"""One round with a tuning that places jobs: pack all chosen jobs as if the cluster were empty, and keep as many gangs
+as possible where they are.
 
-What the tuning says of a node holds for any node alike, and what it says of a gang for any gang alike; so nodes and
-gangs are matched with where gangs lie already (Synergy's leases, OSDI 2022, section 4.2: a job that stays on its server
-goes on). The others stop, and start where they are to be as soon as that is free.
+A packing holds for any equal nodes and any equal gangs, so nodes and gangs are matched with present places (leases of
+Synergy, OSDI 2022, section 4.2: a job that stays on its server continues). The other gangs stop, and start in their new
+places as soon as these are free.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def plan_packed(
     kept_out: ExcludedJobs = NONE_EXCLUDED,
     known: Known = NOTHING,
 ) -> PlanDraft | None:
-    """The changes that lead to the packing, as `plan`. None: somebody is chosen whom a packing by GPUs cannot
-    place, or it would place nobody at all."""
+    """Return the changes that lead to the packing; arguments as in `plan`. None: a chosen job cannot be packed by GPUs,
+    or the packing places no job."""
     assert tuning.place is not None, f"{tuning.name} places no job"
     choice = choose(asked(order, table, now, capacity, remaining_s, kept_out))
     is_movable = choice.facts.is_running & choice.facts.is_preemptible
@@ -105,7 +106,7 @@ def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[Job
 def _staying(
     view: View, names: Sequence[str], job: JobRecord, gang: Gang, where: Where, amounts: Amounts
 ) -> CoresWish | None:
-    """None: it cannot go on with what it is to have, or not there."""
+    """Return the wish of a gang that stays; None if it cannot continue there with these amounts."""
     by_node = {names[node]: amount for (node, _), amount in zip(where, amounts, strict=True)}
     if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
         return None
@@ -135,7 +136,7 @@ def _is_local(job: JobRecord) -> bool:
 
 
 def _targets(placed: Pieces) -> dict[int, Place]:
-    """By gang."""
+    """Return the places by gang."""
     found: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     columns = (placed.gang, placed.node, placed.gpus, placed.cores, placed.memory_bytes)
     for gang, node, gpus, cores, memory in zip(*(column.tolist() for column in columns), strict=True):
@@ -146,7 +147,7 @@ def _targets(placed: Pieces) -> dict[int, Place]:
 
 
 def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None:
-    """None where it lies on a node that takes no gangs."""
+    """Return its place; None if one of its nodes takes no gangs."""
     if any(claim.node not in numbered for claim in claims):
         return None
     ordered = sorted(claims, key=lambda claim: numbered[claim.node])
@@ -157,7 +158,7 @@ def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None
 
 
 def _alike(view: View, names: Sequence[str], nodes: TuningNodes) -> list[Hashable]:
-    """Nodes with equal entries may change places."""
+    """Return a key by node; nodes with equal keys may be exchanged."""
     return [
         (view.topologies[view.slots[name]].configuration_set.name, gpus, cores, memory)
         for name, gpus, cores, memory in zip(
@@ -169,8 +170,8 @@ def _alike(view: View, names: Sequence[str], nodes: TuningNodes) -> list[Hashabl
 def keeping(
     present: Sequence[Place | None], kinds: Sequence[Hashable], targets: dict[int, Place], alike: Sequence[Hashable]
 ) -> list[Place | None]:
-    """For each gang a target of one of its kind, so that many lie where they lie now, with what they have: first nodes
-    that are `alike` change places, then gangs of one kind their targets. Who stays once stays when asked again."""
+    """Return for each gang a target of its kind, so that many gangs keep their place and amounts: first nodes that are
+    `alike` are exchanged, then targets of equal gangs. The result is stable: a second call moves no further gang."""
     move = _relabelled(present, kinds, targets, alike)
     free: dict[Hashable, dict[Where, list[Amounts]]] = {}
     for gang in sorted(targets):
@@ -196,7 +197,8 @@ def keeping(
 def _relabelled(
     present: Sequence[Place | None], kinds: Sequence[Hashable], targets: dict[int, Place], alike: Sequence[Hashable]
 ) -> list[int]:
-    """Where each node of the packing is to be: of nodes alike, so that the most gangs stay, by GPUs."""
+    """Return the node that takes the place of each packed node, among equal ones, so that the most GPUs of gangs
+    stay."""
     move = list(range(len(alike)))
     now = _contents([(gang, place) for gang, place in enumerate(present) if place], kinds)
     then = _contents(sorted(targets.items()), kinds)
@@ -215,7 +217,7 @@ def _relabelled(
 def _matched(
     members: Sequence[int], now: dict[int, Counter[Hashable]], then: dict[int, Counter[Hashable]]
 ) -> list[int]:
-    # A fifth of a second to import, and only who packs waits.
+    # Takes a fifth of a second to import; only packing needs it.
     from scipy.optimize import linear_sum_assignment
 
     column = {kind: at for at, kind in enumerate(dict.fromkeys(kind for node in members for kind in now.get(node, ())))}

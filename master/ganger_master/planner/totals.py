@@ -1,4 +1,4 @@
-"""How much there is to share among gangs: what policies reckon by."""
+"""The capacity that policies share out among gangs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from ganger_master.policies.job_facts import Capacity
 
 
 def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER_WAY) -> Capacity:
-    """Devices are those free on nodes that take gangs, and those of gangs that run or are leaving, wherever they are:
-    what others keep (who rests, what is broken) no gang can have. Cores and memory are all of the nodes that take
-    gangs. `resizing`: what is known of changes of size under way, whose next worlds hold devices, too."""
+    """Return the devices, cores and memory that gangs can have.
+
+    Devices are the free ones of available nodes and those of gangs that run or leave, on any node; devices of parked
+    gangs and broken ones do not count. Cores and memory are those of all available nodes. `resizing`: resizes under
+    way, whose next worlds hold devices, too.
+    """
     columns = view.columns()
     available = columns.available
     free = int(np.bitwise_count(columns.free[available]).sum())

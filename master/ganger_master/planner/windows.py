@@ -1,6 +1,6 @@
-"""The rate of a job as it runs now, window by window, from the steps that it reports.
+"""The present rate of a job, window by window, from its progress reports.
 
-A window is so long and of so many steps that one says little about the next.
+A window is long enough, in time and steps, to be independent of the next one.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Final
 
 from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
 
-# Times of one clock are told with so much of an error.
+# Reported times of one clock have this error.
 _CLOCK_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSample:
-    """Steps that were done at a time, in seconds of any clock. `since_s`: when the first one was done since the job
-    last began to run or went on, by the same clock; NaN where nobody says."""
+    """Steps done at a time, in seconds of one clock. `since_s`: when the first step since the last start or resume was
+    done, by that clock; NaN if it was not reported."""
 
     time_s: float
     step: int
     since_s: float = float("nan")
 
     def goes_on_from(self, began: ProgressSample) -> bool:
-        """Whether neither the job nor its clock has gone back, nor has it rested in between."""
+        """Return whether neither the job nor its clock went back since `began`, and the job was not parked
+        meanwhile."""
         if self.step < began.step or self.time_s < began.time_s - _CLOCK_S:
             return False
         return not began.time_s < self.since_s - _CLOCK_S
@@ -33,14 +34,14 @@ class ProgressSample:
 
 @dataclass(frozen=True, slots=True)
 class RateWindows:
-    """`open`: where the window began that is not full yet; `rates`: of the last full ones, in steps per second."""
+    """`open`: where the unfinished window began; `rates`: of the last full ones, in steps per second."""
 
     open: ProgressSample | None = None
     rates: tuple[float, ...] = ()
 
     def after(self, look: ProgressSample, least_s: float, least_steps: int) -> RateWindows:
-        """With one look more. Who rested, or went back (it was started again, or its clock was set), begins its window
-        anew."""
+        """Return the windows after one more sample. A window begins anew after a park, a restart or a clock that was
+        set."""
         began = self.open
         if began is None or not look.goes_on_from(began):
             return replace(self, open=look)
@@ -51,10 +52,10 @@ class RateWindows:
 
     @property
     def is_enough(self) -> bool:
-        """For a first judgement."""
+        """Whether there are enough windows for a first verdict."""
         return len(self.rates) >= FIRST_WINDOWS
 
     @property
     def rate(self) -> float:
-        """The usual one: an evaluation or a checkpoint in some window does not count. NaN without any."""
+        """The median rate, so that an evaluation or a checkpoint in one window does not count; NaN without windows."""
         return median(self.rates) if self.rates else float("nan")

@@ -32,9 +32,9 @@ class ClusterMirror:
         self.draining: tuple[str, ...] = ()
         # Numbers of node sets whose newest matrix is not yet made on all their nodes.
         self.changing: frozenset[int] = frozenset()
-        # None: nobody takes turns.
+        # None: no time slicing.
         self.quantum_s: float | None = None
-        # Of one node, that nobody waits for; None: ours to say.
+        # Opportunistic migrations of a node and hour; None: the planner decides.
         self.moves_per_hour: float | None = None
         self._clock = clock
         # Of the master's clock before ours.

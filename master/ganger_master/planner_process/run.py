@@ -56,31 +56,31 @@ log = logging.getLogger(__name__)
 _BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
 _HEALTHY_SECONDS: Final = 5.0
-# Jobs whose places are told, and how often that of many is when nothing else is.
+# Longest line that is reported with every change, and seconds between two reports of a longer one.
 _SHORT_LINE: Final = 100
 _LINE_SECONDS: Final = 1.0
 _TRIAL_PACE: Final = core_profiles.TrialPace()
-# Between two looks at what running jobs report.
+# Seconds between two reads of progress reports.
 _PROGRESS_SECONDS: Final = 1.0
-# What was approved is told in the next breath; if not, something was missed, and all is asked for anew.
+# Approved changes arrive at once; after this time an event was missed, and all state is read again.
 _REACH_SECONDS: Final = 10.0
-# The next switch may take longer than the last; and then they may take less again.
+# Margin over the measured minimum quantum, and how long that measurement counts.
 _QUANTUM_MARGIN: Final = 1.5
 _QUANTUM_BELIEVED_SECONDS: Final = 60.0
-# A stop with a checkpoint and a start, for who cannot have another size where it is: nobody measures that.
+# Seconds that a resize by checkpoint and restart takes; not measured.
 _RESTART_SECONDS: Final = 30.0
-# What is measured is noted so often; what was decided at once. Notes take a fiftieth of a core at most.
+# Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
 _NOTE_SECONDS: Final = 10.0
 _NOTE_REST: Final = 50.0
 
 
 class NoPlannerError(ValueError):
-    """The policy is not one a planner places by; the message says why."""
+    """The planner does not place jobs under this policy; the message explains why."""
 
 
 class Planner:
-    """Plans for the master that `find` finds, asked at every connection. `policy` and `plan_every_s` are the master's
-    own unless given. `note`: the file for what is remembered; None: a planner that is started anew knows nothing."""
+    """Plans for the master that `find` returns, which it calls at every connection. `policy` and `plan_every_s` default
+    to the master's. `note`: the file for the state; None: the state ends with the process."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Planner:
         self._plan_every_s = plan_every_s
         self._clock = clock
         self._trial_pace = trial_pace
-        # Kept when the connection is not: it takes time to measure.
+        # Kept across connections: measuring takes time.
         self._seen = Measurements(trial_pace)
         self._shared = NOTHING_SHARED
         self._packing = OrderColocation()
@@ -105,26 +105,26 @@ class Planner:
         self._growing = GrowthTrials()
         self._resizing = NOTHING_UNDER_WAY
         self._noting, self._has_recalled = Note(note), False
-        # Something was, since it was noted last.
+        # Set when a decision was made since the last note.
         self._decided = asyncio.Event()
         self._start_over()
 
     def _start_over(self) -> None:
         self._live = ClusterMirror(self._clock)
         self._refused = RefusalBackoff()
-        # What a quantum has to be at least where switches take long, and until when that is believed.
+        # The least quantum where switches take long, and until when that counts.
         self._least_quantum_s, self._believed_until_s = 0.0, 0.0
         self._news = asyncio.Event()
-        # Numbers last told, and when.
+        # The line last reported, and when.
         self._line: tuple[int, ...] | None = None
         self._line_told_s = 0.0
-        # The places that the master was last told to keep.
+        # The reservations last sent to the master.
         self._promised: tuple[Promise, ...] | None = None
-        # Whom the last plan that stopped somebody stopped for others: they rest until the next one may.
+        # Jobs that the last preempting plan preempted for others: they wait until the next one may preempt.
         self._displaced: frozenset[int] = frozenset()
 
     async def run(self) -> None:
-        """Until cancelled. NoPlannerError if there is nothing to plan here."""
+        """Plan until cancelled. NoPlannerError if the policy needs no planner."""
         attempt = 0
         loop = asyncio.get_running_loop()
         while True:
@@ -183,13 +183,13 @@ class Planner:
             await asyncio.Future()
         live, seen = self._live, self._seen
         seen.weighs_sizes = policy.resizes
-        # Who packs beside an order looks in its own time.
+        # A policy that co-locates beside an order plans that at its own pace.
         waits = not _acts_on_measures(policy)
         interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             now = live.now
             for name, progress in batch.progress.items():
-                # Who has not done a step yet may be heard of for other reasons.
+                # A job without a step may report for other reasons.
                 is_of_a_step = progress.HasField("step_time")
                 if is_of_a_step and seen.record(names.parse_job_name(name), _heard(progress), now) and not waits:
                     self._news.set()
@@ -227,7 +227,7 @@ class Planner:
         )
 
     def _recall(self) -> None:
-        """What the planner before this one noted, once it is known of whom."""
+        """Continue from the note of an earlier planner, once the jobs are known."""
         self._has_recalled = True
         live = self._live
 
@@ -248,7 +248,7 @@ class Planner:
         policy = self._policy()
         every_s = self._live.plan_every_s if self._plan_every_s is None else self._plan_every_s
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
-        # Who was stopped just before we came counts, too.
+        # A preemption just before this planner started counts, too.
         pace = PlanPace(every_s, stopped_at_s=self._live.table.last_stop_s)
         while True:
             wait_s = pace.wait_s(self._live.now, self._news.is_set())
@@ -277,7 +277,7 @@ class Planner:
             )
         findings: tuple[TrialFinding, ...] = ()
         if policy.shares and sizes.is_giving:
-            # Who waits is about to have devices of its own.
+            # Shrinking jobs are about to free devices for pending jobs.
             found, moves_at_s = PlanDraft(line=np.array(self._line or (), np.int64)), inf
         elif policy.shares:
             found, findings, moves_at_s = self._found_shared(policy, now, pace)
@@ -292,13 +292,13 @@ class Planner:
             self._resizing = found.resizing or self._resizing
             found = replace(found, next_change_s=max(found.next_change_s, pace.next_stop_s(now)))
         took_s = time.perf_counter() - began
-        # Where nobody may pass, nobody else would be served without them.
+        # Under a strict order no later job would start in their place.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
         self._refused.note_unplaced(unplaced, may_stop, now)
         started = {change.number for change in found.changes if change.kind == "START"}
         line = tuple([number for number in found.line.tolist() if number not in started][:LINE_LIMIT])
         revisions: dict[int, int] = {}
-        # For a while or for long, and of these for long.
+        # Refused changes; of these, the ones that no fresh view would allow.
         refused: set[int] = set()
         barred: set[int] = set()
         stopped = False
@@ -321,7 +321,7 @@ class Planner:
         if revisions or findings:
             self._decided.set()
         if revisions:
-            # The next plan goes by what this one has changed.
+            # The next plan needs the effects of this one.
             async with asyncio.timeout(_REACH_SECONDS):
                 await live.reach(revisions)
         again_s = live.now if unplaced else self._refused.next_s
@@ -331,7 +331,7 @@ class Planner:
         return pace.after(live.now, took_s, found, stopped=stopped, refused=bool(refused), again_s=again_s)
 
     def _found(self, policy: Policy, now: float, may_stop: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
-        """What to propose, what was found of moves before, and when to look after them though nothing happens."""
+        """Return the plan, the findings of earlier migrations, and when to judge the next ones without any event."""
         live = self._live
         capacity = live.capacity_beside(self._resizing)
 
@@ -372,7 +372,7 @@ class Planner:
     def _found_shared(
         self, policy: Policy, now: float, pace: PlanPace
     ) -> tuple[PlanDraft, tuple[TrialFinding, ...], float]:
-        """The same where jobs share GPUs, and what was found of changes before; nobody is moved in the same plan."""
+        """Return the same for policies that share GPUs. A plan with other changes has no migrations."""
         live = self._live
         found, self._shared, findings = plan_shared(
             policy.placement,
@@ -409,7 +409,7 @@ class Planner:
     def _packed(
         self, policy: Policy, found: PlanDraft, now: float, every_s: float
     ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
-        """With packs, where there is nothing else to change."""
+        """Return the plan with co-locations, where it has no other changes."""
         live, packing = self._live, self._packing
         findings: tuple[TrialFinding, ...] = ()
         if not found.changes and now >= packing.next_look_s(live.table, every_s):
@@ -424,8 +424,8 @@ class Planner:
     def _messages(
         self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[TrialFinding] = ()
     ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
-        """What to propose, in this order; the order of those who wait with the last of it, or alone if that has
-        changed and was not told just now."""
+        """Yield the plan's messages in order. The last one has the line of pending jobs, if it changed; a long line
+        only after `_LINE_SECONDS`."""
         now = self._live.now
         tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_SECONDS)
         promises = self._moving.promises
@@ -449,11 +449,11 @@ class Planner:
             yield message, part
 
     def _figures(self, change: Change) -> str:
-        """What is known of what cores do to its job, where it is about these."""
+        """Return the measured effect of cores on the job, for a CORES change without a reason."""
         return change.reason or (self._seen.measured.describe(change.number) if change.kind == "CORES" else "")
 
     def _turn_s(self, now: float) -> float | None:
-        """For how long a turn is to last: as the cluster wants, or as long as switches make it."""
+        """Return the seconds of a time slice: the cluster's quantum, or more where slice switches need it."""
         wanted = self._live.quantum_s
         if wanted is None or now >= self._believed_until_s:
             return wanted
@@ -488,17 +488,17 @@ class Planner:
 
 
 def _remembers(policy: Policy) -> bool:
-    """Whether it goes by what is measured, or has more to do than a plan can say."""
+    """Return whether the planner measures jobs under this policy."""
     return policy.packs or _acts_on_measures(policy)
 
 
 def _acts_on_measures(policy: Policy) -> bool:
-    """Whether what is measured may change the next plan at once."""
+    """Return whether a measurement may change the next plan at once."""
     tunes = policy.tuning is not None and policy.tuning.by_profiles
     return tunes or policy.shares or policy.grows or policy.moves or policy.resizes
 
 
-# However far off the next plan is: clocks may be set.
+# Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_SECONDS: Final = 60.0
 
 
@@ -515,6 +515,6 @@ def _heard(progress: job_pb2.Progress) -> ProgressReport:
 
 
 def _told_passes(progress: job_pb2.Progress) -> int:
-    """Of a job with a loop of its own that reports its epoch by name."""
+    """Return the passes of a job that reports its epoch as a metric."""
     told = [metric.value for metric in progress.metrics if metric.name == "epoch"]
     return int(max(0.0, told[0])) if told and isfinite(told[0]) else 0

@@ -1,9 +1,8 @@
-"""Split a long plan into parts, so that none takes the master long; changes that belong together stay in one.
+"""Parts of long plans, and the note file from which a planner continues.
 
-The file in which a planner finds what the one before it remembered.
-
-A hint: without it all is measured again, and a planner that cannot read or write it says so and goes on. It is replaced
-whole, and not synced: it is to outlive processes, and jobs do not outlive a machine.
+Long plans are split so that the master judges each part quickly; changes that belong together stay in one part. The
+note is a hint: without it, or if it cannot be read or written, the planner logs that and measures again. It is replaced
+whole and not synced: it is to survive processes, and jobs do not survive a machine.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Note:
-    """`path` None: nothing is noted. One writer."""
+    """The note file. `path` None: nothing is noted. One writer."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -82,11 +81,11 @@ class Note:
         return found
 
     def write(self, memory: PlannerMemory, policy: str, now: float) -> None:
-        """Unless that is what was written last."""
+        """Write the note, unless it equals the last one."""
         packet = packed(memory)
         if self._path is None or packet == self._written:
             return
-        # Readable by nobody else: it names nodes and what jobs do.
+        # Readable only by its owner: it names nodes and what jobs do.
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -101,7 +100,7 @@ class Note:
         self._written, self._has_failed = packet, False
 
     def forget(self) -> None:
-        """Whoever failed by what it remembered is not to be followed by one that does so again."""
+        """Remove the note, so that a planner that failed by it is not followed by one that does so again."""
         if self._path is not None:
             try:
                 self._path.unlink(missing_ok=True)
