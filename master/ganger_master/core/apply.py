@@ -371,7 +371,7 @@ def _review_jobs(state: State, now: float, cause: str) -> None:
         del dirty[number]
         if number in state.jobs:
             attempts.review(state, number, now, cause)
-            # It has come to rest, whatever it changed of itself on the way.
+            # Nothing follows for it any more, whatever it changed of itself meanwhile.
             dirty.pop(number, None)
 
 

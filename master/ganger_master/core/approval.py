@@ -34,7 +34,7 @@ from ganger_master.core.reservations import (
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 
-# More candidates than this are not looked at: the wire allows no more.
+# More candidates than this are not judged: the wire allows no more.
 MOST_CANDIDATES = 16
 
 

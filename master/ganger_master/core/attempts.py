@@ -129,7 +129,7 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         again_at=0.0,
     )
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
-        # Before it has come to rest nothing was judged: what a part that ended held is another's by now.
+        # Until it is parked nothing is judged: another gang may hold the devices of a part that has ended.
         back = orders.holding(gang, gang.claims) if orders.has_given_up(gang) else gang
         moves.run_after_all(state, back, now)
         state.put_job(job)
@@ -157,7 +157,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     gangs = state.gangs_of_job(number)
     if len(gangs) > 1 and share_pieces(state, job, gangs):
         return True
-    # They stand until something changes, and then all is looked at again.
+    # The acts stand until something changes, and then all of them are computed again.
     acts = list(map(act_of, gangs))
     if _FORGET in acts or job.ending is not None:
         for gang, act in zip(gangs, acts, strict=True):
@@ -301,7 +301,7 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     job = replace(job, revision=job.revision + 1, trouble=trouble)
     job = retry.after_refused_suspend(job, gang.park_level, trouble)
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
-        # It waited where it rests.
+        # It waited where it is parked.
         state.put_gang(orders.rested(orders.park(gang, back, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     elif back is not SuspendLevel.NONE:

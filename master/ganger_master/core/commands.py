@@ -157,7 +157,7 @@ class Change(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()
     level: SuspendLevel = SuspendLevel.NONE
     together: int = 0
-    # Of a ROW: the number of its node set (zero: a new one), its rows there, and what is common to all of the set.
+    # For kind ROW: the time-slice group (zero: a new one), its slices there, and what all changes of the group share.
     node_set: int = 0
     rows: tuple[int, ...] = ()
     quantum_seconds: float = 0.0
@@ -276,7 +276,7 @@ class ObservedGang(Struct, frozen=True, gc=False):
     kept_memory_bytes: int = 0
     # Of a part that has ended.
     progress: JobProgress | None = None
-    # Of the slowest rank: the last step before its present rest, and the first one since it runs.
+    # Of the slowest rank: the last step before it was parked, and the first one since it runs.
     last_step_time: float = 0.0
     first_step_time: float = 0.0
     # The order that the daemon has for it; only where the master requested that.

@@ -292,7 +292,7 @@ class ChangeJudged(Struct, frozen=True, gc=False):
 
 
 class TimePassed(Struct, frozen=True, gc=False):
-    """`set_by`: so much of it did not, for the clock was set, forward or back. `told`: the newest lease that was
+    """Time has passed. `set_by`: seconds by which the clock was set, forward or back. `told`: the newest lease that was
     sent; None: all were."""
 
     time: float

@@ -188,8 +188,9 @@ def begin_anew(gang: Gang) -> Gang:
 
 
 def has_given_up(gang: Gang) -> bool:
-    """Whether its devices are others' by now: it came to rest in host memory, and was not told to run since. It stays
-    so while it stops at another level, or comes back from having tried to."""
+    """Return whether other gangs may hold its devices: it was parked in host memory, and has had no order to run since.
+
+    That stays so while it goes to another level, or fails to."""
     return gang.rested_level is SuspendLevel.OFFLOAD
 
 

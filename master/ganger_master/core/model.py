@@ -213,11 +213,13 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Which levels the job offers; `missing` says why not, by level name, under MOVE why it can go nowhere else, under
-    TURNS why it takes no turns. Nothing is known before `known`. `resize`: its state can be brought back with another
-    number of ranks, by which `resize_divides` can be divided (zero: any). `presumed`: no agent has spoken up so far; it
-    may be only starting. `withdrawn`: of `missing`, what failed once and so is not offered again, whatever the ranks of
-    a later attempt say."""
+    """The suspend levels that a job offers. All fields are meaningless until `known`.
+
+    `missing`: why a level is not offered, by its name; under MOVE why the job cannot move, under TURNS why it cannot be
+    time-sliced. `resize`: its state can be restored by another number of ranks, which must divide `resize_divides`
+    (zero: any). `presumed`: no agent has reported yet, perhaps because it is only starting. `withdrawn`: the part of
+    `missing` that failed once and is not offered again, whatever the ranks of a later attempt report.
+    """
 
     pause: bool = False
     offload: bool = False
@@ -231,7 +233,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def no_turns(self) -> str:
-        """Why it takes no turns though it can rest; empty if it may."""
+        """Return why it cannot be time-sliced although it can be suspended; empty if it can."""
         return self.missing.get("TURNS", "")
 
     def without_turns(self, why: str) -> Capabilities:
@@ -348,11 +350,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     peak_device_bytes: int = 0
     # The same, but no more than the devices it ran on have: what others must leave it.
     used_device_bytes: int = 0
-    # Of the newest attempt that has ended. What runs is measured, and measurements are not kept.
+    # Progress of the newest attempt that has ended. That of a running one is measured, and not stored.
     progress: JobProgress | None = None
-    # Where a user's suspend has brought it to rest; NONE until it rests.
+    # The level at which a user's suspend has parked it; NONE until it is parked.
     suspended_level: SuspendLevel = SuspendLevel.NONE
-    # Why the job is to end once its gangs are gone; None while it is not.
+    # The state that it gets once its gangs are gone; None while it is not ending.
     ending: JobState | None = None
     failure: Failure | None = None
     reason: str = ""
@@ -362,7 +364,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     held: bool = False
     # What it had reported at the rungs of its array's stop rule; None is no number.
     rungs: tuple[float | None, ...] = ()
-    # Of one that was updated: what of its spec was otherwise before, and its newest updates that had request ids.
+    # For an updated job: the values as submitted, and its newest updates that had request ids.
     submitted: Submitted | None = None
     updates: tuple[Updated, ...] = ()
 
@@ -385,7 +387,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_bound(self) -> bool:
-        """Return whether it runs on only with as many devices as before: where it rests, or by its checkpoint."""
+        """Return whether it can continue only with as many devices as before: by its place or its checkpoint."""
         return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.resize)
 
     @property
@@ -532,13 +534,13 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     since: float = 0.0
     # Parked by the planner: the job stays HOLDING.
     parked_by_plan: bool = False
-    # Where it rests, also while it is to rest deeper; NONE once it runs.
+    # The level at which it is parked, also while a deeper one is ordered; NONE once it runs.
     rested_level: SuspendLevel = SuspendLevel.NONE
     # When a part last reported that the desired level is not available; zero: never.
     refused_at: float = 0.0
     # The group in which it is time-sliced; zero: none.
     node_set: int = 0
-    # What its move to where it is, or its rest there, is for.
+    # The reason of its move to this place, or of its being parked here.
     purpose: Purpose = NO_PURPOSE
     # It follows a world of another size, that of the epoch it restores from, and has pieces in common with it.
     resizes: bool = False
@@ -640,7 +642,7 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     phase: ObservedPhase = ObservedPhase.NONE
     # Once the daemon has sent it.
     told: StoredOrder | None = None
-    # Where it rests.
+    # The level at which it is parked.
     level: SuspendLevel = SuspendLevel.NONE
     stop_step: int = 0
     residue_bytes: tuple[int, ...] = ()
@@ -687,8 +689,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     strays: tuple[Stray, ...] = ()
     # Ended gangs in the newest report whose outcome is kept: the daemon may forget them.
     acknowledged: tuple[int, ...] = ()
-    # Gangs in a row that could not be launched here, since its session began or an operator uncordoned it, and what was
-    # said of the last.
+    # Gangs in a row that could not be launched here, since its session began or an operator uncordoned it, and the
+    # message of the last failure.
     launch_failures: int = 0
     launch_failure: str = ""
     create_time: float = 0.0

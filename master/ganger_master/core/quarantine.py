@@ -291,8 +291,7 @@ def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
 
 
 def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
-    """Return why what a gang holds (at rest less than its claims) cannot be booked beside other gangs; empty if it
-    can."""
+    """Return why the pieces of a gang (less than its claims if it is parked) cannot be booked; empty if they can."""
     if not job.spec.accepts(gang.devices):
         return f"it has {gang.devices} devices, which {job.name} does not accept"
     for claim in [piece.held for piece in gang.pieces if piece.held is not None]:

@@ -263,7 +263,7 @@ def _newest_living(state: State, alive: _LiveGangs) -> int:
 
 
 def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
-    """Return whether a gang is neither on its way to its end nor the destination of a move that is not committed."""
+    """Return whether a gang is neither ending nor the destination of a move that is not committed."""
     newest, gang = _newest_order(parts), state.gangs.get(epoch)
     if newest is not None:
         return newest.intent not in (GangIntent.STOP, GangIntent.PREPARE)

@@ -111,7 +111,7 @@ class State:
         self.last_answer: dict[str, float] = {}
         # By node: the job that last gave devices back there, and when; for the history of the job that gets them.
         self.left_by: dict[str, tuple[int, float]] = {}
-        # By epoch, of gangs that found no place off a draining node: `freed` of the view that was looked at, and when.
+        # By epoch, gangs without a place off a draining node: `freed` of the view that was searched, and when.
         self.drained_in_vain: dict[int, tuple[int, float]] = {}
         # By node and epoch: the last report of a gang, and gang and job as it left them.
         self.last_said: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}

@@ -319,5 +319,5 @@ def _put_node(state: State, node: Node, now: float, former: State | None) -> Non
     state.put_node(node)
     if not node.lost:
         state.note_answer(node.name, former.last_answer.get(node.name, now))
-        # Some may be silent for longer than the first: looked at with the next tick.
+        # Some may be silent for longer than the first: the next tick reviews all.
         state.next_silence_check = now
