@@ -48,13 +48,13 @@ class Contention:
         return math.exp(float(self.belief.mean[1]))
 
 
-# Prior of a GPU nobody packed on: utilisation counts once, plus or minus 15 %; each resident costs some 5 % more.
+# Prior of a GPU type without co-location trials: utilisation counts once, ± 15 %; each resident costs about 5 % more.
 UNKNOWN_DEVICE = Contention(Belief.independent(np.array([0.0, math.log(0.05)]), np.array([0.15, 1.0])))
 
 
 @dataclass(frozen=True, slots=True)
 class ColocationTrial:
-    """A pack that was measured: everybody's pressure alone, and everybody's speed relative to alone (> 0)."""
+    """A measured co-location: the pressure of each job alone, and its speed relative to alone (> 0)."""
 
     pressures: tuple[Pressure, ...]
     speeds: tuple[float, ...]

@@ -1,17 +1,17 @@
-"""How many tasks each job gets, by what one more would save (Optimus, EuroSys 2018, section 4.1).
+"""Optimus (EuroSys 2018): the number of tasks of each job by marginal gain (section 4.1), and its estimates of jobs.
 
-Every job gets one task of each kind, in order of arrival, as long as that fits: nobody starves. Then the task that
-saves most seconds of its job for what it takes of its dominant resource is added, again and again, until nothing fits
-or nothing helps. Kinds are parameter servers and workers, or workers alone where gradients are summed by all-reduce (as
-in the Optimus that Pollux, OSDI 2021, compares with).
+Every job receives one task of each kind, in order of arrival, as long as that fits, so no job starves. Then the
+task is added, repeatedly, that saves most seconds of its job per unit of its dominant resource, until none fits or helps.
+Kinds are parameter servers and workers, or workers alone where gradients are summed by all-reduce (as in the Optimus
+that Pollux, OSDI 2021, compares with).
 
-Not repeated from the public code: it stops at the first task that does not fit (here that kind is over for that job
-only), leaves out the factor for young jobs, and gives those whose convergence is unknown nothing (here the caller says
-how many steps it takes to be left). Without a least gain the rule drives published models to dozens of servers for a
-few percent; `LEAST_GAIN` ends that. The rule adds up finish times, so it prefers long jobs; that is Optimus.
+Differences from the public code: it stops at the first task that does not fit (here that kind is closed for that job
+only), omits the factor for young jobs, and gives jobs of unknown convergence nothing (here the caller estimates their
+remaining steps). Without a least gain the rule drives published models to dozens of servers for a few percent, which
+`LEAST_GAIN` prevents. The rule adds up finish times and so prefers long jobs, as Optimus does.
 
-What Optimus believes of a job: how many steps it has left, from its losses, and how fast it would go with how many
-GPUs, from measured steps (EuroSys 2018, sections 3.1 and 3.2; the law is Pollux's, for all-reduce).
+The estimates are the steps left, from losses, and the speed by number of GPUs, from measured steps (sections 3.1 and
+3.2; the speed law is that of Pollux for all-reduce).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def growing(
     most: Integers | None = None,
     least: Integers | None = None,
 ) -> ElasticJobs:
-    """Nobody young, no limits, and one task of each kind to begin with, unless told."""
+    """Make `ElasticJobs`. Defaults: no young jobs, no limits, and one task of each kind to begin with."""
     steps, needs = np.asarray(remaining_steps, float), np.asarray(shapes, float)
     if needs.ndim != 3 or len(needs) != len(steps):
         raise ValueError(f"shapes {needs.shape} must be (jobs, kinds, resources) of {len(steps)} jobs")
@@ -243,7 +243,7 @@ class _Growth:
         self._free = [there - wanted for wanted, there in zip(need, self._free, strict=True)]
 
     def _close(self, move: int) -> None:
-        """The move fits some job no more: whomever it fits no more is looked at again."""
+        """Close the move for all jobs that it no longer fits, and reconsider these."""
         over = np.any(self._needs[:, move] > np.array(self._free), axis=1)
         over &= ~self._closed[:, move]
         self._closed[over, move] = True
@@ -321,13 +321,16 @@ Believed: TypeAlias = Callable[[Sequence[tuple[JobRecord, Gang | None]]], Sequen
 
 
 def nothing_believed(jobs: Sequence[tuple[JobRecord, Gang | None]]) -> Sequence[OptimusEstimate]:
-    """Where nobody measures."""
+    """Return no estimate for any job: there are no measurements."""
     return [NOTHING] * len(jobs)
 
 
 def steps_left(whole: StepsLeftEstimate | None, steps_done: float, epoch_steps: float) -> tuple[float, bool]:
-    """Steps that are left of those that the fitted losses let expect (none yet, or no end in sight: None, infinite),
-    and whether that is a guess. Who goes on though it has converged has an epoch left."""
+    """Return the steps that are left, and whether that is a guess.
+
+    `whole`: the fitted total; None or infinite while there is none. A job that continues after convergence has one
+    epoch left.
+    """
     if whole is None or not math.isfinite(whole.value):
         return UNKNOWN_EPOCHS * epoch_steps, True
     return max(epoch_steps, whole.value - steps_done), not whole.is_known

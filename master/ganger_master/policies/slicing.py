@@ -1,13 +1,12 @@
-"""Who of those that share a set of nodes runs in the next row, and on which devices: fair by weight, gangs whole.
+"""Fair time slices: the gangs of a time-slice group that run in the next slice, and their devices.
 
-A row is what runs at once; a rotation of rows is a slot matrix (rows x devices). Everybody is entitled to a share of
-the time (max-min fair by weight, nobody to more than all of it), and the next row goes to who is first one quantum
-behind: of gangs of one size nobody is ever a quantum behind or ahead (earliest pseudo-deadline first; Baruah et al.,
-Algorithmica 1996). Of gangs of several sizes some can never be given all they are entitled to: they are kept at a
-bound, and among those the one that has waited longest goes first. Gandiva (OSDI 2018, section 3.2) rotates a queue
-instead and is fair only among equals. As there, gangs are chosen in that order if they fit beside those chosen before,
-nobody is suspended for a lower priority, and a slice lasts a minute. Knows nothing of how rows are switched: that takes
-place on the nodes.
+Each gang is entitled to a share of the time (max-min fair by weight, at most all of it). The next slice goes to the
+gang that would first be one quantum behind its share (earliest pseudo-deadline first; Baruah et al., Algorithmica
+1996). So gangs of equal size are never a quantum behind or ahead. Among gangs of different sizes some can never receive
+their whole share; their deficit is bounded, and among these the longest wait goes first. Gandiva (OSDI 2018, section
+3.2) rotates a queue instead, which is fair only among equals. As there, gangs are chosen in that order if they fit
+beside those chosen before, no gang is suspended for one of lower priority, and a slice lasts a minute. Nodes switch the
+slices; this module does not.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class SliceShare(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TimeSlice:
-    """Who runs, by number, and where."""
+    """Seats of the gangs that run in one slice, by number."""
 
     seats: Mapping[int, Seat]
 
@@ -77,7 +76,7 @@ class TimeSlice:
         return [one.number for one in sharers if one.runs and one.number not in self.seats]
 
     def shifted(self, sharers: Iterable[SliceShare]) -> list[int]:
-        """Who goes on elsewhere than where its state is: more than a switch."""
+        """Return the gangs that continue on devices other than those of their state: more than a switch."""
         return [
             one.number
             for one in sharers
@@ -91,8 +90,8 @@ def quantum_s(switch_s: float, wanted_s: float = QUANTUM_S) -> float:
 
 
 def shares(sharers: Sequence[SliceShare], gpus: int) -> dict[int, float]:
-    """The share of the time that each is entitled to, by number: 1 for who must not be suspended, then priority by
-    priority in proportion to weights as far as the devices go, nobody more than 1."""
+    """Return the share of the time that each gang is entitled to, by number: 1 for unpreemptible running gangs, then by
+    priority in proportion to weights as far as the devices go, at most 1."""
     found = dict.fromkeys((one.number for one in sharers), 0.0)
     left = float(gpus)
     for one in sharers:
@@ -132,11 +131,11 @@ def credited(
 
 
 def next_row(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> TimeSlice:
-    """Who runs for the next quantum. Who has not run yet goes first, so that its first mini-batches come within one
-    quantum; of equals who runs already, to spare a switch."""
+    """Return the slice for the next quantum. Gangs that have not run yet go first, so that their first mini-batches
+    come within a quantum; among equals running gangs, to save a switch."""
     line = _line(sharers, nodes, quantum)
     chosen = _seated(line, nodes)
-    # Those who go on stay where they are if the newcomers can sit elsewhere.
+    # Gangs that continue keep their devices if the newcomers fit elsewhere.
     settled = sorted(
         (one for one in line if one.number in chosen), key=lambda one: (not one.is_bound, not one.runs, not one.seat)
     )
@@ -224,7 +223,7 @@ def _line(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: f
 
 
 def _seated(line: Iterable[SliceShare], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
-    """Who finds a seat beside those before, in order."""
+    """Return the seats of the gangs that fit beside those before them, in order."""
     free = {node.name: node.mask for node in nodes}
     found = {}
     for one in line:

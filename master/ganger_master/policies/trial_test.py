@@ -104,7 +104,7 @@ def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
     return GainEstimate(value, math.sqrt(variance), variance**2 / by_freedom if by_freedom else math.inf)
 
 
-# Who is watched in a pack that was kept is asked about again and again, mostly by the same windows.
+# Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
 def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
     """And its standard error."""

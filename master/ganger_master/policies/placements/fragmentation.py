@@ -78,7 +78,7 @@ class FragmentationGrowth:
     def _count(self, states: Sequence[_State]) -> list[float]:
         """Expected free GPUs of nodes in these states that the next gang could not use."""
         types = self._demand.device_types
-        # Of a type that nobody counted all are of no use.
+        # Without gangs of a device type all its devices are of no use.
         known = [state for state in states if state[0].configuration_set.device_type in types]
         of = [state[0].configuration_set for state in known]
         columns = (

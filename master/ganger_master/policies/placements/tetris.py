@@ -54,7 +54,7 @@ class Alignment(Enum):
 def aligned(demands: Floats, available: Floats, kind: Alignment = Alignment.DOT) -> Floats:
     """(jobs x machines) from demands (jobs x resources) and what is available (machines x resources).
 
-    A machine without anything left, or a job that needs nothing, is aligned with nobody: 0.
+    The alignment is 0 for a machine without anything left and for a job that needs nothing.
     """
     dot = np.asarray(demands @ available.T, np.float64)
     if kind is Alignment.DOT:
@@ -145,7 +145,7 @@ def demanded(family: Family, ask: Ask) -> tuple[float, float, float]:
 def _shares(family: Family, gpus: int, millicores: int, memory: int) -> tuple[float, float, float]:
     of = family.topology.configuration_set
     cores = sum(socket.millicores for socket in of.sockets)
-    # What a node has nothing of, nobody there asks for.
+    # No gang on a node demands a resource that the node lacks.
     return (gpus / (of.devices or 1), millicores / (cores or 1), memory / (of.memory_bytes or 1))
 
 
@@ -300,7 +300,7 @@ def _aligned(room: CapacityIndex, claim: Claim, kind: Alignment) -> float:
     total = np.array([of.devices, sum(socket.millicores for socket in of.sockets), of.memory_bytes], np.float64)
     wanted = np.array([claim.device_mask.bit_count(), sum(claim.millicores), claim.memory_bytes], np.float64)
     free = np.array([view.free[slot].bit_count(), sum(view.millicores[slot]), view.memory[slot]], np.float64)
-    # What a node has nothing of, nobody there asks for.
+    # No gang on a node demands a resource that the node lacks.
     wanted, free = (np.divide(one, total, out=np.zeros(3), where=total > 0) for one in (wanted, free))
     dot = float(wanted @ free)
     lengths = float(np.linalg.norm(wanted) * np.linalg.norm(free))

@@ -64,8 +64,8 @@ class Profiles:
 def sampled(
     rates: Sequence[Callable[[float, float], float]], cores: Sequence[float], memory_bytes: Sequence[float]
 ) -> Profiles:
-    """Profiles from functions of (cores, memory bytes) for one GPU, read at the points of a grid. What falls there with
-    more of either is made flat: nobody must use what is given."""
+    """Return profiles from functions of (cores, memory bytes) for one GPU, read at the points of a grid. Where a rate
+    falls with more of either it is made flat: a gang need not use what it is given."""
     table = np.array([[[rate(c, m) for m in memory_bytes] for c in cores] for rate in rates], float)
     table = table.reshape(len(rates), len(cores), len(memory_bytes))
     rising = np.maximum.accumulate(np.maximum.accumulate(table, axis=1), axis=2)
@@ -192,8 +192,8 @@ def pieces(
 
 
 def runnable(gangs: Gangs, nodes: TuningNodes) -> Integers:
-    """Positions, ascending, of the first gangs in order whose GPUs are there together; who does not fit is passed over.
-    By GPUs alone (Synergy, OSDI 2022, section 4.2), so that no GPU idles for want of cores or memory."""
+    """Return the positions, ascending, of the first gangs in order whose GPUs fit together; others are skipped. Only
+    GPUs count (Synergy, OSDI 2022, section 4.2), so that no GPU is idle for want of cores or memory."""
     return np.sort(chosen(np.arange(len(gangs)), gangs.gpus, int(nodes.gpus.sum())))
 
 

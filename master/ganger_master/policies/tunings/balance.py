@@ -1,8 +1,8 @@
-"""Where gangs go so that the hungry do not meet: the largest first, each on the node that its wish loads least.
+"""Placement that separates gangs of large demand: the largest first, each on the node that its demand loads least.
 
-Synergy-Tune fills node after node, so that those that want many cores end up together, and takes back what they wanted
-when the frugal come last (OSDI 2022, section 4.2). Here only GPUs decide what fits, since shares always suffice, and
-wishes only say whom to put together; how much each gets is asked afterwards (see exact).
+Synergy-Tune fills node after node, so gangs that want many cores end up together and lose them again when gangs of
+small demand come last (OSDI 2022, section 4.2). Here only GPUs decide what fits, since shares always suffice. Demands
+only decide which gangs are placed together; `exact` divides the amounts afterwards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from ganger_master.policies.tunings.round_packing import RoundPacking
 
 
 def place(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Pieces:
-    """By GPUs, then by the part of a node that they want, most first; each on one of the nodes that hold it whole: the
-    one that is then least full, by the fuller of cores and memory; ties go to the node named first. Gangs that no node
-    holds are split over the fewest, if they may be; who finds no GPUs is left out."""
+    """Place gangs by GPUs, then by the part of a node that they want, most first.
+
+    Each goes on the node that holds it whole and is then least full, by the fuller of cores and memory; ties go to the
+    node named first. A gang that no node holds is split over the fewest nodes, if it may be. A gang without GPUs is
+    left out.
+    """
     packing = RoundPacking(gangs, nodes)
     capacity = np.maximum(np.stack([nodes.cores, nodes.memory_bytes]), 1e-9)
     each = np.stack([wanted.cores, wanted.memory_bytes])

@@ -1,13 +1,9 @@
-"""What a gang asks of each GPU's cores and memory to run as fast as it can (Synergy, OSDI 2022, section 4.2): the
-smallest amounts with which it reaches its best rate on as few nodes as can hold it.
+"""Demands of gangs for cores and memory per GPU (Synergy, OSDI 2022, section 4.2).
 
-The demand of a gang is chosen so that cutting it back to its share, one resource or both, never leaves it slower than
-its whole share would: that is what the guarantee of Synergy rests on when a peer is cut.
-
-What is known of what cores and memory do to the jobs at hand; of whom nothing is known gets its share.
-
-Which amounts are worth giving to a GPU of a gang: none is beaten by another that is as fast and no dearer, and none
-is slower than the proportional share.
+A demand is the smallest amount with which a gang reaches its best rate on the fewest nodes that hold it. It is chosen
+so that cutting it back to the share, in one resource or both, never makes the gang slower than its whole share would:
+Synergy's guarantee for a peer that is cut depends on that. A gang without a profile demands its share. `options` lists
+all amounts that are worth giving.
 """
 
 from __future__ import annotations
@@ -144,25 +140,24 @@ def _axis(grid: Floats, shares: Floats, most: float) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """`position`: of jobs by number, where in `profiles` each is; -1: nobody has measured it. Numbers of jobs never
-    change what they mean, but a job that was not known may be later. Without `knows_memory` the profiles are of cores
-    alone, whatever their memory: each job makes the most of its share of that, and no more."""
+    """Profiles of jobs. `position`: maps numbers of jobs to positions in `profiles`; -1: not measured yet. Without
+    `knows_memory` the profiles depend on cores alone, and each job uses its share of memory fully and no more."""
 
     profiles: Profiles
     position: Callable[[Integers], Integers]
     knows_memory: bool = True
 
 
-def _nobody(numbers: Integers) -> Integers:
+def _not_measured(numbers: Integers) -> Integers:
     return np.full(len(numbers), -1)
 
 
-NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _nobody, knows_memory=False)
+NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _not_measured, knows_memory=False)
 
 
 def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: TuningNodes) -> Gangs:
-    """Gangs by number of their jobs. One that nobody has measured makes the most of its proportional share, and no more
-    of anything else: so that is what it is given."""
+    """Return gangs by the numbers of their jobs. A job that is not measured uses its proportional share fully and no
+    more, so that is what it is given."""
     position = known.position(numbers)
     profiles = known.profiles if known.knows_memory else _up_to_share(known.profiles, nodes)
     if (position < 0).any():

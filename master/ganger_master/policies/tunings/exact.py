@@ -1,10 +1,10 @@
-"""The best use of each node's cores and memory: what Synergy-Tune leaves on the table when it cuts a peer straight back
-to its share (OSDI 2022, section 4.2).
+"""The optimal division of each node's cores and memory.
 
-On each node the small problem "one choice for each gang, as much rate against its share as the node can give, nobody
-below its share" is solved exactly. Gangs on several nodes get one choice for all their nodes, one gang after the other,
-by what it is worth with everybody else on these nodes chosen best. Placing comes before: wishes by the relaxed program
-of Synergy-OPT, where gangs are of few kinds, and gangs by `balance`.
+Synergy-Tune cuts a peer straight back to its share (OSDI 2022, section 4.2). Here a knapsack is solved exactly on each
+node: one choice for each gang, the highest sum of rates relative to the shares, no gang below its share. Gangs on
+several nodes get one choice for all their nodes, one gang after the other, by its value with the best choice of all
+other gangs there. Gangs are placed before, by `balance`, with the demands of Synergy-OPT's relaxed program where there
+are few kinds of gangs.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class _Board:
             self.cores[row], self.memory[row] = cores[option], memory[option]
 
     def choose_for_split(self, rows: Integers) -> None:
-        """For one gang that lies on several nodes: everybody on them at their best, what is it worth with each option?
-        Of equals the first; staying at its share comes before all."""
+        """Choose for a gang on several nodes the option with the highest value, with the best choice of all other gangs
+        there. Among equals the share comes first, then the first option."""
         on, gpus = self.placed.node[rows], self.placed.gpus[rows]
         gang = int(self.placed.gang[rows[0]])
         profile, weight = int(self.gangs.profile[gang]), float(self.gangs.weight[gang])

@@ -38,9 +38,11 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 
 def shared_out(curves: Sequence[Floats], capacity: float) -> list[float]:
-    """Cores for each curve; entry i is what i + 1 cores are worth, the last one those of the sweet point. Each gets at
-    least one core, or as much less as there are fewer. What nobody can use is left over. Ties go to the curve named
-    first."""
+    """Return the cores for each curve. Entry i of a curve is the value of i + 1 cores; the last is the sweet point.
+
+    Each curve gets at least one core, or an equal part where there are fewer. Cores without a use are left over. Ties
+    go to the curve named first.
+    """
     if capacity < len(curves):
         return [capacity / len(curves)] * len(curves)
     held = [1] * len(curves)

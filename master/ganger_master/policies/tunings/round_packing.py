@@ -1,7 +1,7 @@
-"""Which nodes hold a gang with so many GPUs, cores and bytes, while a round is packed from empty nodes.
+"""Search for nodes that hold a gang with given GPUs, cores and memory, while a round is packed from empty nodes.
 
-The one mutable thing of a packing pass: what is free on each node, and who holds what. Every look is a few scans over
-all nodes (some 0.1 ms at 16,000), ties go to the node named first.
+`RoundPacking` is the mutable state of a pass: what is free on each node, and what each gang holds. Every search is a
+few scans over all nodes (about 0.1 ms at 16,000); ties go to the node named first.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class RoundPacking:
             self.held[gang][at] = less
 
     def placed(self) -> Pieces:
-        """Who lies where, with what."""
+        """Return the placed gangs with their amounts."""
         rows = [
             (gang, node, gpus, gpus * cores, gpus * memory)
             for gang in sorted(self.where)

@@ -1,6 +1,8 @@
-"""Synergy-Greedy (OSDI 2022, section 4.1): in the order of the policy, every gang on the first node that holds its
-whole demand of GPUs, cores and memory; who finds none waits. It leaves GPUs idle beside hungry neighbours and
-guarantees nothing, and stands here as the baseline it is in the paper."""
+"""Synergy-Greedy (OSDI 2022, section 4.1), the paper's baseline.
+
+In the order of the policy every gang goes on the first node that holds its whole demand of GPUs, cores and memory; a
+gang without such a node waits. It leaves GPUs idle beside gangs of large demand and guarantees nothing.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class _Kind:
 def upper_bound(gangs: Gangs, nodes: TuningNodes) -> float:
     """The most that the weighted rates of all gangs, each relative to its share of the super-machine, can add up to:
     LP-1 with fractions allowed. Valid for every packing of all of them, whole or split, in which none falls below that
-    share: who leaves some out may make more of the others."""
+    share. A packing that leaves gangs out may reach more with the others."""
     kinds = _kinds(gangs, nodes, is_placeable=False)
     return _super_machine(kinds, nodes, is_integer=False)[1] if kinds else 0.0
 
@@ -119,7 +119,7 @@ def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> 
     cores = gpus * np.concatenate([kind.options.cores for kind in kinds])
     memory = gpus * np.concatenate([kind.options.memory_bytes for kind in kinds])
     value = np.concatenate([kind.weight * kind.options.value for kind in kinds])
-    # Half a second to import, and only who asks for it waits.
+    # Imported on demand: loading SciPy takes half a second.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
@@ -162,7 +162,7 @@ def _nodes_of(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Integer
         row.append(jobs + number * places + place)
         column.append(pair)
         limit.append(np.asarray(capacity / scale, float))
-    # Half a second to import, and only who asks for it waits.
+    # Imported on demand, as above.
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 

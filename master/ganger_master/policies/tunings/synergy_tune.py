@@ -77,8 +77,8 @@ def _make_up(packing: RoundPacking, node: int, newcomer: int) -> None:
 
 
 def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Where others placed: everybody at no more than the proportional share, then raised to the demand, largest first,
-    where that fits on all nodes of the gang."""
+    """Tune gangs that are placed: every gang at no more than its proportional share, then raised to its demand, largest
+    first, where that fits on all nodes of the gang."""
     return raised(gangs, nodes, placed, demands(gangs, nodes))
 
 
