@@ -1,7 +1,7 @@
 """Optimus (EuroSys 2018): the number of tasks of each job by marginal gain (section 4.1), and its estimates of jobs.
 
 Every job receives one task of each kind, in order of arrival, as long as that fits, so no job starves. Then the
-task is added, repeatedly, that saves most seconds of its job per unit of its dominant resource, until none fits or helps.
+task is added repeatedly that saves most seconds of its job per unit of its dominant resource, until none fits or helps.
 Kinds are parameter servers and workers, or workers alone where gradients are summed by all-reduce (as in the Optimus
 that Pollux, OSDI 2021, compares with).
 
