@@ -1,4 +1,4 @@
-"""docs/policies.md has every order with its summary and with what places under it."""
+"""docs/reference/policies.md has every order with its summary and with what places under it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
 from ganger_master.policies.orders.registry import ORDERS, summary
 
-PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "policies.md").read_text()
 _ORDERS = PAGE.partition("## Whole policies")[0].splitlines()
 _ROWS = {line.split("`")[1]: line for line in _ORDERS if line.startswith("| `")}
 
