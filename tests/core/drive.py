@@ -56,7 +56,7 @@ class Drive:
         self.observe(node, version=0)
 
     def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> Answer:
-        """A complete report, of the newest desired version if not told otherwise."""
+        """Apply a complete report of a node, by default of the newest desired version."""
         self.observations += 1
         applied = desired_of(self.state, node).version if version is None else version
         return self.step(Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True))
@@ -78,7 +78,7 @@ class Drive:
         view_version: int = 0,
         blockers: bool = False,
     ) -> Answer:
-        """In turn, if it has one and nothing else is said; without places it passes."""
+        """Request a gang, by default with the job's lease; without places the scheduler passes."""
         held = self.state.turn_of.get(number, 0) if turn is None else turn
         job = self.state.jobs[number]
         found = candidates(self.state.view, job.shape).refusals if blockers else ()

@@ -181,7 +181,7 @@ def test_a_report_counts_at_every_rung_it_has_passed_and_once() -> None:
     come(drive, numbers[0], 0.5, at=39.0)
     come(drive, numbers[0], 0.7, at=39.5)
     assert drive.job(numbers[0]).rungs == (0.5, 0.5)
-    # What an attempt says that is over is no news.
+    # A report of an attempt that is over changes nothing.
     assert drive.step(RecordMetric(numbers[0], 99, 0.9, 80.0)) == Done()
     assert drive.job(numbers[0]).rungs == (0.5, 0.5)
 

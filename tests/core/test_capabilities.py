@@ -12,7 +12,7 @@ OPAQUE = Capabilities(pause=True, missing={"OFFLOAD": "no agent"}, known=True)
 
 
 def restarted() -> tuple[Drive, int]:
-    """Its second attempt, not yet heard of."""
+    """Start its second attempt, which has not reported yet."""
     drive = Drive(2)
     number = drive.submit(job_of(2))
     gang = drive.state.gangs[drive.start(number)]

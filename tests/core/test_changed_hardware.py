@@ -60,7 +60,7 @@ class Changing(Drive):
 
 
 class ChangingTurns(Changing, Turns):
-    """Where jobs take turns."""
+    """Changing hardware where jobs are time-sliced."""
 
 
 def running(drive: Drive, gpus: int) -> int:

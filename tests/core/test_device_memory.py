@@ -134,7 +134,7 @@ def test_a_job_whose_peak_was_measured_needs_as_much_as_that() -> None:
         ((1, 2), GIB, 200 * MIB),
         ((0, 0, 0, 0), GIB, 0),
         ((7, 7, 7, 7), GIB, 7),
-        # More than a device has, as only a broken daemon says.
+        # More than a device has, as only a broken daemon reports.
         ((5 * GIB,) * 4, GIB, GIB),
     ],
 )

@@ -27,7 +27,7 @@ def ended(drive: Drive, count: int) -> list[int]:
 
 
 def again(drive: Drive, request_id: str) -> int | str:
-    """What a repeated submission is told: its job's number, or why it is refused."""
+    """Repeat a submission; return its job's number, or why it is refused."""
     answer = drive.step(SubmitJob(job_of(1), "another-uid", "ann", request_id))
     assert isinstance(answer, JobAnswer | Refused)
     return answer.number if isinstance(answer, JobAnswer) else f"{answer.reason} {answer.metadata['job']}"

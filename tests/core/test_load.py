@@ -100,7 +100,7 @@ def test_a_node_that_takes_no_gangs_may_be_the_last_to_report_after_a_restart() 
 
 
 def restarted(drive: Drive) -> State:
-    """What a master knows that was started again."""
+    """Return the state of a restarted master."""
     state = drive.state
     elements = [
         *state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values(),

@@ -145,7 +145,7 @@ def test_a_lease_ends_with_the_stream_that_had_it() -> None:
 
 
 def passes(drive: Drive, number: int) -> None:
-    """Its scheduler says that devices are missing, whatever is free."""
+    """Report missing devices as the job's scheduler, whatever is free."""
     turn = drive.state.turn_of[number]
     drive.step(RequestGang(number, drive.job(number).revision, (), turn, blockers=(Refusal(Reason.GPUS),)))
 
@@ -232,7 +232,7 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
         drive.step(ClaimTurns("mine:Scheduler", (number,), connected=False))
         drive.step(ClaimTurns("mine:Scheduler", (number,)))
     assert drive.state.turns[drive.state.turn_of[number]].scheduler == ""
-    # One that comes back later is asked again.
+    # A scheduler that comes back later gets a lease again.
     drive.now += 10.0
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
     drive.step(Tick())
@@ -240,7 +240,7 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
 
 
 def test_a_lease_that_ran_out_is_taken_back_though_a_batch_ended_between_its_end_and_the_alarm() -> None:
-    """The end of a batch says when the shell is to wake the core, in place of what it said before."""
+    """The wake-up that the end of a batch requests replaces the one before."""
     drive = Drive(1)
     first = drive.submit(job_of(1))
     turn = drive.state.turn_of[first]

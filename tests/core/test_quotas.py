@@ -107,7 +107,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
         assert drive.job(number).state is JobState.HOLDING
     waiting = drive.submit(job_of(1), "ann")
     if policy == "fifo":
-        # Where jobs place themselves it is told what its last request was refused for.
+        # Where schedulers place jobs, the reason is the refusal of its last request.
         drive.request(waiting, *drive.places(waiting))
     for (blocker,) in (
         explain(drive.state, waiting, drive.now).blockers,

@@ -43,7 +43,7 @@ def test_a_running_job_runs_on_and_says_why_it_was_not_suspended() -> None:
     assert "suspend_refused" in history(drive)
     drive.runs(number)
     assert drive.state.gangs[epoch].phase is GangPhase.RUNNING
-    # asked again, once there is room, it is a stop like any other
+    # A second suspend, once there is room, is a stop like any other.
     drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
     assert drive.job(number).trouble == ""
     drive.seen(number, epoch, ObservedPhase.PARKED, 9)

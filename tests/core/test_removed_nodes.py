@@ -21,7 +21,7 @@ def fall_silent(drive: Drive) -> None:
 
 
 def restarted(drive: Drive) -> None:
-    """What a master that starts again knows of the same cluster."""
+    """Restart the master of the same cluster."""
     state = drive.state
     elements = [
         state.counters,

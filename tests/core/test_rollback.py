@@ -95,7 +95,7 @@ def settings() -> CoreSettings:
 
 @st.composite
 def reports(draw: st.DrawFn) -> list[Found]:
-    """Gangs of jobs that the database knows (1 and 2 run, 3 waits) and of others; up to two of each."""
+    """Gangs of jobs in the database (1 and 2 run, 3 waits) and of others; up to two of each."""
     gangs = []
     for job, uid in ((1, "uid-0"), (2, "uid-1"), (3, "uid-2"), (4, "uid-3"), (3, "uid-other")):
         for epoch in draw(st.lists(st.integers(1, 9), max_size=2, unique=True)):
@@ -129,7 +129,7 @@ def test_each_reported_gang_has_one_verdict_and_no_device_of_a_quarantined_one_i
         left, taken = strays(drive, gang), known(drive, gang)
         for node in gang.nodes:
             piece = taken.piece(node) if taken is not None else None
-            # Kept or adopted, or quarantined, or told to stop: one of them.
+            # Exactly one of: kept or adopted, quarantined, ordered to stop.
             assert (piece is not None and not piece.gone) != (node in left), (gang, node)
         if any(stray.quarantined for stray in left.values()):
             assert all(stray.quarantined for stray in left.values())

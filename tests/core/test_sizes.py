@@ -168,7 +168,7 @@ def test_a_job_that_is_not_resizable_keeps_the_size_of_its_checkpoint() -> None:
         refused = start(drive, number, gpus)
         assert refused is not None
         assert "its checkpoint cannot be brought back with another number" in refused[1]
-    # Its own scheduler is told of the size that it may have.
+    # Its own scheduler receives the size that it may have.
     drive.start(number)
     assert drive.state.gangs[drive.job(number).epoch].devices == 4
 

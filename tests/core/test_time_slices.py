@@ -37,7 +37,7 @@ ARENA = GIB + GIB // 10
 
 
 class Turns(Drive):
-    """Nodes whose daemons switch rows. Reports say where the set of a node stands, as `stand` was told."""
+    """Nodes whose daemons switch time slices. They report the state of their group that `stand` has set."""
 
     def __init__(self, nodes: int = 1, capability: str = "yes") -> None:
         self.capability = capability
@@ -103,7 +103,7 @@ def drive() -> Turns:
 
 
 def blamed(refusals: list[Refusal | None]) -> Refusal:
-    """Of those refused together the one that says why."""
+    """Return the refusal with a reason among those of changes that are refused together."""
     found = [one for one in refusals if one is not None and "happen together" not in one.detail]
     assert len(found) == 1, refusals
     assert all(refusals), refusals
@@ -417,7 +417,7 @@ def test_a_job_killed_for_outstaying_its_slice_is_not_time_sliced_any_more(drive
     refused = blamed(drive.propose(drive.row(host, 0), again))
     assert refused.job == f"jobs/{guest}"
     assert refused.detail == "it did not stop when its turn was over, and was killed"
-    # It has a node to itself, and its next attempt says that it can do anything.
+    # It has a node to itself, and its next attempt reports all capabilities.
     drive.step(CancelJob(host))
     drive.seen_without("n1", host)
     drive.start(guest)
@@ -487,7 +487,7 @@ def test_a_node_may_be_removed_where_gangs_over_it_and_others_took_turns() -> No
 
 
 def test_no_job_starts_in_a_group_where_its_earlier_gang_may_be_on_its_devices_yet() -> None:
-    """The node was lost, and has not said since that it is gone."""
+    """The node was lost, and has not reported since that the gang is gone."""
     drive = Turns()
     jobs = drive.share(4)
     places = {number: drive.place(number, number) for number in jobs}
