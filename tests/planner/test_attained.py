@@ -28,7 +28,7 @@ def test_only_the_time_in_which_it_stepped_counts(reports: list[tuple[int, float
     assert attained.received_s == {7: pytest.approx(seconds)}
 
 
-def test_who_has_ended_is_forgotten() -> None:
+def test_a_job_that_has_ended_is_dropped() -> None:
     attained = AttainedService()
     for number in (7, 8):
         attained.record(number, 1, 1.0)

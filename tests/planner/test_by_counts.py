@@ -88,7 +88,7 @@ def test_gangs_come_and_go_as_they_would_in_a_room(
         replace(gang(2), roles=(*gang(2).roles, *gang(1).roles)),
     ],
 )
-def test_who_asks_for_more_than_devices_is_not_placed_by_counts(shape: GangShape) -> None:
+def test_a_job_that_requests_more_than_devices_is_not_placed_by_counts(shape: GangShape) -> None:
     assert not is_counted(shape)
 
 
@@ -184,7 +184,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
         assert [replace(row, version=0) for row in one._room.view.rows()] == rows
 
 
-def test_who_accepts_fewer_devices_finds_them_where_the_counts_have_too_few() -> None:
+def test_an_elastic_gang_fits_with_fewer_devices_where_the_counts_have_too_few() -> None:
     room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
     placement = _yielding(BY_COUNTS, {job.shape: 2})
     fitting = GangFitting(placement, room, LiveTable(learns=False), NOW, NONE_EXCLUDED, AS_ASKED)

@@ -29,7 +29,9 @@ def asked_of(
 
 
 @given(st.data(), live_jobs(most=8), st.sampled_from(["las", "srtf", "ganger-alone", "fifo", "fifo-backfill"]))
-def test_who_runs_is_chosen_and_nobody_else_where_is_unchanged(data: st.DataObject, facts: Facts, name: str) -> None:
+def test_exactly_the_running_jobs_are_chosen_where_the_choice_is_unchanged(
+    data: st.DataObject, facts: Facts, name: str
+) -> None:
     order = (
         with_aging(ORDERS[name], data.draw(st.sampled_from([5.0, 40.0]))) if data.draw(st.booleans()) else ORDERS[name]
     )

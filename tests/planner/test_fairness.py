@@ -19,7 +19,7 @@ def pairs() -> tuple[Drive, list[tuple[JobRecord, Gang]]]:
     return drive, [(drive.job(number), drive.state.gangs[drive.job(number).epoch]) for number in numbers]
 
 
-def test_who_starts_where_it_moved_to_is_not_behind_for_that() -> None:
+def test_a_job_that_starts_where_it_moved_to_is_not_behind_for_that() -> None:
     drive, three = pairs()
 
     def after(before: Fairness, now: float, *received_s: float) -> Fairness:
@@ -41,7 +41,7 @@ def test_who_starts_where_it_moved_to_is_not_behind_for_that() -> None:
     assert round(fairness.behind_s[3], 3) == 3.333
 
 
-def test_who_has_no_devices_is_never_behind_and_counts_for_nobody() -> None:
+def test_a_job_without_devices_is_never_behind_and_counts_for_no_other() -> None:
     drive, three = pairs()
     number = drive.submit(JobSpec(("train",), (Role("worker", 1, TaskShape(0, 2_000, GIB)),)))
     drive.start(number)

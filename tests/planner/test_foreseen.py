@@ -70,7 +70,7 @@ def test_no_job_goes_on_beyond_the_passes_that_it_makes() -> None:
         (250, 0, 2_000.0),
     ],
 )
-def test_where_nobody_says_the_end_is_a_guess(steps: int, in_all: int, left: float) -> None:
+def test_an_end_that_is_not_reported_is_a_guess(steps: int, in_all: int, left: float) -> None:
     found = belief(trained(steps, in_all), job())
     assert (found.steps_left, found.is_young) == (left, True)
 
@@ -110,7 +110,7 @@ def test_a_loss_that_is_none_is_no_point() -> None:
     assert foreseen.losses(1) == before
 
 
-def test_who_was_first_heard_of_in_a_pass_is_taken_to_be_in_its_middle_until_the_next_begins() -> None:
+def test_a_job_first_reported_within_a_pass_counts_as_in_its_middle_until_the_next_begins() -> None:
     foreseen = JobEstimates(Measured({1: 10.0}))
     foreseen.record(1, LossReport(460, 0.5, 4, 10))
     assert belief(foreseen, job()).steps_left == pytest.approx(10 * 460 / 4.5 - 460)
@@ -118,7 +118,7 @@ def test_who_was_first_heard_of_in_a_pass_is_taken_to_be_in_its_middle_until_the
     assert belief(foreseen, job()).steps_left == 500.0
 
 
-def test_who_has_ended_is_forgotten() -> None:
+def test_a_job_that_has_ended_is_dropped() -> None:
     foreseen = trained(600)
     foreseen.keep(lambda number: number == 1)
     assert foreseen.losses(1)

@@ -61,7 +61,7 @@ def test_gang_behind_fragments_has_a_node_emptied_and_starts_there() -> None:
     assert node_of(drive, stopped) != node
 
 
-def test_who_ranks_higher_changes_places_under_an_order_that_regroups() -> None:
+def test_a_higher_ranked_job_moves_under_an_order_that_regroups() -> None:
     drive, small = fragmented(policy="ganger")
     large = drive.submit(together(4))
     # By its GPUs it ranks below both.
@@ -73,7 +73,7 @@ def test_who_ranks_higher_changes_places_under_an_order_that_regroups() -> None:
     assert node_of(drive, moved) == node_of(drive, *(set(small) - {moved}))
 
 
-def test_nobody_changes_places_for_whom_there_is_no_room_in_all() -> None:
+def test_no_job_moves_for_a_gang_that_has_too_few_free_devices_in_all() -> None:
     drive, _ = fragmented(policy="ganger")
     drive.running(together(3))
     drive.submit(together(4))
@@ -81,13 +81,13 @@ def test_nobody_changes_places_for_whom_there_is_no_room_in_all() -> None:
 
 
 @pytest.mark.parametrize("kept", [{"priority": 1}, {"preemptible": False}])
-def test_of_a_higher_priority_nobody_changes_places(kept: dict[str, Any]) -> None:
+def test_no_job_of_a_higher_priority_moves(kept: dict[str, Any]) -> None:
     drive, _ = fragmented(policy="ganger", **kept)
     drive.submit(together(4))
     assert drive.found().changes == ()
 
 
-def test_place_that_somebody_leaves_is_kept_for_whom_he_left() -> None:
+def test_a_place_that_a_job_leaves_is_kept_for_the_gang_it_left_for() -> None:
     drive, _ = fragmented()
     large = drive.submit(together(4))
     ((_, stopped),) = drive.proposed()
@@ -100,19 +100,19 @@ def test_place_that_somebody_leaves_is_kept_for_whom_he_left() -> None:
     assert ("START", large) in drive.proposed()
 
 
-def test_nobody_of_a_higher_priority_is_stopped() -> None:
+def test_no_job_of_a_higher_priority_is_preempted() -> None:
     drive, _ = fragmented(priority=1)
     drive.submit(together(4))
     assert drive.found().changes == ()
 
 
-def test_who_must_not_be_stopped_keeps_its_place() -> None:
+def test_a_job_that_must_not_be_preempted_keeps_its_place() -> None:
     drive, _ = fragmented(preemptible=False)
     drive.submit(together(4))
     assert drive.found().changes == ()
 
 
-def test_order_that_stops_nobody_makes_no_holes() -> None:
+def test_an_order_without_preemption_makes_no_room() -> None:
     drive = Planned(nodes=2, policy="fifo-backfill+best-fit")
     for _ in range(2):
         drive.running(together(3))

@@ -135,7 +135,7 @@ def small(least: int = 1, most: int = 4) -> JobSpec:
     return elastic(least, least, most)
 
 
-def test_who_runs_gives_back_in_place_and_the_newcomer_starts_once_it_has() -> None:
+def test_a_running_job_shrinks_in_place_and_the_new_job_starts_once_it_has() -> None:
     drive = Weighed()
     old = drive.alone()
     new = drive.submit(small())
@@ -152,7 +152,7 @@ def test_who_runs_gives_back_in_place_and_the_newcomer_starts_once_it_has() -> N
     assert (drive.job(old).gpus, drive.job(new).gpus, drive.resizing) == (2, 2, Resizing())
 
 
-def test_who_has_more_to_gain_grows_between_intervals_by_what_the_other_has_given_back() -> None:
+def test_the_job_with_more_to_gain_grows_between_intervals_onto_devices_that_the_other_returned() -> None:
     drive = Weighed()
     one, other = drive.submit(small()), drive.submit(small())
     assert sorted(drive.proposed()) == [("START", one, 2), ("START", other, 2)]
@@ -171,7 +171,7 @@ def test_who_has_more_to_gain_grows_between_intervals_by_what_the_other_has_give
     assert (drive.job(one).gpus, drive.job(other).gpus, drive.resizing) == (3, 1, Resizing())
 
 
-def test_what_is_kept_for_who_is_to_grow_no_newcomer_gets_before_the_next_interval() -> None:
+def test_devices_kept_for_a_growing_job_go_to_no_new_job_before_the_next_interval() -> None:
     drive = Weighed()
     one, other = drive.submit(small()), drive.submit(small(2, 4))
     drive.left = {one: 20.0, other: 20.0}
@@ -188,7 +188,7 @@ def test_what_is_kept_for_who_is_to_grow_no_newcomer_gets_before_the_next_interv
     assert drive.proposed() == [("RESIZE", other, 2)], "now it counts"
 
 
-def test_who_grows_does_so_at_once_onto_devices_that_nobody_has() -> None:
+def test_a_job_grows_at_once_onto_free_devices() -> None:
     drive = Weighed()
     number = drive.running(elastic(1, 1, 4))
     (change,) = drive.changes()
@@ -205,7 +205,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch_is_passed_over() -> No
     assert [gpus for _, _, gpus in drive.proposed()] == [4], "12 samples are not shared by five"
 
 
-def test_who_is_not_elastic_keeps_its_size_and_who_is_grows_beside_it() -> None:
+def test_a_job_that_is_not_elastic_keeps_its_size_and_an_elastic_one_grows_beside_it() -> None:
     drive = Weighed()
     fixed = drive.running(job_of(2))
     number = drive.running(elastic(1, 1, 4))
@@ -219,7 +219,7 @@ def test_a_change_that_was_refused_is_not_waited_for() -> None:
     assert resizing.without([1]) == Resizing({2: 1}, frozenset({2}), {2: ()})
 
 
-def test_after_a_planner_was_lost_nobody_is_stopped_for_what_is_on_its_way() -> None:
+def test_after_a_planner_was_lost_no_job_is_preempted_while_a_resize_is_under_way() -> None:
     drive = Weighed()
     old = drive.alone()
     new = drive.submit(small(2, 2))
@@ -248,7 +248,7 @@ def test_a_change_that_came_to_nothing_is_weighed_anew_at_the_next_interval() ->
     assert drive.proposed() == [("RESIZE", number, 4)]
 
 
-def test_by_what_jobs_report_who_has_long_to_go_grows_and_a_newcomer_has_the_least_until_it_is_measured() -> None:
+def test_by_reports_the_job_with_most_left_grows_and_a_new_job_has_its_least_until_it_is_measured() -> None:
     drive = Reporting()
     # A pass lowers the loss by less than that after five passes, and after eighty.
     soon = drive.submit(replace(small(), least_decrease=0.05))
@@ -283,7 +283,7 @@ def test_room_that_is_not_on_its_way_is_not_kept_from_newcomers() -> None:
     assert drive.resizing == Resizing()
 
 
-def test_who_is_on_an_errand_does_not_grow_meanwhile() -> None:
+def test_a_job_of_a_migration_plan_does_not_grow_meanwhile() -> None:
     drive = Weighed()
     drive.running(elastic(1, 1, 4))
     assert drive.proposed(kept_out=ExcludedJobs(not_stopped={1})) == []

@@ -175,7 +175,7 @@ def test_where_it_does_not_pay_they_take_turns_again_each_with_all_of_its_cores(
     assert drive.remembered.packs.failed.holds(pair, drive.now + QUANTUM_S)
 
 
-def test_who_takes_turns_with_others_too_is_host_to_nobody() -> None:
+def test_a_job_time_sliced_with_others_is_host_to_no_guest() -> None:
     """Nine on four: three on a device, and no pair of them would have it to itself."""
     drive = InTurns(jobs=9)
     for _ in range(5):
@@ -224,7 +224,7 @@ def test_where_turns_go_on_for_the_sake_of_others_the_host_rests_for_a_moment_to
 
 
 @pytest.mark.parametrize("who", ["host", "guest"])
-def test_where_one_ends_on_the_way_the_other_is_left_to_the_turns(who: str) -> None:
+def test_when_one_job_ends_on_the_way_the_other_stays_time_sliced(who: str) -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     ((_, guest),) = drive.later()
@@ -236,7 +236,7 @@ def test_where_one_ends_on_the_way_the_other_is_left_to_the_turns(who: str) -> N
     assert drive.remembered.packs.on_trial == set()
 
 
-def test_who_was_not_let_out_of_its_turns_is_not_asked_again_at_once_and_nobody_waits_for_ever() -> None:
+def test_a_refused_exit_from_time_slicing_is_not_repeated_at_once_and_no_job_waits_for_ever() -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     drive.now += QUANTUM_S + 1.0
@@ -250,7 +250,7 @@ def test_who_was_not_let_out_of_its_turns_is_not_asked_again_at_once_and_nobody_
     assert with_refusals(late, late, {change.number}) == late
 
 
-def test_on_the_way_nobody_is_waited_for_longer_than_any_copy_takes() -> None:
+def test_no_job_on_its_way_is_waited_for_longer_than_any_copy_takes() -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     drive.later()
@@ -273,7 +273,7 @@ def test_a_host_that_moves_away_is_not_waited_for() -> None:
     assert (changes, len(after.leaving)) == ((), 1)
 
 
-def test_a_planner_that_is_started_anew_gives_who_rests_on_its_way_into_a_pack_its_turns_back() -> None:
+def test_a_new_planner_time_slices_a_job_again_that_is_parked_on_its_way_into_a_co_location() -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     ((_, guest),) = drive.later()

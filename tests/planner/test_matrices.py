@@ -120,7 +120,7 @@ class Sharing(Drive):
         return [[self.state.gangs[epoch].job for epoch in row] for row in node_set.newest.rows]
 
 
-def test_who_finds_no_room_takes_turns_with_who_has_it() -> None:
+def test_a_job_that_finds_no_free_devices_is_time_sliced_with_a_running_one() -> None:
     drive = Sharing()
     first, second = drive.submitted(job_of(4), job_of(4))
     assert drive.go_on() == ["START"]
@@ -129,7 +129,7 @@ def test_who_finds_no_room_takes_turns_with_who_has_it() -> None:
     assert drive.plan() == ()
 
 
-def test_who_would_join_a_set_that_is_changing_is_proposed_once_that_is_done() -> None:
+def test_a_job_joins_a_changing_time_slice_group_once_the_change_is_done() -> None:
     drive = Sharing()
     drive.submitted(job_of(4, GIB), job_of(4, GIB))
     drive.go_on()
@@ -144,7 +144,7 @@ def test_who_would_join_a_set_that_is_changing_is_proposed_once_that_is_done() -
     assert drive.go_on() == ["ROW"] * 4
 
 
-def test_without_a_quantum_nobody_takes_turns() -> None:
+def test_without_a_quantum_no_job_is_time_sliced() -> None:
     drive = Sharing()
     drive.submitted(job_of(4), job_of(4))
     assert drive.go_on() == ["START"]
@@ -174,7 +174,7 @@ def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
     ],
     ids=["nobody", "one with a time limit", "one that is not to be suspended and one of lower priority"],
 )
-def test_who_is_behind_changes_places_with_who_is_ahead_whoever_waits_in_vain(waiting: tuple[JobSpec, ...]) -> None:
+def test_a_job_behind_its_share_moves_to_one_ahead_whatever_jobs_wait_in_vain(waiting: tuple[JobSpec, ...]) -> None:
     drive = Sharing()
     numbers = drive.submitted(*[job_of(1, GIB)] * 6)
     drive.go_on()
@@ -236,7 +236,7 @@ def test_of_places_alike_the_one_is_taken_where_the_fewest_lose_turns() -> None:
     assert not drive.state.gangs[drive.job(one).epoch].node_set
 
 
-def test_who_takes_turns_goes_to_devices_that_become_free() -> None:
+def test_a_time_sliced_job_moves_to_devices_that_become_free() -> None:
     drive = Sharing()
     one, other, third = drive.submitted(*[job_of(2, GIB)] * 3)
     drive.go_on()
@@ -258,7 +258,7 @@ def test_who_takes_turns_goes_to_devices_that_become_free() -> None:
     assert drive.plan() == ()
 
 
-def test_who_was_parked_and_finds_no_room_goes_on_in_turns_where_it_was() -> None:
+def test_a_parked_job_without_free_devices_is_time_sliced_where_it_was() -> None:
     drive = Sharing()
     one, other = drive.submitted(*[job_of(4, GIB)] * 2)
     drive.go_on()
@@ -425,7 +425,7 @@ def test_a_resumed_job_whose_devices_went_to_one_that_takes_no_turns_joins_other
     assert drive.job(one).state is JobState.HOLDING
 
 
-def test_who_was_parked_and_takes_no_turns_waits_for_devices_of_its_own_and_keeps_nobody_from_theirs() -> None:
+def test_a_parked_job_that_is_not_time_sliced_waits_for_its_own_devices_and_delays_no_other_job() -> None:
     drive = Sharing()
     one, other = drive.submitted(LIMITED, job_of(4, GIB))
     drive.go_on()
@@ -439,7 +439,7 @@ def test_who_was_parked_and_takes_no_turns_waits_for_devices_of_its_own_and_keep
     assert drive.rows == [[other], [third]]
 
 
-def test_nobody_is_asked_who_cannot_stop_or_has_another_priority() -> None:
+def test_no_job_is_time_sliced_with_one_that_cannot_stop_or_has_another_priority() -> None:
     for spec in (
         replace(job_of(4), preemptible=False),
         replace(job_of(4), priority=1),
@@ -460,7 +460,7 @@ OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not sto
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["it runs, and nobody comes to take turns with it", "it waits"])
-def test_who_did_not_stop_when_its_turn_was_over_has_devices_of_its_own(which: int) -> None:
+def test_a_job_that_did_not_stop_after_its_slice_has_devices_of_its_own(which: int) -> None:
     drive = Sharing()
     numbers = drive.submitted(job_of(4), job_of(4))
     drive.go_on()
@@ -476,7 +476,7 @@ def test_who_did_not_stop_when_its_turn_was_over_has_devices_of_its_own(which: i
         (job_of(4), OUTSTAYED, "it did not stop when its turn was over"),
     ],
 )
-def test_who_waits_is_told_why_it_takes_no_turns_where_others_do(
+def test_a_pending_job_reports_why_it_is_not_time_sliced_where_others_are(
     spec: JobSpec, capabilities: Capabilities, why: str
 ) -> None:
     drive = Sharing()
@@ -543,14 +543,14 @@ def test_shares_on_a_device_are_as_the_weights_whatever_there_is_on_others() -> 
     assert counted([(0b1, 1.0), (0b10, 1.0), (0b1, 1.0)]) == (2, [1, 2, 1])
 
 
-def test_who_needs_more_cores_than_there_are_has_rows_of_its_own() -> None:
+def test_a_job_that_needs_too_many_cores_has_slices_of_its_own() -> None:
     drive = Drive()
     jobs = [drive.job(drive.submit(job_of(1))) for _ in range(2)]
     sharers = [SlicedJob(job, None, (Claim("n1", 1 << at, (9_000, 0), GIB, 0, (1,)),)) for at, job in enumerate(jobs)]
     assert rows_of(sharers, {"n1": (6_000, 0)}) == [[sharers[0]], [sharers[1]]]
 
 
-def test_who_has_twice_the_weight_gets_two_turns_of_three() -> None:
+def test_a_job_of_twice_the_weight_gets_two_slices_of_three() -> None:
     drive = Sharing()
     heavy, light = drive.submitted(replace(job_of(4, GIB), weight=2.0), job_of(4, GIB))
     drive.go_on()
@@ -559,7 +559,7 @@ def test_who_has_twice_the_weight_gets_two_turns_of_three() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 4)), min_size=1, max_size=6))
-def test_rows_give_everybody_a_turn_and_no_device_or_core_twice(wanted: list[tuple[int, int]]) -> None:
+def test_slices_contain_every_job_and_no_device_or_core_twice(wanted: list[tuple[int, int]]) -> None:
     drive = Drive()
     jobs = [drive.job(drive.submit(job_of(1))) for _ in wanted]
     sharers = []

@@ -33,13 +33,13 @@ from planner.test_packs_pass import HALF, SLOWER, Tried
 POLICY, NOW = "gandiva", 1_000.0
 
 
-def nobody(number: int) -> float | None:
+def no_job(number: int) -> float | None:
     return None
 
 
 def anew(memory: PlannerMemory) -> PlannerMemory:
     """As the next planner knows it."""
-    found = recalled(noted(packed(memory), POLICY, NOW), POLICY, NOW + 1.0, nobody)
+    found = recalled(noted(packed(memory), POLICY, NOW), POLICY, NOW + 1.0, no_job)
     assert isinstance(found, PlannerMemory), found
     return found
 
@@ -149,7 +149,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_note_is_refused_and_it_is_said_why(what: str) -> None:
     data, why = BAD[what]
-    found = recalled(data, POLICY, NOW, nobody)
+    found = recalled(data, POLICY, NOW, no_job)
     assert isinstance(found, Unusable)
     assert found.why.startswith(why)
 
@@ -169,12 +169,12 @@ def test_no_garbage_is_taken_for_a_note_or_raises(garbage: bytes, at: int) -> No
     good = note()
     at %= len(good)
     torn = good[:at] + garbage + good[at + len(garbage) :]
-    found = recalled(torn, POLICY, NOW, nobody)
+    found = recalled(torn, POLICY, NOW, no_job)
     assert isinstance(found, Unusable) or packed(found) == packed(recalled_of(good))
 
 
 def recalled_of(data: bytes) -> PlannerMemory:
-    found = recalled(data, POLICY, NOW, nobody)
+    found = recalled(data, POLICY, NOW, no_job)
     assert isinstance(found, PlannerMemory)
     return found
 
@@ -382,7 +382,7 @@ def test_who_was_moved_aside_for_another_is_brought_back_though_planners_come_an
     swapped(restart)
 
 
-def test_an_old_note_of_any_moment_moves_nobody_again() -> None:
+def test_an_old_note_of_any_moment_moves_no_job_again() -> None:
     notes: list[bytes] = []
     drive = swapped(lambda drive: notes.append(packed(PlannerMemory(moving=drive.moving))))
     assert len({*notes}) == 3, "before, meanwhile and after"

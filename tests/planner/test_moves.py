@@ -176,14 +176,14 @@ def test_a_hole_is_made_once_the_gang_has_waited_as_long_as_it_costs_and_is_kept
 
 
 @pytest.mark.parametrize("kept", [{"movable": False}, {"preemptible": False}, {"priority": 1}])
-def test_who_may_not_be_moved_stays(kept: dict[str, object]) -> None:
+def test_a_job_that_may_not_be_moved_stays(kept: dict[str, object]) -> None:
     drive, _ = fragmented(**kept)
     drive.submit(together(4))
     drive.now += 1_000.0
     assert drive.proposed() == []
 
 
-def test_a_move_that_was_dear_before_is_made_for_who_waits_longer() -> None:
+def test_a_costly_migration_is_made_for_a_job_that_has_waited_long_enough() -> None:
     drive, small = fragmented()
     for number in small:
         drive.state.put_job(replace(drive.job(number), move_pause_seconds=80.0))
@@ -195,7 +195,7 @@ def test_a_move_that_was_dear_before_is_made_for_who_waits_longer() -> None:
     assert [kind for kind, _ in drive.proposed()] == ["MOVE"]
 
 
-def test_when_the_gang_is_gone_nobody_else_moves_for_it() -> None:
+def test_when_the_gang_is_gone_no_other_job_moves_for_it() -> None:
     drive, _ = fragmented()
     large = drive.submit(together(4))
     drive.now += 10.0
@@ -218,7 +218,7 @@ def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:
     assert ("START", large) in drive.proposed()
 
 
-def test_who_goes_astray_ends_the_errand_for_all() -> None:
+def test_a_job_that_goes_elsewhere_ends_the_migration_plan_for_all() -> None:
     drive, _ = fragmented()
     drive.submit(together(4))
     drive.now += 10.0
@@ -241,7 +241,7 @@ def full(priority: int = 0) -> tuple[Moved, list[int]]:
     return drive, numbers
 
 
-def test_on_a_full_cluster_the_gang_swaps_with_who_it_outranks_through_host_memory() -> None:
+def test_on_a_full_cluster_the_gang_swaps_with_lower_ranked_jobs_through_host_memory() -> None:
     drive, numbers = full()
     low = [numbers[0], numbers[4]]
     large = drive.submit(together(2))
@@ -263,14 +263,14 @@ def test_on_a_full_cluster_the_gang_swaps_with_who_it_outranks_through_host_memo
     assert (kind, back in low) == ("MOVE", True)
 
 
-def test_nobody_rests_for_a_gang_of_no_higher_priority() -> None:
+def test_no_job_is_parked_for_a_gang_of_no_higher_priority() -> None:
     drive, _ = full()
     drive.submit(together(2, priority=-1))
     drive.now += 1_000.0
     assert drive.proposed() == []
 
 
-def test_who_rests_goes_on_in_its_place_once_that_is_free() -> None:
+def test_a_parked_job_resumes_in_its_place_once_that_is_free() -> None:
     drive, _ = full()
     large = drive.submit(together(1))
     ((_, rests),) = drive.proposed()
@@ -281,7 +281,7 @@ def test_who_rests_goes_on_in_its_place_once_that_is_free() -> None:
     assert drive.proposed() == [("RESUME", rests)]
 
 
-def test_a_user_who_suspends_a_job_on_its_way_keeps_it() -> None:
+def test_a_job_suspended_by_its_user_on_its_way_stays_suspended() -> None:
     drive, _ = fragmented()
     drive.submit(together(4))
     drive.now += 10.0
@@ -317,7 +317,7 @@ def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> Non
     assert drive.state.gangs[drive.job(left).epoch].park_level is SuspendLevel.CHECKPOINT
 
 
-def test_nobody_is_saved_off_a_drained_node_while_another_goes_elsewhere_out_of_its_memory() -> None:
+def test_no_job_leaves_a_drained_node_while_another_moves_out_of_its_host_memory() -> None:
     """It does not run, and is on its way all the same: there may be room once it has arrived."""
     drive = Moved(nodes=2)
     goes, stays, third = [drive.running(together(2)) for _ in range(3)]
@@ -433,7 +433,7 @@ def test_room_that_comes_free_just_after_a_look_is_found_though_nothing_happens_
     assert drive.proposed() == [("MOVE", pair)]
 
 
-def test_who_was_moved_a_moment_ago_is_looked_at_again_once_it_may_be_moved_though_nothing_happens() -> None:
+def test_a_job_moved_just_now_is_considered_again_once_it_may_move_without_any_event() -> None:
     drive, pair = apart()
     moved_s = drive.now - 100.0
     drive.moving = dataclasses.replace(drive.moving, moved_at={pair: moved_s})
@@ -465,7 +465,7 @@ def resting_on_its_way() -> tuple[Moved, int]:
     return drive, pair
 
 
-def test_who_rested_on_its_way_is_judged_as_well_by_what_it_was_before_it_rested() -> None:
+def test_a_job_parked_on_its_way_is_judged_by_its_rate_before_that() -> None:
     drive, pair = resting_on_its_way()
     assert drive.proposed() == [("MOVE", pair)]
     drive.moves(pair)
@@ -479,7 +479,7 @@ def test_who_rested_on_its_way_is_judged_as_well_by_what_it_was_before_it_rested
     assert len(drive.moving.brought.points["alike"]) == 3
 
 
-def test_who_stays_after_all_is_not_judged() -> None:
+def test_a_job_that_did_not_move_after_all_is_not_judged() -> None:
     drive, pair = resting_on_its_way()
     assert drive.moving.brought.trials.keys() == {pair}
     drive.moving = dataclasses.replace(drive.moving, errands=())
@@ -522,7 +522,7 @@ def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
     assert drive.moving.brought.owed == {}
 
 
-def test_who_cannot_go_back_at_once_goes_when_its_place_is_free_again() -> None:
+def test_a_job_that_cannot_return_at_once_returns_when_its_place_is_free_again() -> None:
     drive, pair, source = slower_together()
     taken = drive.submit(together(4))
     assert ("START", taken) in drive.proposed()
@@ -535,7 +535,7 @@ def test_who_cannot_go_back_at_once_goes_when_its_place_is_free_again() -> None:
     assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source
 
 
-def test_an_operator_who_allows_no_moves_has_none_but_those_somebody_waits_for() -> None:
+def test_a_limit_of_zero_leaves_only_the_migrations_that_a_pending_job_needs() -> None:
     drive, pair = apart()
     drive.per_hour = 0.0
     assert drive.proposed() == []
@@ -550,7 +550,7 @@ def test_an_operator_who_allows_no_moves_has_none_but_those_somebody_waits_for()
     assert [kind for kind, _ in drive.proposed()] == ["MOVE"]
 
 
-def test_who_was_measured_to_be_slower_beside_others_goes_to_an_emptier_node() -> None:
+def test_a_job_measured_slower_beside_others_moves_to_an_emptier_node() -> None:
     drive = Moved(nodes=2)
     slow = drive.running(together(1), seconds=600.0)
     other = drive.running(together(2), seconds=600.0)

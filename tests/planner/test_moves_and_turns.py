@@ -77,7 +77,7 @@ def resting() -> tuple[Shared, int]:
     return drive, pair
 
 
-def test_who_rests_on_its_way_goes_there_and_not_back_to_where_it_was() -> None:
+def test_a_job_parked_on_its_way_resumes_at_its_destination() -> None:
     drive, pair = resting()
     assert drive.proposed() == [("MOVE", pair)]
     drive.moves(pair)
@@ -85,13 +85,13 @@ def test_who_rests_on_its_way_goes_there_and_not_back_to_where_it_was() -> None:
     assert drive.proposed() == []
 
 
-def test_who_comes_meanwhile_does_not_get_the_place_that_is_kept() -> None:
+def test_a_job_that_arrives_meanwhile_does_not_get_the_reserved_place() -> None:
     drive, pair = resting()
     drive.submit(together(2))
     assert drive.proposed() == [("MOVE", pair)]
 
 
-def test_who_rests_for_moves_that_nobody_looks_after_any_more_goes_on() -> None:
+def test_a_job_parked_for_an_abandoned_migration_plan_resumes() -> None:
     drive, pair = resting()
     drive.now += LONGEST_S
     assert drive.proposed() == [("RESUME", pair)]

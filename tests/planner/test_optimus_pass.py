@@ -96,7 +96,7 @@ def test_a_job_alone_gets_all_that_helps_it() -> None:
     assert drive.proposed() == []
 
 
-def test_who_runs_shrinks_for_a_newcomer_and_both_start_with_their_sizes() -> None:
+def test_a_running_job_shrinks_for_a_new_one_and_both_start_with_their_sizes() -> None:
     drive = Grown()
     old = drive.submit(spec(1, 1, 8))
     drive.proposed()
@@ -109,7 +109,7 @@ def test_who_runs_shrinks_for_a_newcomer_and_both_start_with_their_sizes() -> No
     assert sorted(drive.proposed(may_stop=False)) == [("START", old, 2), ("START", new, 2)]
 
 
-def test_who_has_most_left_gets_most() -> None:
+def test_the_job_with_most_steps_left_gets_most_gpus() -> None:
     drive = Grown()
     short, long = drive.submit(spec(1, 1, 4)), drive.submit(spec(1, 1, 4))
     drive.left = {short: 10.0, long: 1_000.0}
@@ -123,7 +123,7 @@ def test_whole_tasks_are_given() -> None:
     assert ("START", number, 2) in drive.proposed()
 
 
-def test_who_cannot_go_on_with_another_size_keeps_its_own() -> None:
+def test_a_job_that_cannot_resume_with_another_size_keeps_its_own() -> None:
     drive = Grown(capabilities=ALL_LEVELS)
     number = drive.submit(spec(1, 1, 2))
     drive.proposed()
@@ -158,7 +158,7 @@ def test_a_gang_that_fits_nowhere_takes_as_many_as_do() -> None:
     assert drive.found().changes == (), "four would still fit nowhere"
 
 
-def test_who_came_first_is_not_kept_waiting_by_who_grows() -> None:
+def test_the_oldest_job_is_not_delayed_by_a_growing_one() -> None:
     drive = Grown()
     large = drive.submit(spec(4))
     grown = drive.submit(spec(1, 1, 4))
@@ -179,7 +179,7 @@ def test_without_losses_a_job_is_taken_to_need_twenty_epochs() -> None:
     assert steps_left(StepsLeftEstimate(math.inf, 30.0, math.inf), 5.0, 10.0) == (200.0, True)
 
 
-def test_who_goes_on_though_it_has_converged_has_an_epoch_left() -> None:
+def test_a_converged_job_that_continues_has_one_epoch_left() -> None:
     assert steps_left(StepsLeftEstimate(100.0, 90.0, 120.0), 40.0, 10.0) == (60.0, False)
     assert steps_left(StepsLeftEstimate(100.0, 90.0, 120.0), 95.0, 10.0) == (10.0, False)
     assert steps_left(StepsLeftEstimate(100.0, 20.0, 900.0), 40.0, 10.0) == (60.0, True)

@@ -13,7 +13,7 @@ from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.plan import PlanDraft
 
 NOTHING = PlanDraft()
-SOMEBODY_WAITS = PlanDraft(line=np.array([7]))
+JOB_WAITS = PlanDraft(line=np.array([7]))
 
 
 def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
@@ -23,7 +23,7 @@ def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
     assert pace.wait_s(0.0, is_news=False) == inf
 
 
-def test_what_counts_as_stopping_somebody() -> None:
+def test_the_changes_that_count_as_preemptions() -> None:
     stop = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT)
     unpacked = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=Purpose(Goal.UNPACK))
     moments = [Change(7, 1, "SUSPEND", level=SuspendLevel.OFFLOAD), Change(7, 1, "MOVE"), Change(7, 1, "START")]
@@ -34,7 +34,7 @@ def test_what_counts_as_stopping_somebody() -> None:
 
 
 def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time() -> None:
-    pace = PlanPace(300.0).after(1000.0, 0.001, SOMEBODY_WAITS, stopped=True, refused=False)
+    pace = PlanPace(300.0).after(1000.0, 0.001, JOB_WAITS, stopped=True, refused=False)
     assert not pace.may_stop(1299.9)
     assert pace.may_stop(1300.0)
     assert pace.wait_s(1001.0, is_news=True) == 0.0
@@ -46,12 +46,12 @@ def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time(
     [
         (NOTHING, inf, inf),
         # Whoever waits is weighed again though nobody may say that the order changes.
-        (SOMEBODY_WAITS, inf, 300.0),
+        (JOB_WAITS, inf, 300.0),
         (PlanDraft(waits=True), inf, 300.0),
         (PlanDraft((Change(7, 1, "START"),), line=np.array([7])), inf, inf),
         (PlanDraft(next_change_s=1020.0), inf, 20.0),
         (PlanDraft(next_change_s=1000.01), inf, 0.5),
-        (SOMEBODY_WAITS, 1005.0, 5.0),
+        (JOB_WAITS, 1005.0, 5.0),
     ],
 )
 def test_without_news_the_next_plan_comes_when_something_may_have_changed(
@@ -69,9 +69,9 @@ def test_planning_leaves_most_of_a_core_to_others() -> None:
 def test_refused_again_and_again_it_asks_less_and_less_often_and_then_as_before() -> None:
     pace, waits = PlanPace(300.0), []
     for _ in range(7):
-        pace = pace.after(1000.0, 0.001, SOMEBODY_WAITS, stopped=False, refused=True)
+        pace = pace.after(1000.0, 0.001, JOB_WAITS, stopped=False, refused=True)
         waits.append(round(pace.wait_s(1000.0, is_news=True), 3))
         assert pace.wait_s(1000.0, is_news=False) == pace.wait_s(1000.0, is_news=True)
     assert waits == [0.1, 0.3, 1.0, 3.0, 10.0, 10.0, 10.0]
-    pace = pace.after(1000.0, 0.001, SOMEBODY_WAITS, stopped=False, refused=False)
+    pace = pace.after(1000.0, 0.001, JOB_WAITS, stopped=False, refused=False)
     assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.005)

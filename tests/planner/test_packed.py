@@ -65,5 +65,5 @@ def test_nodes_that_are_not_alike_keep_what_was_meant_for_them() -> None:
     assert found == [targets[0], targets[1]]
 
 
-def test_who_is_not_packed_has_no_place() -> None:
+def test_a_job_that_is_not_packed_has_no_place() -> None:
     assert keeping([None, _place(0, 2, "a")], ["a", "b"], {0: _place(0, 1, "a")}, ["x"]) == [_place(0, 1, "a"), None]

@@ -98,17 +98,17 @@ def told(drive: Tried, kind: str) -> list[dict[str, str]]:
     return [dict(one.figures) for one in drive.told if one.kind == kind]
 
 
-def test_nothing_is_tried_while_everybody_has_a_device() -> None:
+def test_no_trial_begins_while_every_job_has_a_device() -> None:
     assert Tried().plan(Seen(), is_crowded=False) == []
 
 
-def test_nobody_is_tried_of_whom_too_little_is_known_alone_for_a_verdict() -> None:
+def test_no_job_is_tried_with_too_few_windows_alone_for_a_verdict() -> None:
     assert Tried().plan(Seen(windows=ALONE_WINDOWS - 1)) == []
     assert Tried().plan(Seen(windows=ALONE_WINDOWS)) != []
 
 
 @pytest.mark.parametrize("why", ["it has a time limit", "it was killed in its turn"])
-def test_nobody_is_packed_who_takes_no_turns_for_then_nobody_could_go_on_once_that_is_undone(why: str) -> None:
+def test_a_job_that_cannot_be_time_sliced_is_not_co_located_for_its_guest_could_not_resume_afterwards(why: str) -> None:
     drive = Tried()
     job = drive.job(drive.pair[1])
     limited = replace(job, spec=replace(job.spec, time_limit_seconds=600.0))
@@ -173,7 +173,7 @@ def test_without_an_arena_the_guest_of_an_undone_pack_rests_on_storage(tried: Tr
     assert tried.state.gangs[tried.job(guest).epoch].park_level is SuspendLevel.CHECKPOINT
 
 
-def test_a_trial_in_which_nobody_gets_on_is_over_after_an_hour(tried: Tried) -> None:
+def test_a_trial_without_steps_ends_after_an_hour(tried: Tried) -> None:
     guest = tried.packs.packs[0].guest
     assert tried.plan(tried.together(())) == []
     tried.now += packs_of._LONGEST_TRIAL_S
@@ -181,7 +181,7 @@ def test_a_trial_in_which_nobody_gets_on_is_over_after_an_hour(tried: Tried) -> 
     assert tried.found == ()
 
 
-def test_a_trial_in_which_somebody_stops_getting_on_is_over_after_an_hour_and_what_was_seen_is_told(
+def test_a_trial_whose_job_stops_stepping_ends_after_an_hour_and_its_measurements_are_reported(
     tried: Tried,
 ) -> None:
     guest = tried.packs.packs[0].guest
@@ -194,7 +194,7 @@ def test_a_trial_in_which_somebody_stops_getting_on_is_over_after_an_hour_and_wh
     assert tried.packs.packs == ()
 
 
-def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_they_did_alone(tried: Tried) -> None:
+def test_a_new_planner_separates_jobs_without_a_measured_rate_alone(tried: Tried) -> None:
     guest = tried.packs.packs[0].guest
     tried.packs = Colocations()
     seen = tried.together(SLOWER)
@@ -203,7 +203,7 @@ def test_a_planner_that_was_started_anew_parts_those_of_whom_nobody_knows_how_th
     assert stopped["detail"].startswith("the expected gain of its co-location is lost")
 
 
-def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tried: Tried) -> None:
+def test_a_refused_trial_did_not_begin_and_a_guest_that_was_not_parked_stays_co_located(tried: Tried) -> None:
     kept = tried.packs
     (pack,) = kept.packs
     assert with_refusals(Colocations(), kept, frozenset({pack.guest})) == Colocations(tried=kept.tried - 1)
@@ -213,7 +213,7 @@ def test_what_was_refused_was_not_tried_and_who_was_not_parked_is_in_its_pack(tr
     assert with_refusals(kept, undone, frozenset()) == undone
 
 
-def test_who_has_come_to_a_pack_and_does_no_step_yet_is_waited_for(tried: Tried) -> None:
+def test_a_guest_that_does_no_step_yet_is_waited_for(tried: Tried) -> None:
     guest = tried.packs.packs[0].guest
     job = tried.job(guest)
     tried.state.put_job(replace(job, running_since=0.0))
@@ -244,7 +244,7 @@ def go_on(drive: Tried, number: int) -> None:
 
 
 @pytest.mark.parametrize(("residue_bytes", "tried"), [(0, ["CORES", "MOVE"]), (GIB // 5, [])])
-def test_nobody_is_let_in_where_those_who_rest_leave_too_little_memory_for_both(
+def test_no_guest_is_admitted_where_parked_gangs_leave_too_little_memory_for_both(
     residue_bytes: int, tried: list[str]
 ) -> None:
     drive = Tried()

@@ -84,7 +84,7 @@ class Planned(Drive):
                 self.seen_without(node, number)
 
 
-def test_who_attained_most_is_stopped_for_a_newcomer_which_starts_once_there_is_room() -> None:
+def test_the_job_with_most_attained_service_is_preempted_for_a_new_one_which_then_starts() -> None:
     drive = Planned()
     old, young = drive.running(job_of(2), seconds=50.0), drive.running(job_of(2))
     new = drive.submit(job_of(1))
@@ -99,7 +99,7 @@ def test_who_attained_most_is_stopped_for_a_newcomer_which_starts_once_there_is_
     assert drive.job(young).preemptions == 0
 
 
-def test_who_was_stopped_for_others_rests_until_somebody_may_be_stopped_again() -> None:
+def test_a_job_preempted_for_others_waits_until_the_next_preemption_is_allowed() -> None:
     drive = Planned(policy="ganger-alone")
     large = drive.running(job_of(4), seconds=50_000.0)
     small = drive.submit(job_of(1))
@@ -122,7 +122,7 @@ def test_who_was_stopped_for_others_rests_until_somebody_may_be_stopped_again() 
     assert drive.proposed() == [("START", large)]
 
 
-def test_under_other_orders_nobody_rests() -> None:
+def test_under_other_orders_no_job_waits_after_a_preemption() -> None:
     drive = Planned()
     large = drive.running(job_of(4), seconds=50.0)
     drive.submit(job_of(1))
@@ -131,7 +131,7 @@ def test_under_other_orders_nobody_rests() -> None:
     assert not found.displaced
 
 
-def test_who_holds_the_cores_that_are_wanted_is_stopped_though_its_devices_are_not() -> None:
+def test_a_job_that_holds_needed_cores_is_preempted_though_its_devices_are_not_needed() -> None:
     drive = Planned()
     one = JobSpec(("train",), (Role("worker", 1, TaskShape(1, 8_000, GIB)),))
     old, others = drive.running(one, seconds=50.0), drive.running(job_of(1), seconds=20.0)
@@ -150,7 +150,7 @@ def test_gangs_of_several_sizes_leave_one_node_for_a_large_one() -> None:
     assert sorted(change.number for change in drive.found().changes) == running
 
 
-def test_nobody_is_stopped_who_could_not_come_back() -> None:
+def test_no_job_is_preempted_that_could_not_resume() -> None:
     drive = Planned()
     old = drive.running(job_of(4), seconds=50.0)
     drive.submit(job_of(1))
@@ -161,7 +161,7 @@ def test_nobody_is_stopped_who_could_not_come_back() -> None:
     assert [change.kind for change in drive.found().changes] == ["SUSPEND"], "it may be able to: the master knows"
 
 
-def test_who_rests_for_its_user_takes_no_part_and_goes_on_where_it_rests_once_resumed() -> None:
+def test_a_job_suspended_by_its_user_is_left_out_and_resumes_in_place() -> None:
     drive = Planned()
     parked = drive.running(replace(job_of(2, memory=14 * GIB), priority=1))
     drive.step(SuspendJob(parked, SuspendLevel.OFFLOAD))
@@ -204,7 +204,7 @@ def test_what_is_kept_out_leaves_its_place_to_others() -> None:
     ]
 
 
-def test_who_is_not_to_be_stopped_stays_though_others_go_first() -> None:
+def test_a_job_that_must_not_be_preempted_stays_though_others_rank_first() -> None:
     drive = Planned()
     old = drive.running(job_of(4), seconds=50.0)
     drive.submit(job_of(1))
@@ -212,7 +212,7 @@ def test_who_is_not_to_be_stopped_stays_though_others_go_first() -> None:
     assert [change.number for change in drive.found().changes] == [old]
 
 
-def test_who_finds_no_place_whoever_is_stopped_keeps_nobody_from_what_is_free() -> None:
+def test_a_job_that_fits_nowhere_blocks_no_other_job_from_free_devices() -> None:
     drive = Planned()
     drive.running(job_of(1))
     hopeless = drive.submit(replace(job_of(4), priority=1))

@@ -23,7 +23,7 @@ def crowded(quotas: dict[str, int]) -> tuple[Planned, int, int]:
 
 
 @pytest.mark.parametrize("quotas", [{"ann": 3}, {"": 3}, {"ann": 2, "": 9}])
-def test_nobody_is_stopped_for_who_would_take_its_user_beyond_its_quota(quotas: dict[str, int]) -> None:
+def test_no_job_is_preempted_for_one_that_would_exceed_its_users_quota(quotas: dict[str, int]) -> None:
     drive, bobs, anns = crowded({})
     drive.submit(job_of(2), "ann")
     assert [change.number for change in drive.found().changes] == [bobs], "without a quota"
@@ -38,7 +38,7 @@ def test_nobody_is_stopped_for_who_would_take_its_user_beyond_its_quota(quotas: 
     assert drive.proposed() == [("START", newcomer)]
 
 
-def test_of_several_that_could_start_each_alone_somebody_is_stopped_for_the_first_only() -> None:
+def test_of_several_jobs_within_quota_one_by_one_only_the_first_preempts() -> None:
     def stopped(quotas: dict[str, int]) -> int:
         drive = Planned()
         for _ in range(2):
@@ -53,7 +53,7 @@ def test_of_several_that_could_start_each_alone_somebody_is_stopped_for_the_firs
     assert stopped({"ann": 1}) == 0
 
 
-def test_where_nobody_is_stopped_who_fits_into_what_is_left_starts_past_who_does_not() -> None:
+def test_without_preemption_a_job_that_fits_the_quota_starts_before_one_that_does_not() -> None:
     drive = Planned(quotas={"ann": 3})
     anns = drive.running(job_of(2), user="ann")
     large, small = drive.submit(job_of(2), "ann"), drive.submit(job_of(1), "ann")
@@ -77,7 +77,7 @@ def gang(epoch: int, number: int, gpus: int) -> Gang:
         max_size=60,
     ),
 )
-def test_the_table_keeps_out_whom_a_look_at_everybody_would(
+def test_the_table_keeps_out_the_same_jobs_as_a_scan_of_all(
     quotas: dict[str, int], story: list[tuple[int, str]]
 ) -> None:
     table = LiveTable(quotas=quotas)
@@ -122,7 +122,7 @@ def test_the_table_keeps_out_whom_a_look_at_everybody_would(
     some.dictionaries(some.sampled_from(["ann", "bob", ""]), some.integers(0, 6)),
     some.lists(some.tuples(some.sampled_from(["ann", "bob", "cat"]), some.integers(1, 3)), max_size=12),
 )
-def test_of_a_line_those_start_who_fit_beside_those_before_them(
+def test_the_jobs_of_a_line_start_that_fit_beside_those_before_them(
     limits: dict[str, int], line: list[tuple[str, int]]
 ) -> None:
     quotas = QuotaUse(limits)

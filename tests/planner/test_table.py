@@ -49,7 +49,7 @@ def test_waits_and_stretches_are_told_as_they_come() -> None:
     assert len(table) == 0
 
 
-def test_a_row_taken_anew_knows_nothing_of_who_had_it() -> None:
+def test_a_reused_row_has_nothing_of_its_last_job() -> None:
     table = LiveTable()
     table.put(JOB, None)
     table.put(replace(JOB, state=JobState.CANCELLED), None)
@@ -57,7 +57,7 @@ def test_a_row_taken_anew_knows_nothing_of_who_had_it() -> None:
     assert clocks(table, 160.0) == (0.0, 0.0, math.inf, 0.0, 0.0)
 
 
-def test_who_is_tried_again_later_is_not_there_until_then() -> None:
+def test_a_job_that_backs_off_is_not_in_the_table_until_then() -> None:
     table = LiveTable()
     running = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0, running_since=150.0, start_time=150.0)
     table.put(running, gang(1, 140.0))
@@ -75,9 +75,7 @@ def test_who_is_tried_again_later_is_not_there_until_then() -> None:
 
 @pytest.mark.parametrize("most_gpus", [0, 2, 8])
 @pytest.mark.parametrize("least_urgent", [None, 0, 1])
-def test_who_asks_for_what_could_be_had_is_as_a_look_at_each_of_them_says(
-    most_gpus: int, least_urgent: int | None
-) -> None:
+def test_the_jobs_that_could_get_room_are_the_same_as_by_a_scan(most_gpus: int, least_urgent: int | None) -> None:
     table = LiveTable()
     assert table.least_urgent_running is None
     held = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0)
@@ -116,7 +114,7 @@ def test_those_among_some_are_found_by_row(numbers: Collection[int]) -> None:
     assert table.are_among(rows, numbers).tolist() == [number in numbers for number in facts.number.tolist()]
 
 
-def test_who_was_updated_ranks_by_the_new_priority_and_asks_for_the_new_amounts_until_it_starts() -> None:
+def test_an_updated_job_ranks_by_its_new_priority_and_requests_the_new_amounts_until_it_starts() -> None:
     table = LiveTable()
     table.put(JOB, None)
     first = replace(JOB, spec=replace(SPEC, priority=5, roles=(Role("worker", 2, TaskShape(2, 3_000, 1 << 30)),)))
@@ -129,7 +127,7 @@ def test_who_was_updated_ranks_by_the_new_priority_and_asks_for_the_new_amounts_
     assert (facts.priority.tolist(), facts.cores.tolist(), table.least_urgent_running) == ([-2], [6.0], -2)
 
 
-def test_who_is_going_is_as_a_look_at_each_of_them_says() -> None:
+def test_the_jobs_that_return_devices_are_the_same_as_by_a_scan() -> None:
     table = LiveTable()
     for number in range(1, 9):
         epoch = number % 4 and number

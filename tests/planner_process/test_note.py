@@ -79,7 +79,7 @@ def test_a_bad_note_costs_a_line_in_the_log(
     assert (message, reason.startswith(why)) == ("note not used", True)
 
 
-def test_what_cannot_be_read_or_written_is_said_once_and_kept_from_nobody(
+def test_a_note_that_cannot_be_read_or_written_is_logged_once_and_stops_no_planner(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "planner.note").mkdir()

@@ -59,7 +59,7 @@ async def get(served: Served, number: int) -> job_pb2.Job:
     return await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=f"jobs/{number}"))
 
 
-def test_it_starts_whom_there_is_room_for_and_says_who_goes_before_whom(tmp_path: Path) -> None:
+def test_it_starts_jobs_that_fit_and_reports_the_order_of_the_others(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         for gpus in (3, 2, 2):
             await served.submit(spec_of(gpus))
@@ -99,7 +99,7 @@ def test_a_burst_of_more_jobs_than_a_plan_may_start_is_started_in_several_plans(
     on_a_master(tmp_path, story, nodes=many // 4 + 1)
 
 
-def test_a_place_that_comes_is_used_and_who_is_cancelled_is_out_of_the_line(tmp_path: Path) -> None:
+def test_a_new_place_is_used_and_a_cancelled_job_leaves_the_line(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         async with planning(served):
             for gpus in (4, 4, 4):
@@ -114,7 +114,7 @@ def test_a_place_that_comes_is_used_and_who_is_cancelled_is_out_of_the_line(tmp_
     on_a_master(tmp_path, story)
 
 
-def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_refused_change_delays_no_other_job_and_is_requested_again(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         async with planning(served):
             await served.submit(spec_of(4))
@@ -140,7 +140,7 @@ def test_what_the_master_refuses_keeps_nobody_else_waiting_and_is_asked_for_agai
 
 
 @pytest.mark.parametrize("most", [2, 1 << 70])
-def test_who_would_take_its_user_beyond_its_quota_is_in_no_line_and_starts_once_others_of_its_user_have_gone(
+def test_a_job_beyond_its_users_quota_is_in_no_line_and_starts_once_others_of_that_user_have_ended(
     tmp_path: Path, most: int
 ) -> None:
     async def story(served: Served, node: Speaker) -> None:
@@ -162,7 +162,7 @@ def test_who_would_take_its_user_beyond_its_quota_is_in_no_line_and_starts_once_
     on_a_master(tmp_path, story, quotas={"*": most})
 
 
-def test_where_jobs_share_gpus_it_starts_whom_there_is_room_for_too_and_goes_on_anew(tmp_path: Path) -> None:
+def test_where_jobs_share_gpus_it_starts_jobs_that_fit_and_continues_after_a_restart(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         state = served.master.writer.state
         async with planning(served):
@@ -230,7 +230,7 @@ def test_other_policies_say_that_they_do_nothing_for_a_deadline(tmp_path: Path) 
     on_a_master(tmp_path, story)
 
 
-def test_tetris_passes_over_who_does_not_fit_and_stops_nobody(tmp_path: Path) -> None:
+def test_tetris_passes_over_a_job_that_does_not_fit_and_preempts_none(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         for gpus in (1, 4, 3):
             await served.submit(spec_of(gpus))
