@@ -158,7 +158,7 @@ def test_passes_are_as_they_would_be_in_a_room(
 @settings(max_examples=150)
 @given(nodes, st.lists(st.one_of(asked, st.none(), st.lists(asked, max_size=3)), min_size=1))
 def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, bool]], steps: list[Step]) -> None:
-    """A job starts; or all is undone (None); or somebody looks where it would be once some who started were gone."""
+    """A job starts; or all is undone (None); or a job is placed as if some started ones were gone."""
     view, table = view_of(servers), LiveTable(learns=False)
     rows = [replace(row, version=0) for row in view.rows()]
     twins = [

@@ -1,4 +1,4 @@
-"""Whether anybody comes is told before all are ranked, and never otherwise than they would be chosen."""
+"""Whether the choice is unchanged is found without ranking all jobs, and agrees with the full choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is how far behind, by what each has received."""
+"""How far each job is behind its share, by the device time received."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_job_without_devices_is_never_behind_and_counts_for_no_other() -> None
     number = drive.submit(JobSpec(("train",), (Role("worker", 1, TaskShape(0, 2_000, GIB)),)))
     drive.start(number)
     drive.runs(number)
-    everybody = [*three, (drive.job(number), drive.state.gangs[drive.job(number).epoch])]
+    everything = [*three, (drive.job(number), drive.state.gangs[drive.job(number).epoch])]
     fairness = NOTHING
     for now in (0.0, 10.0):
         received = {1: now, 2: now, 3: 0.5 * now, number: now}
-        fairness = credited(fairness, everybody, {}, received, drive.state.view, now, 10.0)
+        fairness = credited(fairness, everything, {}, received, drive.state.view, now, 10.0)
     assert fairness.behind_s[number] == 0.0
     assert round(fairness.behind_s[3], 3) == 3.333

@@ -66,7 +66,7 @@ def test_no_job_goes_on_beyond_the_passes_that_it_makes() -> None:
         # No pass is over yet: as much as it has done.
         (50, 8, 50.0),
         (50, 0, 50.0),
-        # Twenty passes more, for nobody says.
+        # Twenty more passes, since no end is reported.
         (250, 0, 2_000.0),
     ],
 )

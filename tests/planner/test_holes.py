@@ -1,5 +1,4 @@
-"""Large gangs among fragments: who ranks lower is stopped for them, who ranks higher changes places at most, and nobody
-takes theirs. (2 s)"""
+"""Large gangs among fragments: lower-ranked jobs are preempted for them, higher-ranked ones moved at most. (2 s)"""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_gang_behind_fragments_has_a_node_emptied_and_starts_there() -> None:
     node = node_of(drive, stopped)
     assert drive.proposed() == [], "it has been told already"
     drive.rests(stopped)
-    # Who was stopped finds room beside the other.
+    # The preempted job fits beside the other.
     assert sorted(drive.proposed()) == [("START", stopped), ("START", large)]
     assert node_of(drive, large) == node
     assert node_of(drive, stopped) != node
@@ -65,7 +64,7 @@ def test_a_higher_ranked_job_moves_under_an_order_that_regroups() -> None:
     drive, small = fragmented(policy="ganger")
     large = drive.submit(together(4))
     # By its GPUs it ranks below both.
-    assert not drive.found().displaced, "who changes places starts as soon as it can"
+    assert not drive.found().displaced, "a job that moves starts as soon as it can"
     ((kind, moved),) = drive.proposed()
     assert (kind, moved in small) == ("SUSPEND", True)
     drive.rests(moved)
@@ -140,7 +139,7 @@ def fragments_for_weeks() -> Workload:
 
 @pytest.mark.parametrize("policy", PREEMPTING)
 def test_large_gang_starts_at_the_latest_when_it_has_waited_too_long(policy: str) -> None:
-    """Whoever else is there: it goes first then, and all of them can be stopped."""
+    """Make the job rank first and all others preemptible."""
     options = ReplayOptions(costs=SwitchCosts(start_s=5.0, suspend_s=30.0, resume_s=5.0))
     runs = [
         simulate(fragments_for_weeks(), servers_from_flags(nodes=2, gpus_per_node=4), policy, options).outcomes
@@ -151,5 +150,5 @@ def test_large_gang_starts_at_the_latest_when_it_has_waited_too_long(policy: str
     large = list(runs[0].job_ids).index("large")
     waited = float(runs[0].first_start_s[large] - runs[0].submit_s[large])
     assert waited <= WEEK_S + 2 * options.plan_every_s + 2 * options.costs.suspend_s
-    # Who made room went on at once beside the other.
+    # The job that made room started again at once beside the other.
     assert float((runs[0].jct_s - runs[0].duration_s).sum()) <= WEEK_S + 3600.0

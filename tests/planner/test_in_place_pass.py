@@ -1,4 +1,4 @@
-"""Optimus's pass over a real state, told by wire: sizes are changed where jobs are, and nobody is stopped for them."""
+"""Optimus's pass over a real state, fed by messages: jobs resize in place, and none is preempted for it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_running_job_shrinks_in_place_and_the_new_job_starts_once_it_has() -> 
     assert (change.kind, change.number, devices_of(change.claims)) == ("RESIZE", old, 2)
     assert change.purpose.goal is Goal.GIVE_BACK
     assert change.reason == "from 4 GPUs to 2: 4 steps/s with 4, 2 with 2, 1000 foreseen left"
-    assert drive.proposed() == [], "its devices are not free yet, and nobody is stopped for them"
+    assert drive.proposed() == [], "its devices are not free yet, and no job is preempted for them"
     drive.rests(old)
     assert drive.proposed(may_stop=False) == [("START", new, 2)]
     drive.goes_on(old, rested=True)
@@ -225,7 +225,7 @@ def test_after_a_planner_was_lost_no_job_is_preempted_while_a_resize_is_under_wa
     new = drive.submit(small(2, 2))
     assert drive.proposed() == [("RESIZE", old, 2)]
     drive.resizing = NOTHING_UNDER_WAY
-    assert drive.proposed() == [], "nobody knows what it will leave"
+    assert drive.proposed() == [], "what it will leave is unknown"
     drive.rests(old)
     assert drive.proposed() == [("START", new, 2)]
 

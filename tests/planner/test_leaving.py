@@ -27,7 +27,7 @@ QUANTUM_S = 60.0
 
 @dataclass
 class Seen:
-    """Who is busy keeps its device so; all others a tenth."""
+    """Busy jobs use their device fully; all others a tenth of it."""
 
     busy: frozenset[int] = frozenset()
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Anew(Seen):
-    """Nobody was measured alone yet."""
+    """No job was measured alone yet."""
 
     def alone(self, number: int) -> tuple[float, ...]:
         return ()
@@ -76,7 +76,7 @@ class InTurns(Sharing):
         self.observe(node, version=0)
 
     def passes(self) -> list[tuple[str, int]]:
-        """What is proposed now, all of which must be approved; who starts runs."""
+        """Propose a plan, all of which must be approved; started jobs run."""
         changes = self.asked()
         if changes:
             answer = self.step(ProposePlan(changes))
@@ -102,7 +102,7 @@ class InTurns(Sharing):
             turn_s=QUANTUM_S,
         )
         soon = found.next_change_s <= self.now + QUANTUM_S
-        assert soon or not self.state.sets, "who takes turns is looked at again"
+        assert soon or not self.state.sets, "a time-sliced job is considered again"
         return found.changes
 
     def table(self) -> LiveTable:
@@ -134,7 +134,7 @@ class InTurns(Sharing):
         return self.state.gangs[self.job(number).epoch].claims[0].device_mask
 
     def packed(self) -> tuple[int, int]:
-        """(host, guest) of a pack that is being tried, of those who took turns."""
+        """(host, guest) of a trial between two jobs that were time-sliced."""
         self.seen_by = Seen(frozenset(self.numbers) - {*self.together})
         ((kind, guest),) = self.later()
         assert kind == "SUSPEND"
@@ -201,7 +201,7 @@ def test_a_guest_leaves_its_turns_for_a_host_with_a_device_of_its_own() -> None:
     assert ("MOVE", one) in drive.passes()
     drive.moves_in(one)
     assert drive.devices(one) == drive.devices(free[0])
-    assert not drive.state.gangs[drive.job(other).epoch].node_set, "whom it left has its device to itself"
+    assert not drive.state.gangs[drive.job(other).epoch].node_set, "the job that it left has its device to itself"
 
 
 def test_where_turns_go_on_for_the_sake_of_others_the_host_rests_for_a_moment_too() -> None:
@@ -223,14 +223,14 @@ def test_where_turns_go_on_for_the_sake_of_others_the_host_rests_for_a_moment_to
     assert drive.passes() == [("CORES", host), ("MOVE", guest)]
 
 
-@pytest.mark.parametrize("who", ["host", "guest"])
-def test_when_one_job_ends_on_the_way_the_other_stays_time_sliced(who: str) -> None:
+@pytest.mark.parametrize("ended", ["host", "guest"])
+def test_when_one_job_ends_on_the_way_the_other_stays_time_sliced(ended: str) -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     ((_, guest),) = drive.later()
     (host,) = {*drive.together} - {guest}
     drive.rests(guest)
-    drive.step(CancelJob(host if who == "host" else guest))
+    drive.step(CancelJob(host if ended == "host" else guest))
     drive.passes()
     assert drive.remembered.packs.leaving == ()
     assert drive.remembered.packs.on_trial == set()
@@ -290,7 +290,7 @@ def test_a_planner_that_is_started_anew_parts_a_pack_on_trial_and_its_host_has_a
     drive = InTurns()
     before = {number: drive.state.gangs[drive.job(number).epoch].claims[0].millicores for number in drive.together}
     host, guest = drive.packed()
-    # Nobody knows any more how fast they were alone.
+    # Their rates alone are lost.
     mates = {host: frozenset({guest}), guest: frozenset({host})}
     drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers), {}, mates)
     assert drive.later() == [("SUSPEND", guest)]

@@ -1,4 +1,4 @@
-"""Who is proposed to take turns with whom, over a real state, told by wire: all that is proposed is approved."""
+"""Which jobs are time-sliced together, over a real state fed by messages: every proposed change is approved."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
         (replace(job_of(1), time_limit_seconds=60.0),),
         (replace(job_of(1), preemptible=False), replace(job_of(1), priority=-1)),
     ],
-    ids=["nobody", "one with a time limit", "one that is not to be suspended and one of lower priority"],
+    ids=["no job", "one with a time limit", "one that is not to be suspended and one of lower priority"],
 )
 def test_a_job_behind_its_share_moves_to_one_ahead_whatever_jobs_wait_in_vain(waiting: tuple[JobSpec, ...]) -> None:
     drive = Sharing()
@@ -226,7 +226,7 @@ def test_where_one_joins_no_more_places_are_weighed_in_full_than_are_tried(monke
 
 
 def test_of_places_alike_the_one_is_taken_where_the_fewest_lose_turns() -> None:
-    """One of one device, of the first, and one of three: who comes needs three."""
+    """One of one device, of the first, and one of three: the new job needs three."""
     drive = Sharing()
     one, other = drive.submitted(job_of(1, GIB), job_of(3, GIB))
     drive.go_on()
@@ -249,7 +249,7 @@ def test_a_time_sliced_job_moves_to_devices_that_become_free() -> None:
     assert change.kind == "MOVE"
     assert drive.go_on() == ["MOVE"]
     number, source = change.number, drive.job(change.number).epoch
-    assert drive.plan() == (), "whom it leaves has its devices soon"
+    assert drive.plan() == (), "the job that it leaves has its devices soon"
     drive.seen(number, drive.job(number).next_epoch, ObservedPhase.PREPARED)
     drive.seen(number, source, ObservedPhase.PARKED, 5)
     assert drive.state.sets == {}
@@ -459,7 +459,7 @@ LIMITED = replace(job_of(4), time_limit_seconds=60.0)
 OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop when its turn was over")
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["it runs, and nobody comes to take turns with it", "it waits"])
+@pytest.mark.parametrize("which", [0, 1], ids=["it runs, and no job joins it", "it waits"])
 def test_a_job_that_did_not_stop_after_its_slice_has_devices_of_its_own(which: int) -> None:
     drive = Sharing()
     numbers = drive.submitted(job_of(4), job_of(4))

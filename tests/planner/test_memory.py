@@ -250,7 +250,7 @@ def test_a_pack_of_which_the_note_does_not_know_is_taken_apart_though_the_rates_
 
 
 class Restarted(test_colocation_rates.SteppingJobs):
-    """Of jobs that go on while nobody looks."""
+    """Jobs that continue while no planner runs."""
 
     def after(self, seconds: float) -> Restarted:
         next_one = Restarted()
@@ -260,7 +260,7 @@ class Restarted(test_colocation_rates.SteppingJobs):
         return next_one
 
 
-def test_who_goes_on_as_it_was_goes_on_being_measured() -> None:
+def test_a_job_that_continues_unchanged_keeps_its_measurements() -> None:
     seen = Restarted()
     seen.runs(1, 0b1)
     seen.go_on(100.0, use=0.25)
@@ -281,7 +281,7 @@ def test_who_goes_on_as_it_was_goes_on_being_measured() -> None:
     assert seen.beside(1) == frozenset()
 
 
-def test_who_was_moved_meanwhile_is_measured_anew_and_so_is_whom_it_left() -> None:
+def test_a_job_that_moved_meanwhile_and_the_jobs_it_left_are_measured_anew() -> None:
     seen = Restarted()
     for number in (1, 2):
         seen.runs(number, 0b1)
@@ -317,7 +317,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
     told(second)
     heard(second, range(90, 200))
     assert second.attained.received_s == {1: 199.0}
-    # As bytes: times that nobody told are no numbers, and equal to nothing.
+    # As bytes: times that were not reported are NaN, and equal to nothing.
     assert packed(PlannerMemory(measured=second.remembered)) == packed(PlannerMemory(measured=whole.remembered))
 
 
@@ -333,7 +333,7 @@ def test_a_move_that_did_not_help_is_undone_by_the_planner_that_comes_after() ->
     assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source
 
 
-def test_who_is_to_go_back_goes_when_its_place_is_free_though_planners_come_and_go() -> None:
+def test_a_job_returns_when_its_place_is_free_across_restarts_of_the_planner() -> None:
     drive, pair, source = slower_together()
     taken = drive.submit(together(4))
     assert ("START", taken) in drive.proposed()
@@ -375,7 +375,7 @@ def swapped(between: Callable[[Moved], None]) -> Moved:
     return drive
 
 
-def test_who_was_moved_aside_for_another_is_brought_back_though_planners_come_and_go() -> None:
+def test_a_job_parked_for_another_resumes_across_restarts_of_the_planner() -> None:
     def restart(drive: Moved) -> None:
         drive.moving = anew(PlannerMemory(moving=drive.moving)).moving
 

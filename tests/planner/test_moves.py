@@ -1,4 +1,4 @@
-"""The pass that moves running jobs, on a real state that is told by wire: for whom, when it is worth it, and what
+"""The migration pass on a real state fed by messages: for which jobs, when it is worth it, and what
 becomes of it when something else happens meanwhile. (4 s)"""
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_a_hole_is_made_once_the_gang_has_waited_as_long_as_it_costs_and_is_kept
     assert [one.number for one in making_room_for(drive.state, large)] == [moved]
     assert kept_for(drive.state, large) == (node,)
     drive.seen(moved, drive.job(moved).next_epoch, ObservedPhase.PREPARED)
-    # Who comes now may have what is left, but not the hole.
+    # A new job may have what is left, but not the reserved place.
     other = drive.submit(together(3))
     assert drive.proposed() == []
     least = drive.submit(together(1))
@@ -212,7 +212,7 @@ def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:
     drive.now += 10.0
     ((_, moved),) = drive.proposed()
     other = next(number for number in small if number != moved)
-    # Its user moves nobody, but stops the job that was to be left alone: it is gone from its node.
+    # Its user moves no job, but stops the job that was to be left alone: it is gone from its node.
     drive.ends(other)
     drive.moves(moved)
     assert ("START", large) in drive.proposed()
@@ -254,7 +254,7 @@ def test_on_a_full_cluster_the_gang_swaps_with_lower_ranked_jobs_through_host_me
     assert (kind, moved not in low) == ("MOVE", True)
     drive.moves(moved)
     assert drive.proposed() == [("START", large)]
-    # Who rests loses nothing, and goes on where there is room: one where it was, one elsewhere.
+    # A parked job loses nothing, and resumes where it fits: one where it was, one elsewhere.
     assert drive.proposed() == []
     drive.runs(large)
     ended = next(n for n in numbers if n not in (*low, moved) and drive.node_of(n) == drive.node_of(large))
@@ -311,7 +311,7 @@ def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> Non
     (drained,) = [number for number in (pair, rest) if drive.job(number).next_epoch]
     assert drive.proposed() == []
     drive.moves(drained)
-    # For the other there is no room at all, whoever moves: it rests on storage.
+    # The other fits nowhere, whatever jobs move: it is parked on storage.
     left = next(number for number in (pair, rest) if number != drained)
     assert drive.proposed() == [("SUSPEND", left)]
     assert drive.state.gangs[drive.job(left).epoch].park_level is SuspendLevel.CHECKPOINT

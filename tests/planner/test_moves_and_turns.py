@@ -1,4 +1,4 @@
-"""Moves that nobody waits for beside the pass that lets jobs share GPUs: neither undoes what the other has begun."""
+"""Opportunistic migrations beside the pass that lets jobs share GPUs: neither undoes what the other has begun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.test_moves import Moved, Rates, together
 
 
 class Busy(Rates):
-    """Nobody is packed who keeps its devices busy."""
+    """Jobs keep their devices busy, so that none is co-located."""
 
     def utilisation(self, number: int) -> float:
         return 1.0

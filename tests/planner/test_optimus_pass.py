@@ -1,4 +1,4 @@
-"""Optimus's pass over a real state: who is stopped for another size, and who starts with how many GPUs."""
+"""Optimus's pass over a real state: which jobs stop for another size, and with how many GPUs jobs start."""
 
 from __future__ import annotations
 

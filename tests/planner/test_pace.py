@@ -45,7 +45,7 @@ def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time(
     ("found", "again_s", "wait_s"),
     [
         (NOTHING, inf, inf),
-        # Whoever waits is weighed again though nobody may say that the order changes.
+        # Pending jobs are ranked again even if no order reports a change.
         (JOB_WAITS, inf, 300.0),
         (PlanDraft(waits=True), inf, 300.0),
         (PlanDraft((Change(7, 1, "START"),), line=np.array([7])), inf, inf),

@@ -1,4 +1,4 @@
-"""Matching a packing with where gangs lie: nothing of it is lost, and whoever can stay stays."""
+"""Matching a packing with where gangs lie: nothing of it is lost, and every job that can stay stays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_target_is_given_to_one_gang_of_its_kind_and_nodes_alike_change_pl
         g[1] for g, was, place in zip(then, present, found, strict=True) if was and place and was[0] == place[0]
     )
     assert stayed == _most_that_can_stay(then, now)
-    # Asked again with those who stayed, they stay.
+    # A second call with the jobs that stayed keeps them.
     left = [was if was and place and was[0] == place[0] else None for was, place in zip(present, found, strict=True)]
     again = keeping(left, kinds, targets, ["alike"] * 4)
     assert all(

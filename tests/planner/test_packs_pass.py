@@ -230,7 +230,7 @@ def rest(drive: Tried, number: int, residue_bytes: int = 0) -> None:
 
 
 def rest_where(drive: Tried, number: int, residue_bytes: int) -> None:
-    """Another job comes to the devices of one who rests, and rests there, too."""
+    """Park another job on the devices of a parked one."""
     other = drive.submit(small())
     claims = drive.state.gangs[drive.job(number).epoch].claims
     assert drive.propose(drive.change(other, "START", tuple(replace(c, shared_mask=0) for c in claims))) == [None]

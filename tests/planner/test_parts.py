@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 def plan(*groups: int) -> list[Change]:
-    """Groups of so many changes; zero stands for one that belongs to nobody."""
+    """Groups of so many changes; zero stands for one without a group."""
     changes: list[Change] = []
     for group in groups:
         first = len(changes) + 1

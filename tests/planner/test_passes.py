@@ -1,4 +1,4 @@
-"""Passes over a real state, told by wire: who is stopped for whom, where the parked go on, what refusals change."""
+"""Passes over a real state fed by messages: preemptions, resumes of parked jobs, and effects of refusals."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_job_preempted_for_others_waits_until_the_next_preemption_is_allowed()
         drive.submit(job_of(1)),
         drive.found(NONE_EXCLUDED.resting(resting), may_stop=False).changes[0],
     )
-    assert (change.kind, change.number) == ("START", newcomer), "for whom there is room at once"
+    assert (change.kind, change.number) == ("START", newcomer), "which fits at once"
     drive.step(CancelJob(newcomer))
     assert drive.proposed() == [("START", large)]
 
@@ -237,7 +237,7 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     drive.running(job_of(3))
     drive.running(job_of(3))
     for number in drive.state.live:
-        # Nobody can be stopped for it.
+        # No job can be preempted for it.
         drive.state.put_job(replace(drive.job(number), capabilities=Capabilities(known=True)))
     wide = drive.submit(replace(job_of(2), locality=Locality(widest=LocalityLevel.NODE)))
     small = drive.submit(replace(job_of(1), preemptible=False))
@@ -246,7 +246,7 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     found = drive.found()
     assert (found.changes, found.line.tolist()) == ((), [wide, small])
     assert found.unplaced == frozenset(), "a planner that left it out for a while would let others pass"
-    # As if the nodes on which two could be had left: nobody waits for what will not come.
+    # As if the nodes on which two could be had left: no job waits for devices that will not come.
     assert [change.number for change in drive.found(ExcludedJobs(nodes={wide: frozenset({"n1", "n2"})})).changes] == [
         small
     ]
@@ -274,7 +274,7 @@ def test_devices_are_counted_where_gangs_can_have_them() -> None:
     assert gpus() == 8
     drive.step(SuspendJob(held, SuspendLevel.PAUSE))
     drive.rests(held)
-    assert gpus() == 6, "what a user's paused job holds is nobody else's"
+    assert gpus() == 6, "what a user's paused job holds is for no other job"
     for name in ("n1", "n2"):
         drive.state.view.set_available(name, False)
     assert gpus() == 1

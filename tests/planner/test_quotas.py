@@ -1,4 +1,4 @@
-"""Quotas in plans: who would take its user beyond waits for its own, and nobody is stopped, or kept waiting, for it."""
+"""Quotas in plans: a job beyond its user's quota waits for that user's jobs, and preempts or delays no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.test_passes import Planned
 
 
 def crowded(quotas: dict[str, int]) -> tuple[Planned, int, int]:
-    """On four GPUs one job of ann's and an older one of bob's, who goes after any newcomer; and their numbers."""
+    """On four GPUs one job of ann's and an older one of bob's that ranks after any new job; return their numbers."""
     drive = Planned(quotas=quotas)
     return drive, drive.running(job_of(2), seconds=500.0, user="bob"), drive.running(job_of(2), user="ann")
 

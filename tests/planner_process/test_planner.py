@@ -1,4 +1,4 @@
-"""The planner against a real master: it hears all, places who waits, tells their order, and survives what happens."""
+"""The planner against a real master: it follows all events, places pending jobs, reports their order, and recovers."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_edf_places_by_deadlines_and_says_whether_they_can_be_met(tmp_path: Path
             "cannot be met: it would end 20 min after it",
         ]
         async with planning(served):
-            # Whose deadline is first, though it cannot be met; then the other one; then who has none.
+            # Whose deadline is first, though it cannot be met; then the other one; then the one without a deadline.
             await until(lambda: served.master.writer.state.ranks == {2: 1, 1: 2})
             assert state_of(served, 3) in ("PENDING", "HOLDING")
 

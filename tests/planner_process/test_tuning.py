@@ -1,5 +1,5 @@
 """A planner that tunes against a real master: it hears how fast jobs go with their cores, tries others, and moves cores
-to who uses them."""
+to jobs that use them."""
 
 from __future__ import annotations
 
