@@ -55,8 +55,11 @@ check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/lint-imports
 	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
 
-docs: $(STAMP) ## the documentation as a site in build/site; a broken link is an error
+$(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation as a site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
