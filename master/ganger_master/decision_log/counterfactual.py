@@ -25,7 +25,7 @@ from ganger_master.decision_log.job_history import VerdictReason, verdict_of
 from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import Places, live_policy_named
 
 # Between two passes of a planner: one looks at all jobs and nodes.

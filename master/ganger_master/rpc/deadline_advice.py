@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord, JobState
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies.deadlines import DeadlineVerdict, Newcomer, advice
 from ganger_master.policies.job_facts import Floats, Integers
 
