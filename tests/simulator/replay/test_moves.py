@@ -116,11 +116,11 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
     )
     ends = []
     # The second asks whoever moves jobs also where nobody could be moved.
-    for moves_no_job in (Moves.moves_no_job, lambda moves: False):
+    for has_nothing_to_move in (Moves.has_nothing_to_move, lambda moves: False):
         replay = Watched(
             jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, replace(OPTIONS, plan_every_s=20.0)
         )
-        with patch.object(Moves, "moves_no_job", moves_no_job):
+        with patch.object(Moves, "has_nothing_to_move", has_nothing_to_move):
             replay.run()
         outcomes = replay.ledger.outcomes()
         assert outcomes.finished.all()

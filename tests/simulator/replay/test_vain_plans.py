@@ -63,7 +63,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
     jobs = crowd()
     some = _Counted(jobs, policy)
     some.run()
-    with patch.object(Planning, "_is_vain", lambda self: False):
+    with patch.object(Planning, "_is_futile", lambda self: False):
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
@@ -80,7 +80,7 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     some.run()
     with (
         patch.object(Planning, "_carried_out", lambda self, now: NOTHING_PLANNED),
-        patch.object(Planning, "_starts_nobody", lambda self: False),
+        patch.object(Planning, "_starts_no_job", lambda self: False),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
@@ -95,7 +95,7 @@ def test_who_is_known_to_be_chosen_is_started_as_if_all_had_been_ranked(policy: 
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(Planning, "_known_pass", lambda self, now, planned: None),
+        patch.object(Planning, "_shortcut_pass", lambda self, now, planned: None),
         patch.object(run, "BY_COUNTS", ANYWHERE),
     ):
         every = _Counted(jobs, policy, options)
@@ -110,13 +110,13 @@ def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_w
     jobs, options = crowd(), ReplayOptions(ideal=True)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(Planning, "_starts_nobody", lambda self: False):
+    with patch.object(Planning, "_starts_no_job", lambda self: False):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.7 * every.passes, "most of those in a crowd start nobody"
     never_ended = pytest.raises(AssertionError, match="never ended")
-    with never_ended, patch.object(Planning, "_starts_nobody", lambda self: True):
+    with never_ended, patch.object(Planning, "_starts_no_job", lambda self: True):
         _Counted(jobs, policy, options).run()
 
 
