@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from ganger.console.exit_codes import CommandError, ExitCode
-from ganger_master.simulator.parallel_runs import one_thread_each
+from ganger_master.simulator.thread_limits import one_thread_each
 
 _ROWS = Path("build/reproduce")
 

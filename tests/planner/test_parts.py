@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.cluster.resources import Claim
 from ganger_master.core.commands import Change
-from ganger_master.planner_process.shell import parts_of
+from ganger_master.planner_process.plan_parts import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -45,7 +45,8 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, R
 from ganger_master.planner.shared import NOTHING as NOTHING_SHARED
 from ganger_master.planner.shared import plan_shared
 from ganger_master.planner_process.cluster_mirror import ClusterMirror
-from ganger_master.planner_process.shell import Note, parts_of
+from ganger_master.planner_process.note import Note
+from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.policies.elastic_growth import IDLE_S
 from ganger_master.policies.slicing import QUANTUM_S

@@ -18,7 +18,7 @@ from ganger.console.exit_codes import CommandError, ExitCode
 
 from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.simulator.output import say
-from ganger_master.simulator.parallel_runs import one_thread_each
+from ganger_master.simulator.thread_limits import one_thread_each
 
 if TYPE_CHECKING:
     from ganger_master.simulator.inputs import Load, Material, ReplayOptions, SwitchCosts
@@ -75,7 +75,7 @@ def simulate(
     from ganger.console.tables import print_pairs, print_table
 
     from ganger_master.runtime.heap import settled
-    from ganger_master.simulator import output
+    from ganger_master.simulator import run_description
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.output import ProgressBar
     from ganger_master.simulator.report.figures import figures
@@ -92,9 +92,9 @@ def simulate(
     found = figures(run)
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(output.simulated(source, asked, options, found))
+            _print_json(run_description.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + output.unbounded_load_row(found) + details(found))
+            print_pairs(experiment.headline(source, asked) + run_description.unbounded_load_row(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
@@ -145,7 +145,7 @@ def compare(
     experiment = _Experiment(trace, policies, flags)
     from ganger.console.tables import print_pairs, print_side_by_side
 
-    from ganger_master.simulator import output
+    from ganger_master.simulator import run_description
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.parallel_runs import RunCell
     from ganger_master.simulator.report.figures import figures
@@ -168,7 +168,7 @@ def compare(
         say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(output.compared(source, experiment.options(flags["seed"]), groups))
+            _print_json(run_description.compared(source, experiment.options(flags["seed"]), groups))
         else:
             print_pairs(experiment.headline(source, *asked))
             for _, group in groups:
@@ -249,7 +249,8 @@ class _Experiment:
         """Reads the trace, and says on stderr what became of its rows."""
         from ganger_master.policies import policy_named
         from ganger_master.simulator.inputs import TraceSelection, material
-        from ganger_master.simulator.output import ProgressBar, notes
+        from ganger_master.simulator.output import ProgressBar
+        from ganger_master.simulator.run_description import notes
         from ganger_master.simulator.traces.reader import RowFilter
 
         flags = self.flags
@@ -281,13 +282,13 @@ class _Experiment:
             raise click.UsageError(f"{source.trace}: {error}") from error
 
     def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
-        from ganger_master.simulator import output
+        from ganger_master.simulator import run_description
 
         return [
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
-            ("cluster", output.cluster_in_words(source.servers)),
-            ("switching", output.options_in_words(self.options(0))),
-            *output.quotas_if_any(self.options(0)),
+            ("cluster", run_description.cluster_in_words(source.servers)),
+            ("switching", run_description.options_in_words(self.options(0))),
+            *run_description.quotas_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:

@@ -12,7 +12,7 @@ import click
 from ganger.console.parameter_types import Directory, Within
 from ganger.units import parse_duration
 
-from ganger_master.config import quotas_of
+from ganger_master.quotas import quotas_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,8 +12,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -23,24 +23,7 @@ from typing import Any, Generic, TypeVar
 from ganger_master.runtime.heap import settle
 from ganger_master.simulator.inputs import Load, Material, ReplayOptions, jobs_at
 from ganger_master.simulator.report.outcomes import Run
-
-_NAMES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-@contextmanager
-def one_thread_each() -> Iterator[None]:
-    """Limit linear algebra to one thread in processes started, and libraries first imported, within this context."""
-    before = {name: os.environ.get(name) for name in _NAMES}
-    os.environ.update(dict.fromkeys(_NAMES, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
+from ganger_master.simulator.thread_limits import one_thread_each
 
 Task = TypeVar("Task")
 # A task calls it with values that can be pickled, any number of times.

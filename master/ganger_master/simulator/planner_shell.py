@@ -22,7 +22,7 @@ from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.plan import PlanDraft, may_start, started
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner_process.shell import parts_of
+from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import nothing_believed

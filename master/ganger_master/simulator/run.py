@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ganger.cluster.anywhere import BY_COUNTS
 
-from ganger_master.config import as_settings
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import CAPABILITY
@@ -21,6 +20,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.orders.attained_service import LAS2D
+from ganger_master.quotas import as_settings
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers

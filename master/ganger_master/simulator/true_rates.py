@@ -31,7 +31,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from ganger.cluster.fit import share_of_cores, share_of_memory
@@ -42,11 +42,12 @@ from ganger_master.core.model import Gang
 from ganger_master.estimators.interference import Pressure
 from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.policies.tunings import profiles_of
-from ganger_master.policies.tunings.demand import Known
 from ganger_master.simulator.traces.profiles import elasticflow_speeds, gavel_speeds, synergy_profiles
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Workload
+
+if TYPE_CHECKING:
+    from ganger_master.policies.tunings.demand import Known
 
 _UTILISATION = {
     "vae": 0.087,
@@ -175,6 +176,10 @@ class TrueRates:
 
         def position(numbers: Integers) -> Integers:
             return np.where(is_profiled(numbers), self._position[numbers - 1], -1)
+
+        # Only tunings go by profiles; other policies load none of them.
+        from ganger_master.policies.tunings import profiles_of
+        from ganger_master.policies.tunings.demand import Known
 
         return Known(profiles_of(self._matrices), position)
 

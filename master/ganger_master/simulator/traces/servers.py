@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from ganger.cluster.resources import ConfigurationSet, NodeRow, Socket
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
@@ -155,7 +154,7 @@ def servers_from_file(path: Path) -> Servers:
     if len(text) > _MOST_FILE_BYTES:
         raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     # Most clusters are described by a few flags.
-    from ganger_master.simulator.traces.servers import YamlError, parsed
+    from ganger_master.simulator.traces.yaml_text import YamlError, parsed
 
     try:
         description = parsed(text)
@@ -301,33 +300,3 @@ def _dimensions(value: Any) -> Mapping[str, float]:
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < float("inf"):
             raise ValueError(f"{key} is {reprlib.repr(amount)}, not a number that is finite and not negative")
     return {str(key): float(amount) for key, amount in value.items()}
-
-
-class YamlError(ValueError):
-    """Why a text cannot be read, to go after a file's name and a colon: with a space before it, or the line."""
-
-
-def parsed(text: bytes) -> object:
-    """What a text holds. YamlError if it is no YAML, or gives a key twice."""
-    try:
-        return yaml.load(text.decode(), _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}:" if mark is not None else ""
-        raise YamlError(f"{where} not readable as YAML: {error.problem}") from error
-    # A date that is none is a ValueError, too many brackets a RecursionError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise YamlError(f" not readable as YAML: {' '.join(str(error).split())}") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would take the last in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)

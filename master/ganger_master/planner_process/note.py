@@ -1,54 +1,17 @@
-"""Parts of long plans, and the note file from which a planner continues.
+"""The file from which a planner continues what the one before it remembered.
 
-Long plans are split so that the master judges each part quickly; changes that belong together stay in one part. The
-note is a hint: without it, or if it cannot be read or written, the planner logs that and measures again. It is replaced
-whole and not synced: it is to survive processes, and jobs do not survive a machine.
+The note is a hint: without it, or if it cannot be read or written, the planner logs that and measures again. It is
+replaced whole and not synced: it is to survive processes, and jobs do not survive a machine.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
-from ganger_master.core.commands import Change
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
-
-# The master judges such a part in 8 ms, and serves other calls between two parts.
-_CHANGES_MOST: Final = 200
-_CLAIMS_MOST: Final = 1_000
-
-
-def parts_of(
-    changes: Sequence[Change], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
-) -> Iterator[tuple[Change, ...]]:
-    """Yield the changes in their order, at most `most` with `most_claims` claims in a part. A group, whose changes
-    follow each other, is never split; a group larger than that is a part by itself."""
-    part: list[Change] = []
-    claims = 0
-    for group in _groups(changes):
-        own = sum([len(change.claims) for change in group])
-        if part and (len(part) + len(group) > most or claims + own > most_claims):
-            yield tuple(part)
-            part, claims = [], 0
-        part.extend(group)
-        claims += own
-    if part:
-        yield tuple(part)
-
-
-def _groups(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    group: list[Change] = []
-    for change in changes:
-        if group and (not change.together or change.together != group[-1].together):
-            yield group
-            group = []
-        group.append(change)
-    if group:
-        yield group
-
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,44 @@
+"""Parts of long plans: a plan is split so that the master judges each part quickly.
+
+Changes that belong together stay in one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ganger_master.core.commands import Change
+
+# The master judges such a part in 8 ms, and serves other calls between two parts.
+_CHANGES_MOST: Final = 200
+_CLAIMS_MOST: Final = 1_000
+
+
+def parts_of(
+    changes: Sequence[Change], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
+) -> Iterator[tuple[Change, ...]]:
+    """Yield the changes in their order, at most `most` with `most_claims` claims in a part. A group, whose changes
+    follow each other, is never split; a group larger than that is a part by itself."""
+    part: list[Change] = []
+    claims = 0
+    for group in _groups(changes):
+        own = sum([len(change.claims) for change in group])
+        if part and (len(part) + len(group) > most or claims + own > most_claims):
+            yield tuple(part)
+            part, claims = [], 0
+        part.extend(group)
+        claims += own
+    if part:
+        yield tuple(part)
+
+
+def _groups(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    group: list[Change] = []
+    for change in changes:
+        if group and (not change.together or change.together != group[-1].together):
+            yield group
+            group = []
+        group.append(change)
+    if group:
+        yield group
