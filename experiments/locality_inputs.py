@@ -25,8 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from ganger.cluster.load import choose_mode
-from ganger.cluster.placement import candidates
+from ganger.cluster.placement import candidates, choose_mode
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
 from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology

@@ -9,7 +9,6 @@ from core.test_colocation import Packing
 from core.test_refused_suspends import FULL
 from core.test_time_slices import Turns
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resized import resized
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
     Change,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from ganger.cluster.resized import resized
+from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import bits
