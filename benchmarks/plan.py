@@ -34,8 +34,8 @@ from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.model import Gang, JobRecord, JobSpec

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.counted import FreeDevices
 from ganger.cluster.feasibility import Ask
@@ -15,7 +16,6 @@ from ganger.cluster.node_classes import Alike
 from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.placement_search import evenly, greedily
 from ganger.cluster.resources import Claim, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.search import fitting_spans, in_span, on_first_node, walk
 from ganger.cluster.view import LoadMode
 

@@ -6,12 +6,12 @@ and memory. A gang without devices goes where the fewest free ones could miss th
 
 from __future__ import annotations
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
 from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.search import Single, SpreadSearch, by_free_devices, on_one_node, over_nodes
 
 

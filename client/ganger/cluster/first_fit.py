@@ -6,12 +6,12 @@ asks for one.
 
 from __future__ import annotations
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike
 from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.search import SpreadSearch, on_first_node, over_nodes
 
 

@@ -8,12 +8,12 @@ taken while a better one has room, so all racks and fabrics are tried.
 from __future__ import annotations
 
 from ganger.cluster.best_fit import cut, least, left_over
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Family
 from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.search import Single, SpreadSearch, on_one_node, over_nodes
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import FreeDevices
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.placement import asked_for, still_free, widest_now
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 
 Claims: TypeAlias = tuple[Claim, ...]

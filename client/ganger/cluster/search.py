@@ -15,13 +15,13 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.feasibility import Ask, CapacityTotals
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
 from ganger.cluster.place_placement import Claims
 from ganger.cluster.placement_search import PLENTY, evenly, fewest, greedily
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import LoadMode
 
 # Smaller is better. One question must be one function, since answers are remembered by it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ganger.cluster.best_fit import BEST_FIT
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.trial import WhatIf
 
 from ganger_master.policies.backoff import FailedTrials
