@@ -13,10 +13,9 @@ from ganger.cluster.counted import FreeDevices
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.placement_search import evenly, greedily
 from ganger.cluster.resources import Claim, LocalityLevel
-from ganger.cluster.search import fitting_spans, in_span, on_first_node, walk
+from ganger.cluster.search import Claims, PlacementPreference, fitting_spans, in_span, on_first_node, walk
 from ganger.cluster.view import LoadMode
 
 

@@ -10,9 +10,16 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import Single, SpreadSearch, by_free_devices, on_one_node, over_nodes
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    SpreadSearch,
+    by_free_devices,
+    on_one_node,
+    over_nodes,
+)
 
 
 def cut(family: Family, ask: Ask) -> tuple[int, int]:

@@ -10,9 +10,8 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import SpreadSearch, on_first_node, over_nodes
+from ganger.cluster.search import Claims, PlacementPreference, SpreadSearch, on_first_node, over_nodes
 
 
 def alike_good(alike: Alike, ask: Ask) -> int:

@@ -13,9 +13,17 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import Single, SpreadSearch, any_node, at_once, on_one_node, over_nodes
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    SpreadSearch,
+    any_node,
+    at_once,
+    on_one_node,
+    over_nodes,
+)
 from ganger.cluster.view import LoadMode
 
 _MOST_JOBS = 255

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.place_placement import Claims
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import Claims
 from ganger.cluster.trial import WhatIf
 
 from ganger_master.core.commands import Change

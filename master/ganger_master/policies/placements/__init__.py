@@ -14,7 +14,7 @@ from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.first_fit import FIRST_FIT
 from ganger.cluster.gandiva import GANDIVA
 from ganger.cluster.locality import LOCALITY
-from ganger.cluster.place_placement import PlacementPreference, Want
+from ganger.cluster.search import PlacementPreference, Want
 
 from ganger_master.policies.placements.fragmentation import FGD
 from ganger_master.policies.placements.optimus import OPTIMUS, OPTIMUS_CARDS

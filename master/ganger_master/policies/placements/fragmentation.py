@@ -17,9 +17,17 @@ from ganger.cluster.feasibility import Ask
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import Single, SpreadSearch, able, hosts, on_one_node, over_nodes
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    SpreadSearch,
+    able,
+    hosts,
+    on_one_node,
+    over_nodes,
+)
 from ganger.cluster.topology import Topology
 
 # Hardware, free devices, free cores and memory of a node.

@@ -22,9 +22,8 @@ from ganger.cluster.feasibility import Ask
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import Single, by_key, fitting_spans, in_span, on_one_node, walk
+from ganger.cluster.search import Claims, PlacementPreference, Single, by_key, fitting_spans, in_span, on_one_node, walk
 from ganger.cluster.view import LoadMode
 
 
