@@ -19,7 +19,7 @@ from ganger.cluster.search import Claims, PlacementPreference, fitting_spans, in
 from ganger.cluster.view import LoadMode
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _anywhere(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     if ask.gpus > room.free_devices:
         return None
     if widest <= LocalityLevel.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
@@ -57,6 +57,6 @@ def _from_the_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number:
     return None
 
 
-ANYWHERE = PlacementPreference("anywhere", "any free devices, the first node first, for ideal runs", search)
+ANYWHERE = PlacementPreference("anywhere", "any free devices, the first node first, for ideal runs", _anywhere)
 # Of servers that have nothing but devices.
 BY_COUNTS = replace(ANYWHERE, by_counts=True, counts=FreeDevices)

@@ -44,12 +44,12 @@ def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
     return (ask.takable(alike.family).bit_count(), alike.millicores, alike.memory)
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _best_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
 _SINGLE = Single(cut, left_over, parts=by_free_devices)
 _SPREAD = SpreadSearch(least)
 BEST_FIT = PlacementPreference(
-    "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", search
+    "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", _best_fit
 )

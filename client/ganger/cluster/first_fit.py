@@ -18,9 +18,9 @@ def alike_good(alike: Alike, ask: Ask) -> int:
     return 0
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _first_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_first_node(room, ask, widest) or over_nodes(room, ask, widest, _SPREAD)
 
 
 _SPREAD = SpreadSearch(alike_good, closest_first=False, most_spans=None)
-FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the order in which nodes came", search)
+FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the order in which nodes came", _first_fit)

@@ -80,7 +80,7 @@ def keeps_holes(alike: Alike, ask: Ask) -> bool:
     return line(alike.family, ask) < 2
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _gandiva(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     mode = room.view.mode
     return on_one_node(room, ask, widest, _SINGLE[mode]) or over_nodes(room, ask, widest, _SPREAD[mode])
 
@@ -95,5 +95,5 @@ _SINGLE = {
 }
 _SPREAD = {mode: SpreadSearch(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in LoadMode}
 GANDIVA = PlacementPreference(
-    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", search
+    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", _gandiva
 )

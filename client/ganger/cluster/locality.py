@@ -20,10 +20,10 @@ def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
     return (ask.level[family], *cut(family, ask))
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _locality(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
     return on_one_node(room, ask, widest, _SINGLE) or over_nodes(room, ask, widest, _SPREAD)
 
 
 _SINGLE = Single(level_and_cut, left_over)
 _SPREAD = SpreadSearch(least, most_spans=None)
-LOCALITY = PlacementPreference("locality", "the closest devices that are free, within what the job tolerates", search)
+LOCALITY = PlacementPreference("locality", "the closest devices that are free, within what the job tolerates", _locality)
