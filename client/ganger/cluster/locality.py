@@ -26,4 +26,6 @@ def _locality(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: Gang
 
 _SINGLE = Single(level_and_cut, left_over)
 _SPREAD = SpreadSearch(least, most_spans=None)
-LOCALITY = PlacementPreference("locality", "the closest devices that are free, within what the job tolerates", _locality)
+LOCALITY = PlacementPreference(
+    "locality", "the closest devices that are free, within what the job tolerates", _locality
+)
