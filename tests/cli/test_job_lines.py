@@ -135,7 +135,7 @@ def test_a_name_that_a_user_gave_takes_at_most_63_columns_however_it_is_written_
     shown = job_lines.column(job.user) if field == "user" else job_lines.label(job)
     assert 0 < cells(visible(shown)) <= 63
     array = array_pb2.Array(name="arrays/1", display_name=word, user=word)
-    assert max(cells(visible(text)) for text in array_lines.row(array)) <= 63
+    assert max(cells(visible(text)) for text in array_lines.array_row(array)) <= 63
 
 
 def test_a_sign_that_is_written_out_is_shown_whole_or_not_at_all() -> None:

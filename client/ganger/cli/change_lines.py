@@ -30,7 +30,7 @@ _KINDS: Final = frozenset(
 )
 
 
-def rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
+def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
     """When, whom, and what in a sentence, after the rows `before`; of whom the same is told at the same time, in one
     row. Nothing of what is no change of running jobs."""
     shown = list(before)

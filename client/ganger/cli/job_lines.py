@@ -42,7 +42,7 @@ def _devices(claims: Iterable[resources_pb2.Claim]) -> int:
     return sum(claim.device_mask.bit_count() for claim in claims)
 
 
-def sentence(job: job_pb2.Job) -> str:
+def job_sentence(job: job_pb2.Job) -> str:
     """ "job 7 is running", "job 7 has failed: EXIT: rank 0 exited with code 3"."""
     subject = f"job {called(job)}"
     if job.state == job_pb2.Job.STATE_SUCCEEDED:

@@ -273,7 +273,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
     """Wait until jobs, or all members of arrays, have ended.
 
     Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
-    from ganger.cli.job_lines import sentence
+    from ganger.cli.job_lines import job_sentence
     from ganger.console.json_output import print_json
     from ganger.job import Job as Handle
     from ganger.job import JobState
@@ -288,7 +288,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
                 is_good &= handle.wait(remaining, check=False) in (JobState.SUCCEEDED, JobState.STOPPED)
             except TimeoutError as error:
-                raise CommandError(f"{sentence(handle.message)}, not over, after {timeout}") from error
+                raise CommandError(f"{job_sentence(handle.message)}, not over, after {timeout}") from error
             messages.append(handle.message)
     if as_json:
         print_json(messages)
@@ -374,4 +374,4 @@ def _tell(message: Job, as_json: bool, what: str = "") -> None:
     )
     place = job_lines.place(message)
     where = f" on {place}" if place and message.state not in FINISHED else ""
-    print_line(f"{job_lines.sentence(message)}{at}{where}{what}")
+    print_line(f"{job_lines.job_sentence(message)}{at}{where}{what}")

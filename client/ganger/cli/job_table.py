@@ -16,7 +16,7 @@ from ganger.wire import times
 _STATES = ("holding", "pending", "held", "suspended", "succeeded", "stopped", "failed", "cancelled", "forgotten")
 
 
-def row(array: array_pb2.Array) -> tuple[str, ...]:
+def array_row(array: array_pb2.Array) -> tuple[str, ...]:
     """A line of `ganger queue`."""
     return (
         f"{number(array.name)}[{array.size}]",
@@ -24,7 +24,7 @@ def row(array: array_pb2.Array) -> tuple[str, ...]:
         job_lines.column(array.user),
         "ended" if array.HasField("end_time") else "array",
         str(array.gpus * array.states["holding"]),
-        elapsed(array),
+        array_elapsed(array),
         "",
         job_lines.column(best(array, "")),
         states(array),
@@ -49,7 +49,7 @@ def pairs(parameters: Mapping[str, str]) -> str:
     return " ".join(f"{name}={text}" for name, text in sorted(parameters.items()))
 
 
-def elapsed(array: array_pb2.Array) -> str:
+def array_elapsed(array: array_pb2.Array) -> str:
     end = times.unix_seconds(array.end_time) if array.HasField("end_time") else time.time()
     return format_duration(max(0.0, end - times.unix_seconds(array.create_time)))
 
@@ -68,7 +68,7 @@ def rule_text(rule: array_pb2.StopRule) -> str:
     return ", ".join(parts)
 
 
-def facts(array: array_pb2.Array) -> list[tuple[str, str]]:
+def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
     """What `ganger show` prints above the members."""
 
     def instant(when: object) -> str:
@@ -84,11 +84,11 @@ def facts(array: array_pb2.Array) -> list[tuple[str, str]]:
         ("best", best(array, "").removeprefix("best ")),
         ("submitted", instant(array.create_time)),
         ("ended", instant(array.end_time) if array.HasField("end_time") else ""),
-        ("time", elapsed(array)),
+        ("time", array_elapsed(array)),
     ]
 
 
-def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def members_table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and rows, a member each: parameters and what it reported in columns of their own."""
     parameters = sorted({name for job in members for name in job.array.member.parameters})
     metrics = sorted({metric.name for job in members for metric in job.progress.metrics})

@@ -113,7 +113,7 @@ def queue(
         )
         for job in jobs
     ]
-    rows += [array_lines.row(array) for array in arrays]
+    rows += [array_lines.array_row(array) for array in arrays]
     is_chosen = everything or states or name or asked
     empty = "no jobs" if is_chosen else "no jobs that live; --all shows the others"
     print_table(_HEADINGS, rows, empty, _SPARE)

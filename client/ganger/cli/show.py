@@ -67,9 +67,9 @@ def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) 
     if one.DESCRIPTOR.name == "Job":
         print_pairs([*pairs(cast("Job", one)), *report])
         return
-    print_pairs(array_lines.facts(cast("Array", one)))
+    print_pairs(array_lines.array_facts(cast("Array", one)))
     print()
-    print_table(*array_lines.table(members))
+    print_table(*array_lines.members_table(members))
 
 
 def pairs(job: Job) -> list[tuple[str, str]]:
@@ -240,7 +240,7 @@ def why(job: str, as_json: bool) -> None:
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
-    print_line(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    print_line(f"{job_lines.job_sentence(answer.job)}{where}{rank}")
     for line in report:
         print_line(line)
     if answer.job.trouble:

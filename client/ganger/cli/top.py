@@ -68,7 +68,7 @@ class RecentChanges:
         self._shown: list[tuple[str, ...]] = []
 
     def read(self, client: Client, newest: int) -> list[tuple[str, ...]]:
-        from ganger.cli.change_lines import rows
+        from ganger.cli.change_lines import change_rows
         from ganger.wire.errors import EventsCompacted
 
         if self._after < 0:
@@ -80,7 +80,7 @@ class RecentChanges:
                 # So old that nobody keeps it.
                 events = []
             self._after = events[-1].sequence if events else newest
-            self._shown = rows(events, self._shown)[-_CHANGES_SHOWN:]
+            self._shown = change_rows(events, self._shown)[-_CHANGES_SHOWN:]
         return self._shown
 
 
