@@ -29,8 +29,7 @@ from ganger.cluster.census import Census
 from ganger.cluster.claims import make_claim, split_cores
 from ganger.cluster.fit import demand, fit
 from ganger.cluster.placement_search import PLENTY, evenly, fewest, greedily
-from ganger.cluster.preferences import best_first, classes, single_keys
-from ganger.cluster.ranking import Ranking
+from ganger.cluster.ranking import Ranking, best_first, classes, single_keys
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.scan import Scan
