@@ -6,8 +6,8 @@ import heapq
 import math
 from itertools import combinations
 
-from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
