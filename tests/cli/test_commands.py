@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ganger.cli import job_lines, logs
+from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.client import Client
 from ganger.console.tables import aligned, fitted
@@ -404,7 +404,7 @@ def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it
         getattr(job, f"{name}_time").CopyFrom(times.timestamp(second))
     if run_s:
         job.run.CopyFrom(times.duration(run_s))
-    assert job_lines.elapsed(job, now=150.0) == shown
+    assert job_table.elapsed(job, now=150.0) == shown
 
 
 def test_a_node_is_removed_without_asking(call: Call, master: CannedMaster, capsys: Output) -> None:

@@ -101,7 +101,7 @@ def _print_log(
         return offset if tail is None else tail_offset(client, job, rank, tail)
 
     if rank is None:
-        from ganger.cli.job_lines import tasks
+        from ganger.cli.job_table import tasks
 
         return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json, raw)
     chunks = client.read_log(job, rank, begin(rank), follow=follow)
@@ -115,7 +115,7 @@ def _print_log(
 
 def _tell_why_nothing(client: Client, job: str) -> None:
     """Report on stderr, of a job with an empty log, whether it was ever launched, and if not, why."""
-    from ganger.cli.job_lines import job_sentence
+    from ganger.cli.job_table import job_sentence
     from ganger.console.safe_text import print_line
     from ganger.wire.errors import ApiError
 
@@ -161,7 +161,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
     """Says on stderr, after a while, why nothing comes from a job that is followed: it may wait for hours."""
 
     def tell() -> None:
-        from ganger.cli.job_lines import job_sentence
+        from ganger.cli.job_table import job_sentence
         from ganger.console.safe_text import print_line
         from ganger.v1.job_pb2 import Job
         from ganger.wire.errors import ApiError

@@ -334,7 +334,7 @@ def _update(
 
 
 def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
-    from ganger.cli.job_lines import job_sentence
+    from ganger.cli.job_table import job_sentence
     from ganger.console.safe_text import print_line
     from ganger.v1.job_pb2 import Job
 

@@ -68,7 +68,7 @@ class RecentChanges:
         self._shown: list[tuple[str, ...]] = []
 
     def read(self, client: Client, newest: int) -> list[tuple[str, ...]]:
-        from ganger.cli.change_lines import change_rows
+        from ganger.cli.job_table import change_rows
         from ganger.wire.errors import EventsCompacted
 
         if self._after < 0:
@@ -130,13 +130,13 @@ def _print_json(client: Client) -> None:
 
 def _live_jobs(client: Client, enough: int) -> list[Job]:
     """Who has a gang first, then who rests, then who waits, until there are enough."""
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.v1.job_pb2 import Job
 
     jobs: list[Job] = []
     for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
         if len(jobs) < enough:
-            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_lines.order)
+            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_table.order)
     return jobs[:enough]
 
 
@@ -223,28 +223,28 @@ def _mode(cluster: Cluster) -> str:
 
 
 def _job_row(job: object) -> tuple[str, ...]:
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.v1.job_pb2 import Job
 
     assert isinstance(job, Job)
     progress = job.progress
     return (
-        job_lines.called(job),
-        job_lines.label(job),
-        job_lines.state_text(job),
-        job_lines.gpus_text(job),
-        job_lines.elapsed(job),
+        job_table.called(job),
+        job_table.label(job),
+        job_table.state_text(job),
+        job_table.gpus_text(job),
+        job_table.elapsed(job),
         str(progress.step or ""),
         f"{progress.steps_per_second:.3g}" if progress.steps_per_second else "",
         f"{progress.loss:.4g}" if progress.loss and math.isfinite(progress.loss) else "",
         f"{progress.data_wait_share:.0%}" if progress.step else "",
-        job_lines.note(job),
+        job_table.note(job),
     )
 
 
 def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     """The slot matrix of each node set, a line a row: whether it runs now, of how many, how long, and who is in it."""
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.units import format_duration
     from ganger.wire import times
 
@@ -259,7 +259,7 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
                     f"{place + 1}{mark}",
                     f"1 of {len(node_set.rows)}",
                     format_duration(times.seconds(node_set.quantum)),
-                    job_lines.level_text(node_set.level),
+                    job_table.level_text(node_set.level),
                     # a job that moves is in it twice
                     " ".join(number(job) for job in dict.fromkeys(row.jobs)),
                 )
