@@ -21,8 +21,7 @@ from pathlib import Path
 
 from benchmarks.bench_cluster import BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
-from benchmarks.step_notes import NotedStep, steps_of
-from benchmarks.training_programs import NOTING
+from benchmarks.step_notes import NOTING, NotedStep, steps_of
 
 NODES, GPUS = 4, 4
 # How many jobs end on each node, round after round.

@@ -31,6 +31,8 @@ from ganger_daemon.devices.virtual import anonymous_bytes_of
 from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
 from benchmarks.step_notes import (
+    HEAVY,
+    NOTING,
     jain,
     rate,
     share_outside,
@@ -41,7 +43,6 @@ from benchmarks.step_notes import (
     turns_of,
 )
 from benchmarks.switch_timing import PageWatch, slowest_switch, switched
-from benchmarks.training_programs import HEAVY, NOTING
 
 QUANTUM_SECONDS, QUICK_QUANTUM_SECONDS = 5.0, 1.0
 LONG_QUANTUM_SECONDS = 60.0
