@@ -8,8 +8,8 @@ from __future__ import annotations
 import faulthandler
 import threading
 
+from ganger.injob.page import Word
 from ganger.injob.page_access import Words
-from ganger.injob.page_layout import Word
 
 _LOOK_EVERY_S = 1.0
 
