@@ -5,15 +5,21 @@ control (`Control.from_environment` returns None) and nothing is done.
 
 Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
 GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`).
+
+Stacks of a rank that does not obey, printed into its log when its daemon asks for them in the page.
+
+Not by a signal: every signal that has a handler belongs to the user's program.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
@@ -37,7 +43,35 @@ from ganger.injob.page import (
     now_ns,
 )
 from ganger.injob.page_access import Words
-from ganger.injob.stacks import StackPrinter
+
+_LOOK_EVERY_S = 1.0
+
+
+class StackPrinter:
+    """A thread that looks at the page once a second; it prints nothing in processes forked from this one."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(words[Word.STACKS_SEQ],), daemon=True)
+        self._thread.name = "ganger-stacks"
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self, seen: int) -> None:
+        while not self._is_over.wait(_LOOK_EVERY_S):
+            requested = self._words[Word.STACKS_SEQ]
+            if requested != seen:
+                seen = requested
+                try:
+                    faulthandler.dump_traceback(2, all_threads=True)
+                except OSError:
+                    pass  # the program has closed its standard error
+
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
 
