@@ -171,7 +171,7 @@ def place(job: job_pb2.Job) -> str:
 
 
 def beside(job: job_pb2.Job) -> str:
-    """ ", beside 4 9": who has devices of it at the same time."""
+    """Return ", beside 4 9": the jobs that are co-located with this one on its devices; "" for none."""
     names = " ".join(name.rpartition("/")[2] for name in job.gang.beside)
     return f", beside {names}" if names else ""
 
@@ -297,8 +297,10 @@ _KINDS: Final = frozenset(
 
 
 def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
-    """When, whom, and what in a sentence, after the rows `before`; of whom the same is told at the same time, in one
-    row. Nothing of what is no change of running jobs."""
+    """Return rows (time, jobs, sentence) of changes of running jobs, appended to the rows `before`.
+
+    Jobs with the same sentence at the same time share a row. Events of other kinds are skipped.
+    """
     shown = list(before)
     for event in events:
         if event.kind not in _KINDS or not event.subject.startswith(("jobs/", "cluster")):

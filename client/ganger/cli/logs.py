@@ -166,7 +166,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
         from ganger.v1.job_pb2 import Job
         from ganger.wire.errors import ApiError
 
-        # Of no consequence to who reads the log.
+        # A failure here does not matter to the reader of the log.
         with contextlib.suppress(ApiError, ValueError):
             answer = client.explain_job(job)
             if answer.job.state in (Job.STATE_PENDING, Job.STATE_SUSPENDED):

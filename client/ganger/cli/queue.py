@@ -1,4 +1,4 @@
-"""`ganger queue`: the jobs that live, or all: who has its gang or has ended by number, then who waits, in its order."""
+"""`ganger queue`: list live jobs, or all: jobs with a gang and finished ones by number, then pending jobs in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATES = {
     "failed": ("FAILED",),
     "cancelled": ("CANCELLED",),
     "stopped": ("STOPPED",),
-    # Whoever has a gang, whatever that does.
+    # Every job with a gang, in any phase.
     "holding": _HOLDING,
 }
 
@@ -79,7 +79,7 @@ def queue(
         [Job.State.Value(f"STATE_{each}") for each in sorted({each for state in states for each in _STATES[state]})]
     ]
     if not states and not everything:
-        # Those who have something first: however many wait, they are listed.
+        # Jobs that hold devices come first, so that a long queue never cuts them off.
         wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
     # What is asked for is said of jobs: of an array some members may be so.
     members = members or bool(states or name or asked)

@@ -48,7 +48,7 @@ def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed 
     one = shelf.pop(key, None)
     if one is None:
         while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
-            # Who was not asked for the longest is at the front.
+            # Least recently used first.
             del shelf[next(iter(shelf))]
         shelf[key] = DerivedValue(view.changes)
         return None
@@ -101,8 +101,11 @@ class CapacityIndex:
         self._build()
 
     def take(self, claims: Iterable[Claim], affinity: int = 0) -> None:
-        """Holds the pieces of one gang. Whoever calls had them from a placement, or asked `fit`. `affinity`: of nodes
-        that are idle, where it is not to be the gang's devices, as it was not before these pieces were given back."""
+        """Take the claims of one gang. The caller has them from a placement, or has checked them with `fit`.
+
+        `affinity`: the affinity to give idle nodes, if it differs from the gang's number of devices, as it does when
+        claims that were given back are restored.
+        """
         claims = tuple(claims)
         gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
         for run in self.view.take_all(claims, gpus):

@@ -98,7 +98,7 @@ def candidates(view: View, shape: GangShape, **search: Unpack[Search]) -> Placem
 
 
 def places(view: View, shape: GangShape, **search: Unpack[Search]) -> tuple[tuple[Claim, ...], ...]:
-    """The candidates alone, for who does not ask why: what stands in the way takes ten times as long to find."""
+    """Return the candidates alone, without refusals: finding what blocks a gang takes ten times as long."""
     how: Search = {**_EVERYWHERE, **search}
     parked, avoid, only = how["parked"], how["avoid"], how["only"]
     limit, affinity = how["limit"], how["affinity"]
@@ -326,7 +326,7 @@ def resized(
     room. Its own pieces count as free. Nodes it has stay in their order, so that rank 0 stays where it is; others
     follow (unless `one_node_only`), those with the most free devices first."""
     if any(claim.node not in view for claim in held):
-        # Of one that was removed: whoever is there has lost a part, and goes on nowhere as it is.
+        # The node was removed: the gang has lost a part and cannot run anywhere as it is.
         return None
     role = shape.roles[0]
     each = role.shape.gpus

@@ -226,7 +226,7 @@ class Control:
     def finish(self) -> None:
         """The training loop is left: from now on this rank counts as stopped at its last step.
 
-        A step whose boundary is owed is counted, unless that is where a stop under way would be: nobody stops there.
+        A step whose boundary is owed is counted, unless a stop under way would be there: ranks do not stop there.
         """
         if self.is_step_owed and not self._obedience.has_acknowledged():
             self._set_step(self.step + 1)
@@ -386,7 +386,7 @@ def _make_boundary(words: Words, attend: Attend) -> _HotPath:
         return step
 
     def detach() -> None:
-        # A process forked from this one shares the page; what it does there must reach nobody.
+        # A process forked from this one shares the page; what the child does must not reach the daemon.
         nonlocal words, attend
         words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         attend = _never_attend

@@ -51,7 +51,7 @@ _LONGEST_SLEEP = 1e-3
 _TOLD_SLEEP = 0.2
 _PARKED_SLEEP = 5e-3
 _PARKED_AFTER = 5.0
-# What kept a state from coming back (device memory that is still somebody else's) may pass; a gang that waits for ever
+# What kept a state from coming back (device memory of another process) may pass; a gang that waits for ever
 # holds its devices for nothing.
 _RESTORE_AGAIN_NS = 1_000_000_000
 _RESTORE_PATIENCE_NS = 30_000_000_000
@@ -168,7 +168,7 @@ class Obedience:
             self.look(now_ns() if published else now)
             order = self._read_order()
             agreement = self._agreement(order)
-            # The ack goes before the step: whoever reads this step must find the ack that belongs before it.
+            # Publish the ack before the step: a reader of this step must find the ack that precedes it.
             if agreement and words[Word.ACK_SEQ] != agreement:
                 self._page.publish_ack(agreement, step)
             if not published:
@@ -222,7 +222,7 @@ class Obedience:
         """Return the number of the agreement this rank takes part in now; 0 for none."""
         requested = self._checkpoint_seen = self._words[Word.CHECKPOINT_SEQ]
         if order.order == PageOrderKind.STOP:
-            # Whoever obeys the stop first would miss the request, so nobody serves it any more.
+            # A rank that reads the stop first would miss the checkpoint request, so no rank serves it any more.
             self._checkpoint_handled = requested
             return order.stop_seq
         if order.order == PageOrderKind.RUN and requested != self._checkpoint_handled and not self._held:
@@ -324,7 +324,7 @@ class Obedience:
         words, handlers = self._words, self.handlers
         exiting = order.level == PageParkLevel.CHECKPOINT
         if not exiting:
-            # what was saved before is given up by whoever orders this, and may be gone when it is asked for again
+            # the daemon that orders this discards the earlier shard, which may be gone when it is requested again
             self._saved = (0, 0)
         request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
         if order.level == PageParkLevel.PAUSE:
