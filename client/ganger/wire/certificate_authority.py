@@ -2,7 +2,7 @@
 
 Keys are EC P-256, certificates X.509 v3 (RFC 5280) with the hosts, and the URI that says role and name
 (`ganger.wire.roles`), as subject alternative names. Roles that only dial (users, operators, ...) get
-certificates that are not valid for servers. Nothing is written over: a directory that holds files of these names is refused.
+certificates that are not valid for servers. A directory with such files is refused.
 """
 
 from __future__ import annotations
