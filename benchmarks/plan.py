@@ -164,7 +164,7 @@ _RESIZED: Final = "optimus"
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one pass took, and whom it found a place."""
+    """Duration of one pass, and the jobs that it placed."""
 
     seconds: float
     cpu_seconds: float

@@ -90,8 +90,8 @@ def rate(steps: Sequence[Sequence[NotedStep]]) -> float:
 
 
 def share_outside(steps: Sequence[Sequence[NotedStep]]) -> float:
-    """Of the processor time of those who take turns, what they used between two turns (to rest, to give up their state
-    and to bring it back) and not for steps: what goes from one step to the next beyond what that is otherwise."""
+    """Return the share of processor time that time-sliced jobs used between two slices (to stop, to offload their state
+    and to restore it): the time from one step to the next beyond the usual time."""
     outside = total = 0.0
     for life in [life for own in steps for life in _lives(own)]:
         used = [after.used - before.used for before, after in itertools.pairwise(life)]
@@ -115,13 +115,13 @@ def turns_of(steps: Sequence[Sequence[NotedStep]]) -> list[NotedSlice]:
 
 
 def switches(steps: Sequence[Sequence[NotedStep]], began: int, ended: int) -> tuple[list[float], list[float]]:
-    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until somebody
-    went on, and until a program had started there, as at a move. Nobody says who was on which device: as many begin as
-    end, so each end of a turn is paired with the next begin of one."""
+    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until a job
+    resumed, and until a program had started there, as at a move. Notes do not name devices: as many slices begin as
+    end, so each end of a slice is paired with the next begin of one."""
     ends: list[int] = []
     begins: list[tuple[int, bool]] = []
     for own in steps:
-        # Who is moved as it runs hardly pauses, but leaves one device and had another waiting for it.
+        # A running job that is moved hardly pauses, but leaves one device, and another one waited for it.
         rests = [(a, b) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS or a.pid != b.pid]
         ends += [a.end for a, _ in rests] + [step.end for step in own[-1:] if step.end < ended - _REST_NS]
         begins += [(b.begin, a.pid != b.pid) for a, b in rests]

@@ -139,7 +139,7 @@ class PageWatch(Watch):
         self._switched = switched(self._cluster)
 
     def parts(self, device_of: Mapping[int, int]) -> dict[str, list[float]]:
-        """As `parts` has them. `device_of`: by epoch; those of who has one alone are of no interest."""
+        """As `parts` has them. `device_of`: by epoch, without jobs that have a device alone."""
         seen = [
             PageChange(moment, page, device_of[self._epochs[page]], what)
             for moment, page, what in self._seen
