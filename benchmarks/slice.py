@@ -1,12 +1,13 @@
 """`ganger bench slice`: jobs that take turns on GPUs, and what that costs them.
 
 A real master, daemon and jobs, on virtual GPUs, each bound to a CPU quota of its own where the machine has quotas, so
-that no job gains by idle cores. Every job notes when each of its steps began and ended; the control pages tell
-when orders came and states changed. A switch is dead time: from the end of the last step of one job on a device to the
-begin of the first step of the next job. Quanta are at least fifty times as long as a switch. What steps cost alone is measured on the same devices, by the first jobs before the others come and after they have left: as many at
-once, on the machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm
-does it, which frees nothing; and a queue, first come first served. Six jobs on four GPUs (figure 9 of Gandiva's paper,
-OSDI 2018) are two pairs and two alone whatever the rows: they have equal shares only because they are moved.
+that no job gains by idle cores. Every job notes when each of its steps began and ended; the control pages tell when
+orders came and states changed. A switch is dead time: from the end of the last step of one job on a device to the begin
+of the first step of the next job. Quanta are at least fifty times as long as a switch. What steps cost alone is
+measured on the same devices, by the first jobs before the others come and after they have left: as many at once, on the
+machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm does it,
+which frees nothing; and a queue, first come first served. Six jobs on four GPUs (figure 9 of Gandiva's paper, OSDI
+2018) are two pairs and two alone whatever the rows: they have equal shares only because they are moved.
 """
 
 from __future__ import annotations

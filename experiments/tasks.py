@@ -89,7 +89,8 @@ def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, Floats]:
 
 
 def fifo(is_strict: bool) -> Rule:
-    """First come first served, each task on the first node it fits. Strict: a task that does not fit blocks the rest."""
+    """First come first served, each task on the first node it fits. Strict: a task that does not fit blocks the
+    rest."""
     return _one_by_one(lambda free, demand: np.zeros(len(free)), is_strict)
 
 

@@ -107,7 +107,8 @@ def test_no_slice_overcommits_and_every_job_ends(jobs: list[tuple[int, int, int]
 
 
 def test_all_trials_have_shown_something_after_as_many_slices_as_it_takes() -> None:
-    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. A trial that needs
+    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. A trial that
+    needs
     all of a slice needs a second one for what the switch took."""
     assert feedback_s(np.full(8, 30.0), 1.0) == 60.0 + 1.0 + 30.0
     assert feedback_s(np.full(4, 30.0), 1.0) == 31.0
