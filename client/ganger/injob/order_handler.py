@@ -161,56 +161,78 @@ class Obedience:
 
     def _pass(self, step: int, now: int) -> int:
         """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
-        words = self._words
-        published = False
-        sleeping = _Sleep()
+        backoff = _Sleep()
+        is_published = False
         while True:
-            self.look(now_ns() if published else now)
+            self.look(now_ns() if is_published else now)
             order = self._read_order()
             agreement = self._agreement(order)
             # Publish the ack before the step: a reader of this step must find the ack that precedes it.
-            if agreement and words[Word.ACK_SEQ] != agreement:
+            if agreement and self._words[Word.ACK_SEQ] != agreement:
                 self._page.publish_ack(agreement, step)
-            if not published:
-                published = True
-                words[Word.STEP] = step
-                if now:
-                    words[Word.STEP_TIME] = now
+            if not is_published:
+                is_published = True
+                self._publish_step(step, now)
             if agreement:
-                decision = self._decide(agreement)
-                if decision.finished:
-                    if self._is_able(order) and self._may_step(order):
-                        return order.seq
-                elif decision.stop_step is not None and step >= decision.stop_step:
-                    assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
-                    if agreement & CHECKPOINT_BIT:
-                        self._save_and_go_on(agreement, step)
-                        sleeping = _Sleep()
-                        continue
-                    if order.seq != self._attempted:
-                        self._hold(order, step)
-                        sleeping = _Sleep()
-                        continue
-                    self._leave_if_saved(order)
-                    sleeping.until_told(self._socket)
-                    continue
-                elif step < decision.limit and self._is_able(order) and self._may_step(order):
-                    return FIRST_LOOK
-            elif order.order == PageOrderKind.WAIT:
-                self._wait_ready(order)
-                sleeping.until_told(self._socket)
-                continue
-            elif self._is_able(order):
-                # Running needs no agreement, so the order is obeyed as soon as the state is in place.
-                if order.seq and words[Word.REACHED_SEQ] != order.seq:
-                    words[Word.REACHED_SEQ] = order.seq
-                if not self._may_step(order):
-                    sleeping.sleep()
-                    continue
-                return FIRST_LOOK if self._fresh else order.seq
-            if not self._held and words[Word.STATE] == PageState.RUNNING:
-                words[Word.STATE] = PageState.WAITING
-            sleeping.sleep()
+                passed_under = self._pass_agreed(order, agreement, step, backoff)
+            else:
+                passed_under = self._pass_freely(order, backoff)
+            if passed_under is not None:
+                return passed_under
+
+    def _publish_step(self, step: int, now: int) -> None:
+        self._words[Word.STEP] = step
+        if now:
+            self._words[Word.STEP_TIME] = now
+
+    def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> int | None:
+        """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
+        decision = self._decide(agreement)
+        if decision.finished:
+            if self._is_able(order) and self._may_step(order):
+                return order.seq
+        elif decision.stop_step is not None and step >= decision.stop_step:
+            assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
+            self._stop_here(order, agreement, step, backoff)
+            return None
+        elif step < decision.limit and self._is_able(order) and self._may_step(order):
+            return FIRST_LOOK
+        self._wait(backoff)
+        return None
+
+    def _stop_here(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> None:
+        """Carry out the agreed checkpoint or stop; wait for the daemon once that has been tried."""
+        if agreement & CHECKPOINT_BIT:
+            self._save_and_go_on(agreement, step)
+            backoff.reset()
+        elif order.seq != self._attempted:
+            self._hold(order, step)
+            backoff.reset()
+        else:
+            self._leave_if_saved(order)
+            backoff.until_told(self._socket)
+
+    def _pass_freely(self, order: PageOrder, backoff: _Sleep) -> int | None:
+        """Return as `_pass` does if the boundary is passed without an agreement, or None after a wait."""
+        if order.order == PageOrderKind.WAIT:
+            self._wait_ready(order)
+            backoff.until_told(self._socket)
+            return None
+        if not self._is_able(order):
+            self._wait(backoff)
+            return None
+        # Running needs no agreement, so the order is obeyed as soon as the state is in place.
+        if order.seq and self._words[Word.REACHED_SEQ] != order.seq:
+            self._words[Word.REACHED_SEQ] = order.seq
+        if not self._may_step(order):
+            backoff.sleep()
+            return None
+        return FIRST_LOOK if self._fresh else order.seq
+
+    def _wait(self, backoff: _Sleep) -> None:
+        if not self._held and self._words[Word.STATE] == PageState.RUNNING:
+            self._words[Word.STATE] = PageState.WAITING
+        backoff.sleep()
 
     def _read_order(self) -> PageOrder:
         order = self._page.read_order()
@@ -454,6 +476,10 @@ class _Sleep:
     """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again with the shortest wait."""
         self._delay = _SHORTEST_SLEEP
         self._began = time.monotonic()
 
