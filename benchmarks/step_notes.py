@@ -1,8 +1,7 @@
-"""What the jobs of a benchmark noted of their steps, and what turns and shares of the time those make.
+"""Notes that benchmark jobs write of their steps, and the slices and shares of time computed from them.
 
-A note is five numbers (`programs.NOTE_FORMAT`), one for each step. A job that was moved goes on in another process.
-
-Pieces of the programs that benchmarks train: they run in processes of jobs, so they are texts here.
+A note is five numbers (`NOTE_FORMAT`), one note for each step. A job that was moved continues in another process. The
+parts of training programs here are texts because they run in processes of jobs.
 """
 
 from __future__ import annotations

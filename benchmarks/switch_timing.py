@@ -1,7 +1,4 @@
-"""When orders of turns and states of control pages changed in a benchmark's cluster, and the parts of its switches.
-
-A look at control pages from a thread of its own, for as long as something is measured.
-"""
+"""Times of slice orders and page states in a benchmark's cluster, and the parts of its switches."""
 
 from __future__ import annotations
 

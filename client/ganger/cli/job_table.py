@@ -1,9 +1,4 @@
-"""How a job array reads: in one line, and with its members below each other.
-
-How a job reads in one line: its state, place, pace and, if it waits, the reason.
-
-The last changes of running jobs, a line each: a move under way, a pack that was kept, a size that was given back.
-"""
+"""Lines of jobs, of job arrays with their members, and of recent changes of running jobs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""What was worked out of every node for one kind of gang, kept while few nodes change: most gangs ask what others of
-their kind have just asked, and between the two a handful of nodes came free or were taken.
+"""An index of nodes by free capacity, and values derived from a view that follow its changes.
 
-Kept with a view for as long as that lives; a copy begins with nothing. What is not asked again soon is worked out from
-nothing, by scans of all nodes at once, and so is what a gang asks for the first time.
+`CapacityIndex`: nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each
+node says which they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only
+finds nodes; `fit` alone decides whether a claim fits. Claims are taken and given back on a trial.
 
-A what-if of the cluster that gangs are taken from and given back to, with an index by what is free.
-
-Nodes that are alike in all that a placement may weigh are one entry of the index, however many they are; which nodes
-those are is one integer with a bit for each. So a gang is placed by looking at tens of entries instead of thousands of
-nodes, and what is said of one node of an entry holds for all of them. What fits is the one fit function's to say: the
-index only says where to look.
+Derived values are computed from all nodes for one kind of gang, and kept while few nodes
+change, since most gangs request what others of their kind have just requested. They live with their view; a copy of the
+view begins without any. Values that are not requested again soon are computed by scans of all nodes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""Where a gang could go: candidate gangs in order of preference, or what stands in the way.
+"""Candidate gangs for a shape in order of preference, or what blocks it; also the load mode, and gangs of another size.
 
 Gandiva's Algorithm 1 (Xiao et al., OSDI 2018) on bitmaps: servers whose jobs have as many devices as this one, then
 servers without jobs, then any free devices, also scattered. With two corrections: its test `height < 1` cannot hold for
 a server that has an affinity, so it reads "has room for the gang"; and a gang larger than a server has a set of servers
-as its unit. Within a class of servers the closest devices win, then the load: least when spreading, best fit when
-packing.
-
-Whether the cluster is lightly or heavily loaded: spread gangs apart, or pack them.
-
-Where a gang goes with another number of devices: where it is, with the closest free devices beside its own, or
-without those that lie apart from the rest.
+as its unit. Within a class of servers the closest devices win, then the load: least in spread mode, best fit in pack
+mode. A gang that grows takes the closest free devices; one that shrinks gives up those that lie apart from the rest.
 """
 
 from __future__ import annotations

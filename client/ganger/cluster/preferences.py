@@ -1,25 +1,15 @@
-"""Gandiva's Algorithm 1 (Xiao et al., OSDI 2018): servers whose jobs are of this size, then idle ones, then any.
+"""Placement preferences: which of the nodes with room a gang takes.
 
-The same answers as `ganger.cluster.placement`, which job schedulers use, through the room's index: see there for the
-two corrections of the paper. The room's view says whether gangs are spread apart or packed.
-
-First fit: the first node, in the order in which nodes came, that has room for the gang.
-
-Spread over nodes, the first of those that make it the fewest, in the first rack or fabric with room if its tolerance
-asks for one.
-
-Best fit: where the least is left over, so that what is whole stays whole.
-
-Counted first in devices left on the node, then in those left in the switches and sockets that are cut, then in cores
-and memory. A gang without devices goes where the fewest free ones could miss the cores.
-
-Any free devices serve, the first node first, however many nodes that makes: the placement of ideal runs.
-
-Locality first: the closest level at which the gang finds room, and there where the least is left over.
-
-Xiao, "All You Need to Know about Scheduling Deep Learning Jobs" (SOSP 2017, student research): how much a job loses by
-distance is its own, so what it tolerates, and for how long it waits for better, is in its shape. A worse level is never
-taken while a better one has room, so all racks and fabrics are tried.
+* `first-fit`: the first node, in order of arrival, that has room. A spread gang takes the first nodes among those that
+  make it the fewest, in the first rack or fabric with room if its tolerance requires one.
+* `best-fit`: the node where the least is left over: devices on the node, then in the switches and sockets that are cut,
+  then cores and memory. A gang without devices goes where the fewest free devices could lack its cores.
+* `locality`: the closest level at which the gang fits, and there the best fit (Xiao, "All You Need to Know about
+  Scheduling Deep Learning Jobs", SOSP 2017, student research). All racks and fabrics are tried, so a worse level is
+  never taken while a better one has room. What a job tolerates, and its patience, are in its shape.
+* `anywhere`: any free devices, the first node first: the placement of ideal runs.
+* `gandiva`: Algorithm 1 (Xiao et al., OSDI 2018): nodes whose jobs are of this size, then idle ones, then any. It gives
+  the same answers as `ganger.cluster.placement`, which names the two corrections of the paper, through the index.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The nodes that could hold one whole gang, the best first, kept in order while nodes change.
+"""Nodes that could hold one whole gang, best first: by class of Algorithm 1, then closeness, then load.
 
-What a scan of all nodes finds with `single_keys` and `best_first`, one node at a time.
-
-Which of the nodes that could hold a gang it prefers: the classes of Algorithm 1, then closeness, then load.
-
-Smaller is better, and ties go in the order in which nodes came. For many nodes at once, and for one.
+A smaller key is better, and ties go in the order in which nodes came. `single_keys` and `best_first` scan all nodes;
+the ranking keeps the same order, one node at a time, while nodes change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The walk that placements share: the whole gang on the best single node, else spread over as few nodes as will do.
+"""The search that placement preferences share: a gang on the best single node, else spread over the fewest nodes.
 
-Which node is best is the placement's to say, by keys of nodes alike; ties go to the node that came first.
-
-What a placement is: a way to find a place for one gang in a room, and what it may heed beside the gang's shape.
+A `PlacementPreference` ranks classes of equal nodes by keys; ties go to the node that came first.
 """
 
 from __future__ import annotations

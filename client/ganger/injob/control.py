@@ -1,14 +1,11 @@
-"""The job's side of its control page: a boundary that costs a fraction of a microsecond, and obedience when ordered.
+"""The job's side of its control page: cheap step boundaries, and the orders of the daemon carried out at them.
 
-Knows nothing of frameworks: what it means to offload or to save is given as `Handlers`. Outside Ganger there is no
-control (`Control.from_environment` returns None) and nothing is done.
+Independent of frameworks: `Handlers` offload and save. Outside Ganger there is no control: `Control.from_environment`
+returns None. When the daemon requests it in the page, a thread prints the stacks of the rank into its log; not by a
+signal, since every signal that has a handler belongs to the user's program.
 
 Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
 GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`).
-
-Stacks of a rank that does not obey, printed into its log when its daemon asks for them in the page.
-
-Not by a signal: every signal that has a handler belongs to the user's program.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""When a rank may go on without word from the master, and which ranks have to be made to stand still afterwards.
+"""The execution lease: until when a rank may step without word from the master, and which ranks are frozen afterwards.
 
-The daemon and the launcher decide by the same rule: whichever of them lives keeps the lease.
-
-Until when the ranks of this node may step without word from the master: from the sending of the last answered
-call.
+The daemon and the launcher decide by the same rule: whichever of them lives keeps the lease. A lease runs from the
+sending of the last answered call.
 """
 
 from __future__ import annotations
