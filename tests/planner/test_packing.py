@@ -6,7 +6,6 @@ import pytest
 from core.drive import GIB
 from core.test_colocation import Packing as Drive
 from core.test_colocation import small
-from ganger.cluster.best_fit import BEST_FIT
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
