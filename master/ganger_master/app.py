@@ -1,5 +1,5 @@
-"""The master as a whole: directory, store, writer, server and whoever places jobs (the default job-scheduler host, or
-the planner), started and stopped in order."""
+"""The master as a whole: starts and stops its directory, store, writer, server, and the process that places jobs (the
+host of job schedulers, or the planner)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Master:
         self._writer: Writer | None = None
         self._server: MasterServer | None = None
         self._metrics: MetricsServer | None = None
-        # Who places jobs.
+        # The process that places jobs.
         self._child: SupervisedProcess | None = None
         self._housekeeping: list[asyncio.Task[None]] = []
 

@@ -36,7 +36,7 @@ def lines_of(whole: bytes) -> list[bytes]:
 @given(cut=st.floats(0.0, 1.0, exclude_max=True))
 def test_a_file_cut_anywhere_is_never_taken_for_a_whole_one(tmp_path: Path, whole: bytes, cut: float) -> None:
     text = problem_of(tmp_path / "cut", whole[: int(cut * len(whole))])
-    # Of one byte nobody can tell what it was once.
+    # A single byte has no recognisable content.
     assert "breaks off" in text or "is empty" in text or "is no recording" in text
 
 

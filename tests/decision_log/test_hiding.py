@@ -59,7 +59,7 @@ def test_program_and_names_stay_and_words_go() -> None:
     assert Hiding(b"other").spec(spec) != hidden
 
 
-def test_tokens_are_hidden_even_from_who_asks_for_environments() -> None:
+def test_tokens_are_hidden_even_in_recordings_with_environments() -> None:
     hiding = Hiding(b"key", with_environment=True)
     opened = hiding.command(OpenSession("n1", "m", ConfigurationSet("c"), storage_token="secret-of-the-storage"))
     assert isinstance(opened, OpenSession)

@@ -35,7 +35,7 @@ DERIVED = {
     *("set_of", "set_on", "nodes_with", "requests"),
 }
 OF_A_BATCH = {"parties", "projected", "dirty", "outbox", "_puts", "_removes", "_counters_taken"}
-# Whether anybody is told: of who has it, not of what it knows.
+# Depends on the owner of the state, and is no part of its content.
 OF_ITS_SHELL = {"tells"}
 
 
@@ -109,7 +109,7 @@ def test_a_view_made_again_breaks_ties_alike(
         assert [ours[slot] for slot in view.slots.values()] == [theirs[slot] for slot in view.slots.values()], name
 
 
-def test_numbers_of_racks_do_not_depend_on_who_looked_when() -> None:
+def test_rack_numbers_do_not_depend_on_earlier_reads() -> None:
     seen, unseen = View([server("2x2")]), View([server("2x2")])
     for rack in ("a", "b", "c"):
         for view in (seen, unseen):

@@ -228,7 +228,7 @@ def test_there_is_one_recording_at_a_time_and_it_ends_with_its_time_or_its_asker
         await asyncio.sleep(0)
         await writer.submit(submission(2))
         await writer.close()
-        # Whoever waits for it: a master that stops waits until its file is whole.
+        # A master that stops waits until the file is complete.
         assert last.done.done()
         assert (await asked).reason == "the master stopped"
         for recorded in (short, await first.done, await asked):

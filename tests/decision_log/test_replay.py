@@ -110,7 +110,9 @@ def test_the_same_policy_would_have_decided_the_same(file: Path) -> None:
     assert (other.verdicts, other.differences) == (len(asked), [])
 
 
-def test_a_strict_queue_would_have_refused_who_overtook(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strict_queue_would_have_refused_the_job_that_overtook(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = otherwise(file, "fifo")
     assert other.differences
     for one in other.differences:

@@ -47,7 +47,7 @@ class Oracle:
         # Uids of jobs that have ended, and of those about which a person has decided since.
         self.ended: set[str] = set()
         self.decided: set[str] = set()
-        # Who may step on a device: (node, device) -> (uid, epoch) -> whether it knows that others may, too.
+        # Gangs that may step on a device: (node, device) -> (uid, epoch) -> whether it shares the device.
         self.users: dict[tuple[str, int], dict[tuple[str, int], bool]] = {}
         # Memory of each device of a node, and what processes that have offloaded keep: device -> attempt -> bytes.
         self.memory: dict[str, int] = {}
@@ -117,7 +117,7 @@ class Oracle:
             self._check_memory(device)
 
     def shared(self, uid: str, epoch: int, devices: Sequence[tuple[str, int]]) -> None:
-        """Who is on these devices knows from now on that others may be, too."""
+        """Note that the gangs on these devices now share them."""
         for device in devices:
             if (uid, epoch) in self.users.get(device, {}):
                 self.users[device][uid, epoch] = True
@@ -135,7 +135,7 @@ class Oracle:
             self._check_memory(device)
 
     def _check_users(self, device: tuple[str, int], uid: str, epoch: int) -> None:
-        """Nobody else is there but who shares it as this one does, or an attempt of the same job."""
+        """Check that all other gangs on the device share it too, or are attempts of the same job."""
         users = self.users.get(device, {})
         for other, shares in users.items():
             if other[0] != uid and not (shares and users.get((uid, epoch))):
@@ -164,7 +164,7 @@ class Oracle:
 
     def given_up(self, node: str, silent: float, allowed: float, attempts: Iterable[tuple[str, int]]) -> None:
         """The master goes on without a node it has not heard for `silent` seconds: more than it must wait. What its
-        attempts (uid, epoch) did since, be it that they ended well, nobody can tell, and they count as dead; all but
+        attempts (uid, epoch) did since, even by ending well, cannot be told, and they count as dead; all but
         those a later one has followed."""
         if silent <= allowed:
             raise RuleBrokenError(f"{node} is given up after {silent:g} s of silence, {allowed:g} s are allowed")
@@ -176,10 +176,10 @@ class Oracle:
         self.trainings[uid].checkpoints.append(step)
 
     def made_known(self, uid: str, step: int) -> None:
-        """Whoever asks is told of this checkpoint: what starts from storage starts from it."""
+        """Note the published checkpoint of a job: a start from storage starts from it."""
         training = self.trainings[uid]
         if step not in training.checkpoints:
-            raise RuleBrokenError(f"{uid} is said to have a checkpoint of step {step}, which nobody wrote")
+            raise RuleBrokenError(f"{uid} is said to have a checkpoint of step {step}, which no rank wrote")
         training.known = step
 
     def placed(self, uid: str, epoch: int) -> None:

@@ -178,7 +178,7 @@ class FaultCluster:
         return holds()
 
     def check(self) -> None:
-        """What must hold now, as far as anybody outside can see."""
+        """Check the invariants that are visible from outside."""
         if not self.master.is_up:
             return
         jobs = self.state.jobs
@@ -365,7 +365,7 @@ class FaultCluster:
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]
             self.oracle.placed(job.uid, int(row.figures["epoch"]))
         elif row.kind == "turn_refused":
-            # Whoever turns out to have no boundaries begins anew, for nobody knew.
+            # A job that turns out to have no boundaries starts over: the master did not know.
             self.oracle.died(self.state.jobs[int(row.subject.removeprefix("jobs/"))].uid)
         elif row.kind == "job_failed":
             job = self.state.jobs[int(row.subject.removeprefix("jobs/"))]

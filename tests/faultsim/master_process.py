@@ -50,7 +50,7 @@ class SimStore:
 
 
 class CommandRecorder(Protocol):
-    """Who writes down what is decided (`decision_log.recorder`)."""
+    """The recorder of decisions (`decision_log.recorder`)."""
 
     def start_over(self, state: State, now: float, cause: str) -> None: ...
 
@@ -228,7 +228,7 @@ class SimMaster:
         self.call(first)
 
     def _lose_commits(self) -> None:
-        """What is in flight was refused by the store, and with it whoever waited for it."""
+        """The store refused the batches in flight, and their callers with them."""
         self._in_flight.clear()
         self.incarnation += 1
         state = self._restore(self.durable, self.state)

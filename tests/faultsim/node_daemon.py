@@ -312,7 +312,7 @@ class SimDaemon:
         phase, level, stop_sequence = _phase(ranks, gang.stepped and gang.step > 0), ranks.level, ranks.stop_sequence
         stop_step = ranks.stop_step
         if ranks.switch != (0, 0) and ranks.wanted.intent is GangIntent.RUN:
-            # Whose turn it is the master need not know: who takes turns runs.
+            # The master does not need the active slice: time-sliced gangs count as running.
             if phase is not ObservedPhase.ENDED:
                 phase = ObservedPhase.RUNNING if gang.stepped else ObservedPhase.STARTING
             level, stop_sequence, stop_step = SuspendLevel.NONE, 0, 0

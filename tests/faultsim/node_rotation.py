@@ -1,5 +1,5 @@
-"""Who switches the rows of node sets on a simulated node. Daemons decide that by a core of their own, which nothing of
-the master's imports: whoever makes a cluster hands in what runs it."""
+"""The rotation of time slices on a simulated node. Daemons have a core of their own for it, which no master module
+imports: the maker of a cluster passes it in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NodeRotation(Protocol):
         """Whether what the master wants of ranks here waits for a turn, or for the end of one."""
 
     def follow(self) -> None:
-        """Leads what this node leads, and lets everybody here run or rest as far as they may."""
+        """Lead the node sets of this node, and let each gang here run or park as ordered."""
 
     def observed(self) -> tuple[ObservedRows, ...]: ...
 

@@ -26,7 +26,7 @@ _EVER = 1e12
 
 def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
     """One plan about a few jobs; some of it may be approved. `turns`: the share of plans that are about them; where
-    most are, some also move who takes turns."""
+    most are, some also move time-sliced jobs."""
     changes = _rows(state, dice, turns > 0.5) if dice.random() < turns else _changes(state, dice)
     changes = [_garbled(state, dice, change) if dice.random() < 0.1 else change for change in changes]
     promises = line = None
@@ -44,7 +44,7 @@ def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
 
 
 def let_go(state: State) -> ProposePlan:
-    """What a planner does that wants nothing any more: whoever it has parked goes on, there or elsewhere."""
+    """The last plans of a planner: every job that it parked resumes, there or on other nodes."""
     changes = []
     for number in state.live:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
@@ -55,7 +55,7 @@ def let_go(state: State) -> ProposePlan:
 
 
 def go_elsewhere(state: State) -> ProposePlan:
-    """The same for those who cannot go on where they are."""
+    """The same for jobs that cannot resume on their nodes."""
     changes = []
     for number in state.live:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
@@ -146,8 +146,8 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 
 
 def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
-    """A matrix of a set that there is, or of a new one: those who are there, some of them on others' devices, some who
-    join, somebody who waits."""
+    """A matrix of a set that there is, or of a new one: its gangs, some of them on others' devices, some that
+    join, a pending job."""
     of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
     inside = [epoch for epoch, number in state.set_of.items() if number == of and epoch in state.gangs]
     outside = [number for number in sorted(state.live) if state.jobs[number].epoch not in state.set_of]
@@ -178,7 +178,7 @@ def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
         changes.append(
             Change(
                 job.number, job.revision, "ROW", claims, level, together=1, node_set=of, rows=tuple(own),
-                quantum_seconds=quantum, reason="everybody in turn",
+                quantum_seconds=quantum, reason="all in turn",
             )
         )  # fmt: skip
     return changes

@@ -154,7 +154,7 @@ class Physics:
         self.follow(ranks, order, (0, 0))
 
     def share(self, node: str, orders: Iterable[DesiredGang]) -> None:
-        """A set is read whole before any gang goes on by it: who shares with whom is known of all by then."""
+        """Read a whole set before any gang starts by it, so that all sharing gangs are known."""
         for order in orders:
             ranks = self.ranks.get((order.epoch, node))
             if ranks is not None and ranks.occupies and order.master_sequence > ranks.wanted.master_sequence:
@@ -181,7 +181,7 @@ class Physics:
         self._follow(ranks)
 
     def settle(self, ranks: Ranks) -> None:
-        """What those who rest give up where they take turns may have changed."""
+        """Apply a changed level to the parked gangs of a node set."""
         if ranks.doing is Doing.PARKED:
             self._settle_at_level(ranks)
 
@@ -218,13 +218,13 @@ class Physics:
         self._know(order)
         gang = self.gangs[order.epoch]
         if not any(name != node and (order.epoch, name) in self.ranks for name in gang.nodes):
-            # All of it that there was went with its machines before anybody heard that it ran: it starts over.
+            # All of it that there was was lost with its machines before any report that it ran: it starts over.
             gang.restored = gang.stepped = False
         ranks = self.ranks[order.epoch, node] = Ranks(node, order)
         self._launch(ranks)
 
     def _launch(self, ranks: Ranks) -> None:
-        """Nobody starts on a device before its daemon has seen the former one off."""
+        """Check that no rank starts on a device before its daemon has seen the former one end."""
         if ranks.doing is not Doing.WAITING or self.ranks.get((ranks.order.epoch, ranks.node)) is not ranks:
             return
         turns = self.turns.get(ranks.node)
@@ -235,7 +235,7 @@ class Physics:
         self.engine.after(self.engine.between(0.1, self.fork_seconds), lambda: self._forked(ranks))
 
     def is_blocked(self, ranks: Ranks) -> bool:
-        """Whether somebody is on its devices, who does not share them as it does. What it moves away from, or grows out
+        """Return whether a gang is on its devices that does not share them. What it moves away from, or grows out
         of, gives them up at the boundary."""
         own, restore = ranks.wanted.claim, ranks.order.restore
         for (_, node), other in self.ranks.items():

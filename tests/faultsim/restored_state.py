@@ -1,6 +1,6 @@
 """Is what a restarted master makes of its store what the former one had in mind? Compared attribute by attribute.
 
-Everything that a state holds is compared but what is named here as volatile, so what is new is compared unless somebody
+Everything that a state holds is compared but what is named here as volatile, so a new field is compared unless a line
 says why not.
 """
 
@@ -14,7 +14,7 @@ from ganger_master.core.state import State
 from msgspec import Struct
 from msgspec.structs import replace
 
-# What a master forgets: who was heard, refused and offered what, and when; the next batch's work; what is for speed
+# What a master forgets: heartbeats, refusals and offers with their times; the next batch's work; what is for speed
 # alone (`parties`, `projected`, `kept`, `blocked`); and that it was started.
 VOLATILE: Final = frozenset(
     {
@@ -54,7 +54,7 @@ def _comparable(name: str, state: State) -> object:
     if name == "waiting":
         return list(state.waiting)
     if name == "front":
-        # Nobody has been refused yet.
+        # No refusals yet.
         return None
     if name == "shares":
         return vars(state.shares)
@@ -70,7 +70,7 @@ def _comparable(name: str, state: State) -> object:
 
 def _wanted(state: State, desired: DesiredSet) -> object:
     """Without its version. Where a gang's state came from is not said any more once nothing is left there; but those
-    who were told are not told anew."""
+    that were notified are not notified again."""
     gangs = [
         one
         if one.restore.parked_epoch in state.gangs

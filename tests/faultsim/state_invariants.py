@@ -43,7 +43,7 @@ def _pieces(state: State) -> Iterator[str]:
 
 
 def _with_turns_as_one(state: State, name: str) -> list[Claim]:
-    """What is held on a node; those who take turns hold their devices together."""
+    """Check the holdings of a node; time-sliced gangs hold their devices together."""
     found: list[Claim] = []
     together = 0
     for epoch, place in state.gangs_on.get(name, {}).items():
@@ -65,19 +65,19 @@ def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator
         used |= claim.device_mask
     alone = sum([shared & claim.device_mask & ~claim.shared_mask for claim in held])
     if alone:
-        yield f"{name}: devices {shared:#x} are held twice, and not all who hold them share them"
+        yield f"{name}: devices {shared:#x} are held twice, and not all holders share them"
     for device in bits(shared):
         holders = [number for number, claim in holders_on(state, name) if claim.device_mask >> device & 1]
         there = [state.jobs[number].spec for number in holders]
         needed = sum([spec.gpu_memory_bytes for spec in there])
         if needed > MEMORY_SHARE * whole:
-            yield f"{name}: device {device} has {whole} bytes, those who share it need {needed}"
+            yield f"{name}: device {device} has {whole} bytes, the gangs that share it need {needed}"
         if not all(spec.preemptible for spec in there):
             yield f"{name}: device {device} is shared by a job that is not to be suspended"
 
 
 def _device_memory(state: State, name: str, whole: int) -> Iterator[str]:
-    """Whoever holds a device has left on it what its job says it needs, beside what parked gangs keep."""
+    """Check that the memory of a device suffices for its holders beside what parked gangs keep."""
     parked = [claim.parked_bytes for claim in state.held_on(name) if claim.parked_bytes]
     if not parked or not whole:
         return
@@ -142,7 +142,7 @@ def _orders(state: State, gang: Gang, job: JobRecord) -> Iterator[str]:
 
 
 def _holds_its_place(state: State, gang: Gang) -> bool:
-    """Cores of those who take turns are held for all of them."""
+    """Return whether a gang holds its claim; time-sliced gangs hold their cores together."""
     turns = gang.node_set != 0
     return all(
         piece.gone
@@ -153,7 +153,7 @@ def _holds_its_place(state: State, gang: Gang) -> bool:
 
 
 def _sets(state: State) -> Iterator[str]:
-    """Node sets are disjoint, no device has two gangs of a row, what rows need is held, whoever shares is in a row."""
+    """Check node sets: disjoint, one gang per slice and device, needs held, every sharing gang in a slice."""
     seen: dict[str, int] = {}
     for number, node_set in sorted(state.sets.items()):
         for node in node_set.nodes:
@@ -209,7 +209,7 @@ def _jobs(state: State) -> Iterator[str]:
         yield "the queue is not what waits"
     aside = {number for number in numbers if number in state.aside}
     if list(state.front) != [number for number in state.waiting if number not in aside]:
-        yield "the front of the queue is not who waits for other jobs, in order"
+        yield "the front of the queue is not the jobs that wait for other jobs, in order"
     if set(state.resuming) != {number for number in numbers if state.jobs[number].epoch}:
         yield f"{sorted(state.resuming)} are not those that wait and rest somewhere"
     if any(number >= state.counters.next_job for number in state.jobs):
@@ -264,9 +264,9 @@ def _derived(state: State) -> Iterator[str]:
         yield f"{sorted(state.choosy)} are not the nodes that may refuse a job"
     lacking = [job for job in state.refusals if is_lack(state.refusals[job])]
     if list(state.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
-        yield f"{list(state.lacking)} are not those who were refused for lack of pieces, in order"
+        yield f"{list(state.lacking)} are not the jobs refused for lack of pieces, in order"
     if set(state.unheard) != {name for name, node in state.nodes.items() if not node.heard and not node.lost}:
         yield f"{sorted(state.unheard)} are not the nodes that have not said what they have"
     remembered = state.blocked
     if remembered is not None and remembered != find_blocked(state):
-        yield f"{remembered} is not who lacks pieces"
+        yield f"{remembered} is not the jobs that lack pieces"

@@ -52,7 +52,7 @@ def test_a_parked_copy_goes_on_where_it_stands_only_if_what_took_over_from_it_ha
     oracle.stepped("uid-1", 3, 26, [("n1", 0)])
 
 
-def test_a_move_from_anything_older_loses_steps_whoever_died() -> None:
+def test_a_migration_from_anything_older_loses_steps_whatever_rank_died() -> None:
     oracle = trained(to=25)
     oracle.restored("uid-1", 2, 25, from_parked=True)
     oracle.stepped("uid-1", 2, 26, [("n2", 0)])
@@ -85,8 +85,8 @@ def test_one_that_becomes_known_later_is_for_the_attempt_after_that_and_passes_o
     oracle.stepped("uid-1", 3, 41, [("n2", 0)])
 
 
-def test_no_checkpoint_is_made_known_that_nobody_wrote() -> None:
-    with pytest.raises(RuleBrokenError, match="which nobody wrote"):
+def test_no_checkpoint_is_published_that_no_rank_wrote() -> None:
+    with pytest.raises(RuleBrokenError, match="which no rank wrote"):
         trained(to=25).made_known("uid-1", 25)
 
 

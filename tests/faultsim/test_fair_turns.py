@@ -1,4 +1,4 @@
-"""In virtual time: the real core, planner and rotation, until everybody has had the same time on devices."""
+"""In virtual time: the real core, planner and rotation, until all jobs have had the same time on devices."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_of_six_jobs_on_four_devices_all_have_the_same_time_in_the_end() -> None
     assert not drive.figures("move_aborted")
 
 
-def test_by_weight_whoever_has_more_of_it_has_more_time() -> None:
+def test_a_job_of_more_weight_has_more_time() -> None:
     drive = Shared(1)
     drive.submit(2, weight=1.5)
     drive.submit(4)
@@ -133,7 +133,7 @@ def test_by_weight_whoever_has_more_of_it_has_more_time() -> None:
     assert jain([own / jobs[number].spec.weight for number, own in steps.items()]) >= 0.99, steps
 
 
-def test_who_is_not_to_be_moved_stays_where_it_is() -> None:
+def test_a_job_that_is_not_movable_stays_where_it_is() -> None:
     drive = Shared(1)
     drive.submit(6, movable=False)
     steps = over(drive, 15)
@@ -141,7 +141,7 @@ def test_who_is_not_to_be_moved_stays_where_it_is() -> None:
     assert jain([float(own) for own in steps.values()]) < 0.95
 
 
-def test_where_all_have_neighbours_alike_nobody_is_moved() -> None:
+def test_where_all_have_equal_neighbours_no_job_is_migrated() -> None:
     drive = Shared(1)
     drive.submit(8)
     steps = over(drive, 15)
@@ -158,7 +158,7 @@ def drained(nodes: int, jobs: int) -> Shared:
     return drive
 
 
-def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> None:
+def test_a_node_is_drained_of_time_sliced_jobs_and_no_job_is_restarted() -> None:
     drive = drained(nodes=2, jobs=9)
     state = drive.cluster.state
     assert sorted(state.jobs) == list(range(1, 10))
@@ -168,7 +168,7 @@ def test_a_node_is_emptied_of_those_who_take_turns_and_nobody_is_restarted() -> 
     assert min(steps.values()) > 0
 
 
-def test_with_nowhere_to_go_who_takes_turns_is_saved_on_storage_and_goes_on_once_there_is_room() -> None:
+def test_a_time_sliced_job_without_another_place_is_saved_on_storage_and_resumes_once_there_is_room() -> None:
     drive = drained(nodes=1, jobs=6)
     state = drive.cluster.state
     saved = {number: job.checkpoint.step for number, job in state.jobs.items() if job.checkpoint is not None}

@@ -67,24 +67,24 @@ def test_gangs_over_several_nodes_that_share_by_turns_come_to_their_end(seed: in
     run(seed, jobs=10, seconds=200.0)
 
 
-def test_who_has_left_its_turns_and_runs_again_takes_none_though_a_node_still_has_the_old_matrix() -> None:
+def test_a_job_that_left_its_node_set_runs_all_the_time_though_a_node_still_has_the_old_matrix() -> None:
     """A storm in which it was counted among them again."""
     run(1041, jobs=14, seconds=500.0)
 
 
-def test_who_was_packed_with_another_and_then_takes_turns_with_it_waits_for_it() -> None:
+def test_a_job_co_located_with_another_and_then_time_sliced_with_it_waits_for_it() -> None:
     """A storm in which both were on a device, by what they had been told before."""
     run(1013, jobs=14, seconds=500.0)
 
 
-def test_a_gang_whose_machine_is_wiped_before_anybody_heard_that_it_ran_starts_over_from_where_it_moved_from() -> None:
+def test_a_gang_whose_machine_is_wiped_before_its_first_report_starts_over_from_the_source_of_its_migration() -> None:
     """A storm in which it did its first step twice, and the model did not know of the second start."""
     run(1449, jobs=14, seconds=500.0, rotation="no", opaque=0.2)
 
 
 @pytest.mark.parametrize("seed", [1004, 1008])
-def test_jobs_that_cannot_rest_stop_nobody_from_taking_turns(seed: int) -> None:
-    """Storms in which some were let in before anybody knew."""
+def test_jobs_that_cannot_park_keep_no_other_job_from_its_time_slices(seed: int) -> None:
+    """Storms in which some of them were admitted before the master knew."""
     cluster = run(seed, jobs=14, seconds=500.0, opaque=0.25)
     refused = {"turn_refused", "suspend_refused"}
     assert any(row.kind in refused for row in cluster.master.history)

@@ -1,5 +1,5 @@
 """Storms behind a store that takes seconds for a commit, with alarms that are late: nothing is held twice, nothing is
-lost, and whoever has the devices that it needs gets them soon. A failing seed replays: `run(SEED, ...)`."""
+lost, and a job for which there are devices gets them soon. A failing seed replays: `run(SEED, ...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a gang of the whole cluster starts though small jobs keep coming, and every job ends, whatever
+"""No job waits for ever: a gang of the whole cluster starts though small jobs keep coming, and every job ends, whatever
 its own scheduler does."""
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epo
     assert cluster.run_until(lambda: job(cluster, number).moved_from == epoch, 60.0)
     held = gang(cluster, number)
     assert held is not None
-    # A step that nobody heard of is done again.
+    # A step that was never reported is done again.
     assert cluster.run_until(lambda: not stepped or cluster.oracle.trainings["uid-1"].epoch == held.epoch, 10.0)
     cluster.daemons[held.nodes[0]].reboot()
     cluster.engine.after(5.0, cluster.daemons[held.nodes[0]].start)
@@ -202,7 +202,7 @@ def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_call
     ends(cluster, second.number)
 
 
-def test_a_job_whose_end_nobody_heard_goes_on_from_the_last_checkpoint_once_its_node_is_given_up() -> None:
+def test_a_job_whose_end_was_not_reported_resumes_from_the_last_checkpoint_once_its_node_is_lost() -> None:
     cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
     number = started(cluster, job_of(2, steps=25))
     held = gang(cluster, number)
@@ -466,7 +466,7 @@ def test_why_names_an_unavailable_node() -> None:
     ends(cluster, number)
 
 
-def test_why_names_who_goes_first() -> None:
+def test_why_names_the_jobs_that_go_first() -> None:
     cluster = cluster_of(1)
     first = started(cluster, job_of(3, steps=500))
     blocked = waits_for(cluster, job_of(4), Reason.GPUS)

@@ -17,7 +17,7 @@ QUANTUM_SECONDS = 5.0
 
 
 class Story:
-    """Nodes n1, n2, ...; nobody but the plans here starts a job."""
+    """Nodes n1, n2, ...; only the plans here start jobs."""
 
     def __init__(self, nodes: int) -> None:
         self.cluster = FaultCluster(1, [], CoreSettings())
@@ -92,9 +92,9 @@ def claim(node: str, mask: int, shared: int = 0) -> Claim:
     return Claim(node, mask, (1_000 * gpus, 0), 2 * _GIB * gpus, 0, (gpus,), shared_mask=shared)
 
 
-def test_who_rested_while_packed_waits_in_its_turns_for_whom_it_was_packed_with() -> None:
+def test_a_job_that_parked_while_co_located_waits_in_its_time_slices_for_its_former_neighbour() -> None:
     """Both had been told, before, that they share the device. The leader of the set is on another node, and has not
-    ordered anything yet when the one who rested is told to run."""
+    ordered anything yet when the parked one is ordered to run."""
     story = Story(nodes=2)
     one, other = story.submit(1), story.submit(2)
     story.place(one, ("n2", 0b1, 0))
@@ -104,7 +104,7 @@ def test_who_rested_while_packed_waits_in_its_turns_for_whom_it_was_packed_with(
     story.all_end()
 
 
-def test_who_is_told_to_rest_again_before_its_turn_came_rests_at_once_where_it_stands() -> None:
+def test_a_job_suspended_again_before_its_time_slice_came_parks_at_once() -> None:
     """It rested before it came to take turns, another has the device, and their leader is away: a newer stop needs
     neither the device nor the leader."""
     story = Story(nodes=2)

@@ -86,13 +86,13 @@ def test_rows_are_switched_whatever_the_store_does_not_take(seed: int) -> None:
     run(seed, jobs=8, seconds=100.0, failed_commit=0.05)
 
 
-def test_who_was_to_stop_and_goes_on_after_all_does_so_on_all_its_nodes_or_on_none() -> None:
+def test_a_job_whose_stop_is_cancelled_continues_on_all_its_nodes_or_on_none() -> None:
     """A storm in which a switch came between them, and the set stood still for ever."""
     run(624, jobs=10, seconds=150.0)
 
 
 @pytest.mark.parametrize("seed", [127, 208])
-def test_nobody_keeps_others_from_their_turns_for_ever(seed: int) -> None:
+def test_no_job_keeps_others_from_their_time_slices_for_ever(seed: int) -> None:
     """Storms in which one that could not be saved stayed on its devices, and one was woken on a part of its nodes."""
     run(seed, jobs=14, seconds=300.0)
 

@@ -134,7 +134,7 @@ def test_no_series_is_added_by_more_jobs_users_or_nodes(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_calls_are_answered_while_somebody_reads_slowly_and_others_read_all_the_time(tmp_path: Path) -> None:
+def test_calls_are_answered_while_one_client_reads_slowly_and_others_read_all_the_time(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path, metrics="127.0.0.1:0") as served:
             await Speaker(served, "n1").join()
@@ -146,7 +146,7 @@ def test_calls_are_answered_while_somebody_reads_slowly_and_others_read_all_the_
                 began = time.monotonic()
                 jobs += [await served.submit() for _ in range(20)]
                 assert time.monotonic() - began < 5.0
-                # who said nothing is cut off, and the next one answered
+                # a silent client is disconnected, and the next one answered
                 assert (await asked(served))["ganger_jobs{state=pending}"] == len(jobs)
             for task in reading:
                 task.cancel()
@@ -187,7 +187,7 @@ def test_a_commit_that_failed_is_counted(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_beyond_loopback_only_who_has_a_certificate_is_answered(tmp_path: Path) -> None:
+def test_beyond_loopback_only_clients_with_a_certificate_are_answered(tmp_path: Path) -> None:
     async def story() -> None:
         authority = Authority(tmp_path)
         config = Config(tmp_path / "state", "127.0.0.1:0", authority.issue("master", "m"), metrics="0.0.0.0:0",
@@ -201,9 +201,9 @@ def test_beyond_loopback_only_who_has_a_certificate_is_answered(tmp_path: Path) 
                 client_context(a.issue("user", "prometheus")) for a in (authority, Authority(tmp_path, "b"))
             )
             stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
-            nobody = ssl.create_default_context(cadata=None)
-            nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
-            for context in (stranger, nobody):
+            anonymous = ssl.create_default_context(cadata=None)
+            anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
+            for context in (stranger, anonymous):
                 with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
                     await asyncio.to_thread(read, url, context)
             assert samples_of(await asyncio.to_thread(read, url, known))["ganger_master_ready"] == 1

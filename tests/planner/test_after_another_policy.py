@@ -6,7 +6,7 @@ import pytest
 from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import live_policy_named
 from msgspec.structs import replace
 from planner.test_leaving import InTurns

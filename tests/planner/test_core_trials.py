@@ -17,7 +17,7 @@ from ganger_master.core.model import Capabilities, JobSpec
 from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import live_policy_named
 from hypothesis import given, settings
 from hypothesis import strategies as st

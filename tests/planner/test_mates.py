@@ -13,7 +13,7 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.model import Capabilities, JobSpec, JobState
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import _as_one
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import facts_of

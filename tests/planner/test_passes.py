@@ -20,7 +20,7 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.planner.place_stage import nodes_for
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders.aging import WEEK_S
 from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire

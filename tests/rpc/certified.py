@@ -1,4 +1,4 @@
-"""A master in this process that asks for certificates, and whoever comes to it with one."""
+"""A master in this process that asks for certificates, and clients with and without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpc.kit import Served
 
 
 class CertifiedMaster:
-    """A master behind certificates; `calls` gives stubs for whoever comes."""
+    """A master behind certificates; `calls` gives stubs for any caller."""
 
     def __init__(self, master: Master, authority: Authority) -> None:
         self.master = master

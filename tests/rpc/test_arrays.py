@@ -72,7 +72,7 @@ def test_an_array_is_made_once_and_survives_a_restart(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_what_daemons_report_of_members_decides_who_is_stopped(tmp_path: Path) -> None:
+def test_what_daemons_report_of_members_decides_which_members_stop(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")

@@ -72,7 +72,7 @@ def empty_call(channel: grpc.aio.Channel, method: str) -> Any:
 
 
 @pytest.mark.parametrize("role", list(CallerRole))
-def test_whoever_calls_what_is_not_for_its_role_is_refused(tmp_path: Path, role: CallerRole) -> None:
+def test_a_call_that_is_not_for_the_role_is_refused(tmp_path: Path, role: CallerRole) -> None:
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method in DESCRIPTORS:
@@ -83,7 +83,7 @@ def test_whoever_calls_what_is_not_for_its_role_is_refused(tmp_path: Path, role:
 
 
 @pytest.mark.parametrize("role", list(CallerRole))
-def test_whoever_calls_what_is_for_its_role_is_answered(tmp_path: Path, role: CallerRole) -> None:
+def test_a_call_that_is_for_the_role_is_answered(tmp_path: Path, role: CallerRole) -> None:
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method, descriptor in DESCRIPTORS.items():
@@ -93,7 +93,7 @@ def test_whoever_calls_what_is_for_its_role_is_answered(tmp_path: Path, role: Ca
     told(tmp_path, story)
 
 
-def test_the_user_of_a_job_is_who_the_certificate_names(tmp_path: Path) -> None:
+def test_the_user_of_a_job_is_the_name_in_the_certificate(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         job = await certified.calls("user", "ann").submit()
         assert job.user == "ann"
@@ -142,7 +142,7 @@ def test_another_users_job_is_out_of_reach(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("role", "name"), [("user", "ann"), ("operator", "olga")])
-def test_who_it_is_for_reaches_it(tmp_path: Path, role: str, name: str) -> None:
+def test_a_caller_of_the_right_role_reaches_it(tmp_path: Path, role: str, name: str) -> None:
     async def story(certified: CertifiedMaster) -> None:
         job = await certified.calls("user", "ann").submit()
         caller = certified.calls(role, name)
@@ -154,7 +154,7 @@ def test_who_it_is_for_reaches_it(tmp_path: Path, role: str, name: str) -> None:
     told(tmp_path, story)
 
 
-def test_a_refusal_says_whose_it_is_and_who_may(tmp_path: Path) -> None:
+def test_a_refusal_names_the_owner_and_the_users_that_may(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         await certified.calls("user", "ann").submit()
         with pytest.raises(grpc.RpcError) as refused:
@@ -187,7 +187,7 @@ def test_of_anothers_job_only_what_stands_in_any_queue_is_seen(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("role", "name"), [("user", "bob"), ("scheduler", "ann"), ("planner", "ann")])
-def test_whoever_places_jobs_needs_not_know_what_they_run(tmp_path: Path, role: str, name: str) -> None:
+def test_a_caller_that_places_jobs_cannot_read_what_they_run(tmp_path: Path, role: str, name: str) -> None:
     async def story(certified: CertifiedMaster) -> None:
         await certified.calls("user", "ann").submit(spec_of(environment={"SECRET": "s"}))
         seen = await certified.calls(role, name).jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
@@ -232,7 +232,7 @@ def test_the_history_of_everything_leaves_others_jobs_out(tmp_path: Path) -> Non
             with Client(Endpoint(certified.master.address, tls=str(directory))) as client:
                 return {event.subject for event in client.list_events(limit=None)}
 
-        bob, olga = (certified.authority.issue(*who) for who in (("user", "bob"), ("operator", "olga")))
+        bob, olga = (certified.authority.issue(*name) for name in (("user", "bob"), ("operator", "olga")))
         assert {"jobs/1", "jobs/2", "nodes/n1"} <= await asyncio.to_thread(subjects, olga)
         assert {"jobs/2", "nodes/n1"} <= (seen := await asyncio.to_thread(subjects, bob))
         assert "jobs/1" not in seen
@@ -240,7 +240,7 @@ def test_the_history_of_everything_leaves_others_jobs_out(tmp_path: Path) -> Non
     told(tmp_path, story)
 
 
-def test_of_what_nobody_knows_whose_it_was_a_user_is_told_nothing(tmp_path: Path) -> None:
+def test_a_user_reads_no_history_of_a_job_without_a_known_owner(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         for subject in ("jobs/7", "arrays/7", "jobs/x", "jobs/" + "9" * 5_000):
             request = job_service_pb2.ListEventsRequest(subject=subject)
@@ -321,7 +321,7 @@ def starting(job: job_pb2.Job, shared_mask: int = 0) -> scheduling_pb2.Plan:
     return scheduling_pb2.Plan(changes=[scheduling_pb2.Change(job=job.name, revision=job.revision, start=start)])
 
 
-def test_a_users_plan_puts_nobody_onto_anothers_gpus(tmp_path: Path) -> None:
+def test_a_users_plan_puts_no_job_onto_gpus_of_another_user(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         node = Speaker(certified.calls("daemon", "n1"), "n1")
         await node.join()
@@ -389,7 +389,7 @@ def test_job_schedulers_of_another_machine_place_everybodys_jobs(tmp_path: Path)
     told(tmp_path, story)
 
 
-def test_who_has_the_token_does_what_is_for_the_masters_machine(tmp_path: Path) -> None:
+def test_a_caller_with_the_token_may_call_what_is_for_the_masters_machine(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         found = await asyncio.to_thread(read_endpoint, tmp_path / "state")
         assert found == Endpoint(certified.master.local_address, certified.master.token)
@@ -406,16 +406,16 @@ def test_who_has_the_token_does_what_is_for_the_masters_machine(tmp_path: Path) 
     told(tmp_path, story)
 
 
-def test_nobody_comes_in_without_a_certificate_of_the_authority(tmp_path: Path) -> None:
+def test_no_caller_is_accepted_without_a_certificate_of_the_authority(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         master, authority = certified.master, read_files(certified.authority.issue("user", "ann")).authority
         target = f"dns:///{master.address}"
-        nobody = grpc.ssl_channel_credentials(authority)
+        anonymous = grpc.ssl_channel_credentials(authority)
         stranger = read_files(Authority(tmp_path, "other").issue("operator", "olga"))
         other = grpc.ssl_channel_credentials(authority, stranger.key, stranger.certificate)
         for channel in (
             grpc.aio.insecure_channel(target),
-            grpc.aio.secure_channel(target, nobody),
+            grpc.aio.secure_channel(target, anonymous),
             grpc.aio.secure_channel(target, other),
         ):
             call = certified.over(channel).nodes.GetCluster(node_pb2.GetClusterRequest(), timeout=5.0)
@@ -444,7 +444,7 @@ def test_nobody_comes_in_without_a_certificate_of_the_authority(tmp_path: Path) 
         ("ganger://operator/olga\n",),
     ],
 )
-def test_a_certificate_that_names_nobody_is_nobodys(tmp_path: Path, uris: tuple[str, ...]) -> None:
+def test_a_certificate_without_a_name_is_refused(tmp_path: Path, uris: tuple[str, ...]) -> None:
     async def story(certified: CertifiedMaster) -> None:
         odd = certified.authority.issue_with(uris, CallerIdentity(CallerRole.USER, "x"))
         assert await reason(certified.with_certificate(odd).nodes.GetCluster(node_pb2.GetClusterRequest())) == (

@@ -49,11 +49,11 @@ def advice(*jobs: JobRecord) -> str:
             [job(1, 4, 5_000, None)],
             "unknown whether it can be met, because how long the job takes is not known: give it a time limit",
         ),
-        # Who has no deadline yields to all that have one.
+        # A job without a deadline yields to all that have one.
         ([job(1, 4, 0, None), job(2, 4, 9_000, 3_600)], "can be met: it would end 90 min before it"),
     ],
 )
-def test_advice_says_when_it_would_end_or_for_whom_it_is_unknown(jobs: list[JobRecord], expected: str) -> None:
+def test_advice_says_when_it_would_end_or_for_which_job_that_is_unknown(jobs: list[JobRecord], expected: str) -> None:
     assert advice(*jobs) == expected
 
 
@@ -67,7 +67,7 @@ def test_without_a_limit_it_goes_by_what_the_jobs_before_it_took() -> None:
     assert advice(*ended, replace(mine, spec=replace(mine.spec, deadline=NOW + 300))).startswith("cannot be met")
 
 
-def test_who_runs_for_some_time_has_as_much_less_left() -> None:
+def test_a_job_that_has_run_for_some_time_has_as_much_less_left() -> None:
     running = replace(
         job(1, 4, 5_000, 4_000), state=JobState.HOLDING, pending_since=0.0, running_since=NOW - 3_000, run_seconds=500.0
     )

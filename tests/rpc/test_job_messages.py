@@ -74,7 +74,7 @@ GANG = Gang(
 JOB = JobRecord(
     7,
     "uid",
-    "somebody",
+    "carol",
     replace(SPEC, array=Membership(6, 0, 3, 4, {"lr": "0.1"}, 2, StopRule(RuleKind.ASHA, first=5))),
     1.0,
     state=JobState.SUSPENDED,

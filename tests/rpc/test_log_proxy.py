@@ -78,7 +78,7 @@ def test_parts_of_several_nodes_come_as_one_stream_without_a_byte_twice(tmp_path
     asyncio.run(story())
 
 
-def test_bytes_nobody_has_are_said_to_be_lost(tmp_path: Path) -> None:
+def test_bytes_that_no_node_has_are_reported_lost(tmp_path: Path) -> None:
     async def story() -> None:
         async with cluster(tmp_path, a=Segments((0, b"one ")), b=Segments((10, b"three"))) as served:
             chunks = await read(served)
@@ -106,7 +106,7 @@ def test_nothing_found_is_not_said_to_be_nothing_written_while_a_node_is_silent(
     async def story() -> None:
         async with cluster(tmp_path, a=Segments((0, b""))) as served:
             assert await read(served) == []
-            # Nobody listens there any more.
+            # No server listens there any more.
             node = served.master.writer.committed.nodes["a"]
             await Speaker(served, "a").join()
             assert served.master.writer.committed.nodes["a"].peer_address != node.peer_address

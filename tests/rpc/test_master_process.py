@@ -179,7 +179,7 @@ def test_policy_it_cannot_go_by_is_a_clear_error(tmp_path: Path, policy: str, wh
         assert "Traceback" not in said
 
 
-def test_planner_started_by_hand_ranks_who_waits_and_ends_when_told(tmp_path: Path) -> None:
+def test_planner_started_by_hand_ranks_pending_jobs_and_ends_by_a_signal(tmp_path: Path) -> None:
     with master_process(tmp_path) as master:
         assert master.start(None, "--policy", "las+best-fit", "--no-planner")
         command = [sys.executable, "-m", "ganger.cli.main", "--master", str(master.state_dir), "planner", "run"]

@@ -50,7 +50,7 @@ def test_sixteen_thousand_nodes_are_listed_whole_and_in_order(tmp_path: Path) ->
     asyncio.run(story())
 
 
-def test_who_knows_nothing_of_pages_is_given_what_fits_into_a_message(tmp_path: Path) -> None:
+def test_a_client_without_pages_gets_what_fits_into_a_message(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             await joined(served, 2_000)

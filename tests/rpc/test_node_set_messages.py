@@ -32,7 +32,7 @@ def test_the_row_that_runs_is_what_the_leader_said_last_of_a_matrix_that_stands(
     gangs = {11: gang(11, 1), 13: gang(13, 3), 14: gang(14, 4)}
     alone, growing = NodeSet(7, ("n1", "n2"), "n2", now), NodeSet(7, ("n1", "n2"), "n2", now, coming)
     seen = {(7, "n1"): ObservedRows(7, 3, 3, row=0), (7, "n2"): ObservedRows(7, 3, 4, row=2)}
-    # of the second row nobody is left, so the third is shown as the second
+    # the second row is empty, so the third is shown as the second
     assert [list(row.jobs) for row in node_set_to_wire(alone, gangs, seen).rows] == [["jobs/1"], ["jobs/3"]]
     assert node_set_to_wire(alone, gangs, seen).running_row == 2
     assert node_set_to_wire(alone, gangs, {}).running_row == 0

@@ -1,4 +1,4 @@
-"""Who is to look for a place for a job that fails over and over."""
+"""Placement of jobs that fail over and over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is durable, and who is woken by its news."""
+"""Publication of durable changes, and the watchers that they wake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ganger_master.runtime.publication import Committed, Publication
 MATRIX = Matrix(1, ((1,), (2,)), 60.0, SuspendLevel.OFFLOAD)
 
 
-def test_who_watches_all_jobs_is_woken_by_a_matrix_that_is_made_and_by_one_that_is_no_more() -> None:
+def test_a_watcher_of_all_jobs_wakes_when_a_matrix_is_active_and_when_it_is_gone() -> None:
     committed = Committed()
     key = ("node_set", "1")
     with committed.watching_jobs() as news:

@@ -81,7 +81,9 @@ def test_checkpoints_that_were_begun_go_as_soon_as_their_job_has_ended_and_not_b
     assert len(list((alive / CHECKPOINTS).iterdir())) == 4
 
 
-def test_who_was_noted_goes_though_the_master_no_longer_knows_it_and_a_stranger_never_does(tmp_path: Path) -> None:
+def test_files_of_a_noted_job_go_though_the_master_has_dropped_it_and_those_of_an_unknown_job_stay(
+    tmp_path: Path,
+) -> None:
     noted, strange = left_by(tmp_path, ENDED), left_by(tmp_path, STRANGE)
     note_ended(tmp_path, known_ends({ENDED: 100.0, STRANGE: math.inf}, {}))
     swept(tmp_path, {}, 100.0 + 1_000 * DAY, logs=DAY, checkpoints=DAY)
@@ -109,7 +111,7 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
     (storage / "datasets" / LOGS).mkdir(parents=True)
     (storage / ".ganger-token").write_text("token")
     job = left_by(storage, ALIVE)
-    (job / "mine.txt").write_text("put there by somebody")
+    (job / "mine.txt").write_text("put there by hand")
     (storage / STRANGE).mkdir()
     (storage / STRANGE / LOGS).symlink_to(elsewhere / LOGS)
     swept(storage, {ENDED: 1.0, ALIVE: 1.0, STRANGE: 1.0}, 10 * DAY, logs=0.0, checkpoints=0.0)
@@ -118,7 +120,7 @@ def test_what_is_not_a_jobs_is_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in job.iterdir()} == {"mine.txt", "ended"}
 
 
-def test_who_was_interrupted_while_removing_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_removal_continues(tmp_path: Path) -> None:
     job = left_by(tmp_path, ENDED)
     os.rename(job / CHECKPOINTS, job / ".trash-checkpoints")
     swept(tmp_path, {ENDED: 1.0}, 10 * DAY, logs=DAY, checkpoints=DAY)
@@ -131,7 +133,7 @@ def test_who_was_interrupted_while_removing_goes_on(tmp_path: Path) -> None:
     ),
     st.one_of(st.none(), st.floats(0.0, 20 * DAY)),
 )
-def test_nothing_goes_but_of_those_who_ended_long_enough_ago(
+def test_only_files_of_jobs_that_ended_long_enough_ago_are_removed(
     tmp_path_factory: pytest.TempPathFactory, ends: dict[str, float | None], kept: float | None
 ) -> None:
     storage, now = tmp_path_factory.mktemp("storage"), 20 * DAY

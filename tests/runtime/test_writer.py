@@ -213,7 +213,7 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
         (turn,) = writer.state.turns
         wall.now += passed + set_by
         steady.now += passed
-        # Whoever comes first, be it the alarm that was set for the node.
+        # The first one, even if it is the alarm of the node.
         await writer.submit(Tick())
         assert not writer.state.nodes["n1"].lost
         assert writer.state.last_answer == {"n1": wall.now}
@@ -441,7 +441,7 @@ async def _tried(writer: Writer, command: SubmitJob) -> object:
         return error
 
 
-def test_command_that_breaks_the_core_costs_its_caller_an_error_and_nobody_a_job(
+def test_command_that_breaks_the_core_costs_its_caller_an_error_and_no_job(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story() -> None:

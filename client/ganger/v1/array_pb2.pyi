@@ -38,9 +38,9 @@ class StopRule(google.protobuf.message.Message):
         KIND_ASHA: StopRule._Kind.ValueType  # 2
         """The same without waiting: judged among those that have come to the rung so far."""
         KIND_MEDIAN: StopRule._Kind.ValueType  # 3
-        """Whoever is worse than the median of the others' running means stops."""
+        """Median stopping: a member below the median of the other members' running means stops."""
         KIND_THRESHOLD: StopRule._Kind.ValueType  # 4
-        """Whoever is worse than `bound` stops."""
+        """A member worse than `bound` stops."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: StopRule.Kind.ValueType  # 0
@@ -49,9 +49,9 @@ class StopRule(google.protobuf.message.Message):
     KIND_ASHA: StopRule.Kind.ValueType  # 2
     """The same without waiting: judged among those that have come to the rung so far."""
     KIND_MEDIAN: StopRule.Kind.ValueType  # 3
-    """Whoever is worse than the median of the others' running means stops."""
+    """Median stopping: a member below the median of the other members' running means stops."""
     KIND_THRESHOLD: StopRule.Kind.ValueType  # 4
-    """Whoever is worse than `bound` stops."""
+    """A member worse than `bound` stops."""
 
     KIND_FIELD_NUMBER: builtins.int
     METRIC_FIELD_NUMBER: builtins.int
@@ -154,7 +154,7 @@ class ArrayMembership(google.protobuf.message.Message):
     at_once: builtins.int
     """At most so many run or wait at once; zero: all."""
     held: builtins.bool
-    """Waits for another member to end; nobody has looked for a place for it."""
+    """Waits for another member to end; no scheduler requests a gang for it."""
     @property
     def member(self) -> Global___ArrayMember: ...
     @property

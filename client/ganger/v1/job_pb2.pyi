@@ -323,8 +323,8 @@ class JobSpec(google.protobuf.message.Message):
     gpus_max: builtins.int
     agent: Global___JobSpec.Agent.ValueType
     movable: builtins.bool
-    """False: never moved for another job's sake, or to be closer together; off a node that is drained it is, and who may be
-    suspended still is.
+    """False: never migrated for another job or for better locality. It is still migrated off a drained node, and suspended
+    if it is preemptible.
     """
     weight: builtins.float
     """Its share of what it has to share with others, to that of a job of weight 1: turns on a GPU, and what a fair policy
@@ -358,11 +358,11 @@ class JobSpec(google.protobuf.message.Message):
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """By when it should have ended; who has none is never late. Nothing is stopped for it: see the policy `edf`."""
+        """Time by which it should end; unset: no deadline. A deadline alone preempts no job: see the policy `edf`."""
 
     @property
     def convergence(self) -> Global___Convergence:
-        """What its owner takes for the end of its training, by which the policy `optimus` foresees it; nobody is ended for it."""
+        """Convergence criterion of its owner, from which the policy `optimus` estimates its end. It never ends the job."""
 
     def __init__(
         self,
@@ -466,14 +466,14 @@ class Gang(google.protobuf.message.Message):
     class _TurnEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Gang._Turn.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         TURN_UNSPECIFIED: Gang._Turn.ValueType  # 0
-        """Takes no turns, or nobody has said whose it is."""
+        """Not time-sliced, or no node has reported its slice."""
         TURN_RUNS: Gang._Turn.ValueType  # 1
         TURN_WAITS: Gang._Turn.ValueType  # 2
         """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
 
     class Turn(_Turn, metaclass=_TurnEnumTypeWrapper): ...
     TURN_UNSPECIFIED: Gang.Turn.ValueType  # 0
-    """Takes no turns, or nobody has said whose it is."""
+    """Not time-sliced, or no node has reported its slice."""
     TURN_RUNS: Gang.Turn.ValueType  # 1
     TURN_WAITS: Gang.Turn.ValueType  # 2
     """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
@@ -635,9 +635,9 @@ class Progress(google.protobuf.message.Message):
     others. Empty while all is well.
     """
     device_use: builtins.float
-    """Share of what its devices can do that the job used, 0..1, over the last report interval: of a virtual device that is
-    bound to cores, of their time; of others, as the driver says while nobody else is on them, else the time that it did
-    not wait for data. Unset where nobody can tell.
+    """Utilisation of its devices, 0..1, over the last report interval. Virtual devices bound to cores: share of the cores'
+    time. Other devices: the driver's figure while the job is alone on them, else the share of time without waiting for
+    data. Unset: not measurable.
     """
     training_epoch: builtins.int
     """Passes over its data that the job has behind it, and how many it is to make in all, as its training loop says

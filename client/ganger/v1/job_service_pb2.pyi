@@ -675,7 +675,7 @@ class Explanation(google.protobuf.message.Message):
     assumption: builtins.str
     """What the estimate rests on, or why there is none."""
     deadline_advice: builtins.str
-    """Of a job with a deadline: whether it can be met beside those of the others, as far as anybody knows."""
+    """For a job with a deadline: an estimate whether it can be met beside the deadlines of other jobs."""
     @property
     def job(self) -> ganger.v1.job_pb2.Job: ...
     @property
@@ -684,7 +684,7 @@ class Explanation(google.protobuf.message.Message):
 
     @property
     def movers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OnTheWay]:
-        """Who moves, or rests, to make room for it, and the nodes of the place that is kept for it until it starts."""
+        """Jobs that migrate or park to make room for it, and the nodes of its reservation."""
 
     @property
     def kept_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...

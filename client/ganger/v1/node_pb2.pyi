@@ -518,15 +518,15 @@ class NodeSet(google.protobuf.message.Message):
     name: builtins.str
     """"nodeSets/{n}"."""
     leader: builtins.str
-    """Whose daemon leads the rotation."""
+    """The node whose daemon leads the rotation."""
     version: builtins.int
     """Of the newest matrix; it raises with every change."""
     level: ganger.v1.job_pb2.SuspendLevel.ValueType
-    """What who leaves a row gives up."""
+    """What a gang gives up at the end of its time slice."""
     changes: builtins.bool
     """The newest matrix is on its way: until every node has it the one before stands."""
     running_row: builtins.int
-    """Which of `rows` runs at this moment, from 1, as the leader said last; zero: nobody has, or that matrix has not begun."""
+    """The active entry of `rows`, from 1, as last reported by the leader; zero: not reported, or the matrix has not begun."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodes/{node}"."""

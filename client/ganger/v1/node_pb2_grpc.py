@@ -167,8 +167,8 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RecordDecisions(self, request, context):
-        """Writes down every decision for some time, to be made once more from the file (`ganger replay`). Answers when the
-        recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
+        """Records every decision for some time, for `ganger replay`. Answers when the recording has ended. Cancelling the call
+        ends it and keeps the file. It also ends when the file is large or the
         disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
         (the file cannot be written: there is none)}.
         """

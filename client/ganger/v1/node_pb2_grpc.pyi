@@ -51,8 +51,8 @@ class NodeServiceStub:
     GetCluster: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]
     """What the master is and how it fares."""
     RecordDecisions: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]
-    """Writes down every decision for some time, to be made once more from the file (`ganger replay`). Answers when the
-    recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
+    """Records every decision for some time, for `ganger replay`. Answers when the recording has ended. Cancelling the call
+    ends it and keeps the file. It also ends when the file is large or the
     disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
     (the file cannot be written: there is none)}.
     """
@@ -100,8 +100,8 @@ class NodeServiceAsyncStub(NodeServiceStub):
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]  # type: ignore[assignment]
     """What the master is and how it fares."""
     RecordDecisions: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]  # type: ignore[assignment]
-    """Writes down every decision for some time, to be made once more from the file (`ganger replay`). Answers when the
-    recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
+    """Records every decision for some time, for `ganger replay`. Answers when the recording has ended. Cancelling the call
+    ends it and keeps the file. It also ends when the file is large or the
     disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
     (the file cannot be written: there is none)}.
     """
@@ -200,8 +200,8 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         request: ganger.v1.node_pb2.RecordDecisionsRequest,
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.node_pb2.Recording, collections.abc.Awaitable[ganger.v1.node_pb2.Recording]]:
-        """Writes down every decision for some time, to be made once more from the file (`ganger replay`). Answers when the
-        recording has ended; who hangs up ends it, and what was recorded is kept. It also ends when the file is large or the
+        """Records every decision for some time, for `ganger replay`. Answers when the recording has ended. Cancelling the call
+        ends it and keeps the file. It also ends when the file is large or the
         disk nearly full. Errors: INVALID_ARGUMENT/REQUEST_INVALID, FAILED_PRECONDITION/{ALREADY_RECORDING, NOT_RECORDED
         (the file cannot be written: there is none)}.
         """

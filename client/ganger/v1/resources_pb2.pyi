@@ -238,8 +238,8 @@ class Claim(google.protobuf.message.Message):
     arena_bytes: builtins.int
     """Host memory reserved for OFFLOAD, in bytes; part of the job's own limit."""
     shared_mask: builtins.int
-    """Of the devices, those that other gangs may hold, too. Whoever joins others says so; whom it joins is marked so by the
-    master. Refused where the daemon of the node lets no two gangs use a device at once.
+    """Those of the devices that other gangs may hold, too. The claim of a gang that joins others sets it; the master sets it
+    for the gangs that are joined. Refused if the node's daemon does not support shared devices.
     """
     parked_memory_bytes: builtins.int
     """Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`. Output only, and ignored in requests."""

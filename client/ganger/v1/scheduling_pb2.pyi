@@ -455,7 +455,7 @@ class Plan(google.protobuf.message.Message):
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Change]: ...
     @property
     def line(self) -> Global___Line:
-        """Who goes first among those that wait; unset leaves what was told before."""
+        """Order of the pending jobs; unset: keep the last one."""
 
     @property
     def reservations(self) -> Global___Reservations:
@@ -488,7 +488,7 @@ class Reservations(google.protobuf.message.Message):
     RESERVATIONS_FIELD_NUMBER: builtins.int
     @property
     def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Reservation]:
-        """At most 1,000. Others may not have these pieces; who moves to make room says so in its purpose."""
+        """At most 1,000. Other jobs may not claim these pieces; a job that migrates to free them names the purpose."""
 
     def __init__(
         self,
@@ -545,11 +545,11 @@ class Purpose(google.protobuf.message.Message):
         GOAL_DEFRAGMENT: Purpose._Goal.ValueType  # 5
         """Fewer nodes that are neither full nor idle."""
         GOAL_RETURN: Purpose._Goal.ValueType  # 6
-        """Who was parked for another goes on."""
+        """A preempted job resumes."""
         GOAL_GROW: Purpose._Goal.ValueType  # 7
-        """Onto GPUs that nobody wants."""
+        """Grow onto idle GPUs."""
         GOAL_GIVE_BACK: Purpose._Goal.ValueType  # 8
-        """GPUs for who wants them, or that were worth too little."""
+        """Give GPUs back to pending jobs, or because they brought too little."""
         GOAL_PACK: Purpose._Goal.ValueType  # 9
         """On devices together with others, which is tried and measured."""
         GOAL_UNDO: Purpose._Goal.ValueType  # 10
@@ -559,7 +559,7 @@ class Purpose(google.protobuf.message.Message):
         GOAL_BALANCE: Purpose._Goal.ValueType  # 12
         """Off a node where it was measured to be slower beside others."""
         GOAL_FAIRNESS: Purpose._Goal.ValueType  # 13
-        """As much time on devices as others have, of those who take turns."""
+        """Equal time on devices among time-sliced jobs."""
 
     class Goal(_Goal, metaclass=_GoalEnumTypeWrapper): ...
     GOAL_UNSPECIFIED: Purpose.Goal.ValueType  # 0
@@ -574,11 +574,11 @@ class Purpose(google.protobuf.message.Message):
     GOAL_DEFRAGMENT: Purpose.Goal.ValueType  # 5
     """Fewer nodes that are neither full nor idle."""
     GOAL_RETURN: Purpose.Goal.ValueType  # 6
-    """Who was parked for another goes on."""
+    """A preempted job resumes."""
     GOAL_GROW: Purpose.Goal.ValueType  # 7
-    """Onto GPUs that nobody wants."""
+    """Grow onto idle GPUs."""
     GOAL_GIVE_BACK: Purpose.Goal.ValueType  # 8
-    """GPUs for who wants them, or that were worth too little."""
+    """Give GPUs back to pending jobs, or because they brought too little."""
     GOAL_PACK: Purpose.Goal.ValueType  # 9
     """On devices together with others, which is tried and measured."""
     GOAL_UNDO: Purpose.Goal.ValueType  # 10
@@ -588,7 +588,7 @@ class Purpose(google.protobuf.message.Message):
     GOAL_BALANCE: Purpose.Goal.ValueType  # 12
     """Off a node where it was measured to be slower beside others."""
     GOAL_FAIRNESS: Purpose.Goal.ValueType  # 13
-    """As much time on devices as others have, of those who take turns."""
+    """Equal time on devices among time-sliced jobs."""
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
@@ -658,7 +658,7 @@ class Finding(google.protobuf.message.Message):
     """
     gain_deviation: builtins.float
     detail: builtins.str
-    """For people: what was measured of whom; at most 500 characters."""
+    """The measurements as text, for people; at most 500 characters."""
     def __init__(
         self,
         *,
@@ -868,8 +868,8 @@ Global___ResizeChange: typing_extensions.TypeAlias = ResizeChange
 
 @typing.final
 class RowChange(google.protobuf.message.Message):
-    """Takes turns on devices with others. The changes of one `together` name all who do, and so are the whole matrix of a
-    node set; they name nothing else.
+    """Time-slices the job on devices with other jobs. The changes of one `together` name all of these jobs, so they contain the
+    whole matrix of a node set, and nothing else.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -882,7 +882,7 @@ class RowChange(google.protobuf.message.Message):
     node_set: builtins.str
     """"nodeSets/{number}", the same in all of them; empty for a new one."""
     level: ganger.v1.job_pb2.SuspendLevel.ValueType
-    """What who leaves a row gives up, PAUSE or OFFLOAD; the same in all of them."""
+    """What a gang gives up at the end of its time slice, PAUSE or OFFLOAD; the same in all of them."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """In which rows it runs, from 0; more rows are a larger share of the time."""
@@ -1003,7 +1003,7 @@ class ClusterDelta(google.protobuf.message.Message):
     continues: builtins.bool
     """More of the same moment follows: what is told so far does not add up yet."""
     policy: builtins.str
-    """The cluster's policy, and the least time between two plans of its planner that stop who runs."""
+    """The cluster's policy, and the minimum time between two plans of its planner that preempt running jobs."""
     moves_per_hour: builtins.float
     """Moves that neither a gang nor an operator waits for, of one node in an hour; unset: as many as the planner finds
     right.
@@ -1040,7 +1040,7 @@ class ClusterDelta(google.protobuf.message.Message):
 
     @property
     def quotas(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """GPUs that a user may hold at once, "" being each who is not named; told with the whole view."""
+        """GPUs that a user may hold at once; "": each user without an entry. Sent with the whole view."""
 
     def __init__(
         self,
@@ -1070,7 +1070,7 @@ Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
 
 @typing.final
 class LiveJob(google.protobuf.message.Message):
-    """A job as who weighs all jobs has to know it."""
+    """The facts of a job that a planner needs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -3,6 +3,9 @@
 Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
 only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
 order and at one step.
+
+`next_look` returns the poll interval of the gang's loop: short where a job waits for the daemon, long where the ranks
+need the processor.
 """
 
 from __future__ import annotations
@@ -399,3 +402,45 @@ def settle(gang: GangPart) -> PartOutcome:
         return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"killed: {gang.damage}")
     how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
     return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
+
+
+_FAST_SECONDS = 0.0015
+_BUSY_SECONDS = 0.005
+_COPY_SECONDS = 0.02
+_WAITING_SECONDS = 0.05
+_SLOW_SECONDS = 0.25
+_OVER_SECONDS = 60.0
+
+
+def next_look(
+    phase: PartPhase,
+    *,
+    is_over: bool = False,
+    is_launched: bool = True,
+    is_copying: bool = False,
+    is_verifying: bool = False,
+    is_death_awaited: bool = False,
+    is_preparing: bool = False,
+    is_young: bool = True,
+    is_agreeing: bool = False,
+) -> float:
+    """Return the seconds until the next tick of a gang's loop; a wake-up comes sooner.
+
+    `is_copying`: ranks copy their state; `is_verifying`: freed device memory is being verified; `is_preparing`: ranks
+    get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
+    agree on a step to stop at."""
+    if is_over:
+        return _OVER_SECONDS
+    if not is_launched:
+        return _WAITING_SECONDS
+    if is_copying:
+        # the copying ranks need the processor, and send a packet when they are done
+        return _COPY_SECONDS
+    if phase is PartPhase.STOPPING:
+        return _BUSY_SECONDS if is_verifying else _FAST_SECONDS
+    if is_death_awaited:
+        return _BUSY_SECONDS
+    if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
+        # a script that never attaches is not polled fast for ever
+        return _BUSY_SECONDS if is_young else _WAITING_SECONDS
+    return _FAST_SECONDS if is_agreeing else _SLOW_SECONDS

@@ -9,11 +9,10 @@ from ganger.injob.page import CHECKPOINT_BIT
 
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartPhase
 from ganger_daemon.core.relay import merge_all
-from ganger_daemon.gang.boundary_relay import Hub, Link, RelayMessage, to_wire
+from ganger_daemon.gang.boundary_relay import Hub, Link, Peers, RelayMessage, to_wire
 from ganger_daemon.gang.checkpointing import Saving
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart, order_key_to_wire
-from ganger_daemon.gang.others import Peers
 from ganger_daemon.node.directories import GangPaths
 
 

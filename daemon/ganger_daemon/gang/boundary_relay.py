@@ -1,4 +1,5 @@
-"""Transport of boundary points between the daemons of one gang: the leader's hub, and a member's link to it."""
+"""Transport of boundary points between the daemons of one gang: the leader's hub, and a member's link to it;
+and the interface to the daemons of a gang's other nodes."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
 
+from ganger_daemon.checkpoints.manifest import ShardReport
 from ganger_daemon.core.relay import RelayedPoint
 
 if TYPE_CHECKING:
@@ -156,3 +158,21 @@ class Link:
             if not self._is_closed:
                 await asyncio.sleep(wait * (0.5 + random.random()))
             wait = min(_RETRY_LIMIT_SECONDS, wait * 2)
+
+
+class Peers(Protocol):
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Return host and port of the ranks' rendezvous. Raises OSError."""
+        ...
+
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
+        """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
+        ...
+
+    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+        """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
+        ...
+
+    def link(self, address: str, received: Callable[[RelayMessage], None]) -> Link:
+        """Return a stream of boundary points to the leader, not started yet."""
+        ...

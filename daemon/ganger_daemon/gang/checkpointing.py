@@ -23,9 +23,9 @@ from ganger_daemon.checkpoints.manifest import ShardReport
 from ganger_daemon.core import escalation
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.failpoints import hit
+from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
 from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.others import Peers
 from ganger_daemon.gang.rank_errors import error_of
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext

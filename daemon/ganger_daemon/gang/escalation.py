@@ -1,5 +1,5 @@
-"""Enforcement of orders on the local ranks of one gang: the rungs of the escalation ladder, from a stack dump to
-SIGKILL."""
+"""Enforcement of orders on the local ranks of one gang: the escalation ladder, from a stack dump to SIGKILL, and the
+freezing of jobs without boundaries, which cannot stop themselves for a PAUSE or at the end of their lease."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import logging
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+
+from ganger.injob.page import now_ns
+from ganger.protocol.execution_lease import expired
 
 from ganger_daemon.cgroups.contract import Cgroups
-from ganger_daemon.core import escalation
-from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core import escalation, gang_judgement
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.exit_watcher import Deaths
@@ -82,13 +85,13 @@ class Pressing:
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await kill(self._host.cgroups, self._paths.group, live)
 
-    async def press(self, facts: core.GangPart, pages: ControlPages, now: float) -> None:
+    async def press(self, facts: gang_judgement.GangPart, pages: ControlPages, now: float) -> None:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._deaths.live()
-        if self._ladder is None or not live or (not self.stop_signalled and not core.is_disobedient(facts)):
+        if self._ladder is None or not live or (not self.stop_signalled and not gang_judgement.is_disobedient(facts)):
             return
-        if core.is_busy(facts):
+        if gang_judgement.is_busy(facts):
             self._ladder = escalation.extend(self._ladder, passed)
         climbed = escalation.climb(self._ladder, now)
         if climbed is self._ladder:
@@ -107,3 +110,39 @@ class Pressing:
                 self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
             case escalation.Rung.KILL:
                 await kill(self._host.cgroups, self._paths.group, live)
+
+
+class Freezer:
+    def __init__(self, host: NodeContext, group: str) -> None:
+        self._host = host
+        self._group = group
+        self.frozen = False
+        self._doubtful = False
+
+    def doubt(self) -> None:
+        """Reread the state at the next call: the lease had ended, so the launcher may have frozen the gang itself."""
+        self._doubtful = True
+
+    def recall(self) -> None:
+        """Read from the process group whether it is frozen."""
+        self.frozen = self._host.cgroups.frozen(self._group)
+
+    @property
+    def lease_is_over(self) -> bool | None:
+        """Whether this node's lease has ended; None before the master has answered this daemon."""
+        until = self._host.lease_until_ns
+        return None if until is None else expired(until, now_ns())
+
+    async def follow(self, facts: gang_judgement.GangPart, now: float) -> None:
+        """Freeze or thaw, if that is due."""
+        if facts.wanted.ends_at_once:
+            return  # SIGKILL reaches frozen processes, and thawed ones would run beside their successor
+        if self._doubtful:
+            await asyncio.to_thread(self.recall)
+        due = gang_judgement.should_freeze(replace(facts, frozen=self.frozen), now, self.lease_is_over)
+        if due == self.frozen and not self._doubtful:
+            return
+        act = self._host.cgroups.freeze if due else self._host.cgroups.thaw
+        if await asyncio.to_thread(act, self._group):
+            self.frozen, self._doubtful = due, False
+            log.info("gang stands still" if due else "gang goes on", extra={"gang": self._group})

@@ -19,7 +19,8 @@ from ganger.injob.launcher.client import LauncherError
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import PageError, now_ns
 
-from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core import gang_judgement
+from ganger_daemon.core.gang_judgement import next_look
 from ganger_daemon.core.orders import (
     OrderIntent,
     OrderKey,
@@ -33,21 +34,18 @@ from ganger_daemon.failpoints import hit
 from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.adoption import find_ranks, recall_master_desired, recall_notes, recall_wanted_checkpoints
 from ganger_daemon.gang.agreeing import Agreeing
-from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
+from ganger_daemon.gang.boundary_relay import Hub, Peers, RelayMessage
 from ganger_daemon.gang.checkpointing import Saving
 from ganger_daemon.gang.control_pages import ControlPages, RunMark, page_order, write_details
 from ganger_daemon.gang.core_pinning import Pinning
 from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_SECONDS, local_part, to_json, wanted_of, with_spec_of
 from ganger_daemon.gang.device_memory import MemoryWatch
-from ganger_daemon.gang.escalation import Pressing
+from ganger_daemon.gang.escalation import Freezer, Pressing
 from ganger_daemon.gang.exit_watcher import Deaths
-from ganger_daemon.gang.freezer import Freezer
 from ganger_daemon.gang.incoming import Incoming
 from ganger_daemon.gang.job_socket import JobSocketServer
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, has_no_agent
-from ganger_daemon.gang.local_gang import next_look
 from ganger_daemon.gang.observation import Watching, observe
-from ganger_daemon.gang.others import Peers
 from ganger_daemon.gang.rank_errors import Complaints, summary_of
 from ganger_daemon.gang.rank_launch import Launching
 from ganger_daemon.gang.shared_memory import Segments
@@ -60,7 +58,7 @@ log = logging.getLogger(__name__)
 
 # Exit code of a shell that could not execute a command.
 _NOT_EXECUTED = 127
-_COPYING = {PartPhase.STOPPING: core.RankState.SAVING, PartPhase.PREPARED: core.RankState.RESTORING}
+_COPYING = {PartPhase.STOPPING: gang_judgement.RankState.SAVING, PartPhase.PREPARED: gang_judgement.RankState.RESTORING}
 _NOT_STARTED = (PartOutcomeKind.LAUNCH_FAILED, PartOutcomeKind.STATE_UNREADABLE, PartOutcomeKind.STATE_OUTDATED)
 _YOUNG_SECONDS = 60.0
 _LOG_SECONDS = 10.0
@@ -97,7 +95,7 @@ class LocalGang:
         self.paths = host.paths.of(desired.job_uid, desired.epoch)
         self.pages = ControlPages(self.paths.run, desired.epoch, self.part.world, self.part.ranks)
         self._make_parts(blocked_by, cores_kept_by)
-        self.judgement = core.Judgement(PartPhase.STARTING)
+        self.judgement = gang_judgement.Judgement(PartPhase.STARTING)
         self.judged_order = self.wanted  # the order that `judgement` is about
         self.judged_master_desired = self.master_desired
         self.stop_wanted = False  # the desired set lacks it: it is being stopped
@@ -180,7 +178,7 @@ class LocalGang:
             return False
         if not self._launched:
             return self.launching.is_under_way
-        return core.may_be_on_devices(self.wanted, self.judged_order, self.judgement)
+        return gang_judgement.may_be_on_devices(self.wanted, self.judged_order, self.judgement)
 
     @property
     def has_stepped(self) -> bool:
@@ -302,7 +300,7 @@ class LocalGang:
         is_over = self._freezer.lease_is_over
         if is_over is None and self._launched and self.pages.readable:
             is_over = self.pages.lease_is_over(now_ns())
-        return self._launched and core.has_outlived_lease(self.wanted, self._freezer.frozen, is_over)
+        return self._launched and gang_judgement.has_outlived_lease(self.wanted, self._freezer.frozen, is_over)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -389,7 +387,7 @@ class LocalGang:
         facts = self.facts()
         before = self.judgement.phase
         self.judgement, self.judged_order, self.judged_master_desired = (
-            core.judge(facts, now),
+            gang_judgement.judge(facts, now),
             facts.wanted,
             self.master_desired,
         )
@@ -406,8 +404,8 @@ class LocalGang:
             await self._escalation.press(self.facts(), self.pages, now)
         self._publish_observation()
 
-    def facts(self) -> core.GangPart:
-        ranks: tuple[core.Rank, ...] = ()
+    def facts(self) -> gang_judgement.GangPart:
+        ranks: tuple[gang_judgement.Rank, ...] = ()
         if self._launched:
             if self.pages.readable:
                 ranks = self.pages.ranks(self._mark)
@@ -415,7 +413,8 @@ class LocalGang:
                 # pages that were lost with the machine's memory no longer show which ranks were let go
                 is_gone = not self.pages.damage()
                 ranks = tuple(
-                    core.Rank(rank, opaque=bool(self.pages.foreign), let_go=is_gone) for rank in self.part.ranks
+                    gang_judgement.Rank(rank, opaque=bool(self.pages.foreign), let_go=is_gone)
+                    for rank in self.part.ranks
                 )
             ranks = tuple(replace(rank, exit=self.deaths.exits.get(rank.rank)) for rank in ranks)
         facts = self._facts(ranks)
@@ -423,8 +422,8 @@ class LocalGang:
             facts, refusal=self.rank_errors.refusal(facts, self.saving.keeper.refusal(self.wanted.stop_sequence))
         )
 
-    def _facts(self, ranks: tuple[core.Rank, ...]) -> core.GangPart:
-        return core.GangPart(
+    def _facts(self, ranks: tuple[gang_judgement.Rank, ...]) -> gang_judgement.GangPart:
+        return gang_judgement.GangPart(
             wanted=self.wanted,
             ranks=ranks,
             launched=self._launched,
@@ -445,24 +444,24 @@ class LocalGang:
         )
 
     def _was_out_of_memory(self) -> bool:
-        killed = any(ending.signal == core.SIGKILL for ending in self.deaths.exits.values())
+        killed = any(ending.signal == gang_judgement.SIGKILL for ending in self.deaths.exits.values())
         return killed and self.host.cgroups.oom_kills(self.paths.group) > 0
 
-    async def _do(self, todo: core.Todo, facts: core.GangPart, now: float) -> None:
+    async def _do(self, todo: gang_judgement.Todo, facts: gang_judgement.GangPart, now: float) -> None:
         match todo:
-            case core.Todo.LAUNCH:
+            case gang_judgement.Todo.LAUNCH:
                 await self._launch()
-            case core.Todo.VERIFY_MEMORY:
+            case gang_judgement.Todo.VERIFY_MEMORY:
                 self.memory.verify(self.pages, self.deaths.processes, self.desired.claim.device_mask)
                 if self.memory.freed:
                     self._write_local()
                     self.wake()
-            case core.Todo.TERMINATE:
+            case gang_judgement.Todo.TERMINATE:
                 await self._look_for_segments(now, at_once=True)
                 self._escalation.terminate(self.wanted, now)
-            case core.Todo.KILL:
+            case gang_judgement.Todo.KILL:
                 await self._escalation.end()
-            case core.Todo.REAP:
+            case gang_judgement.Todo.REAP:
                 await self._reap()
 
     async def _launch(self) -> None:
@@ -595,7 +594,7 @@ class LocalGang:
         await self.saving.tend(self.desired, self.wanted, self.judgement.phase, now, not self.deaths.exits)
         facts = self.facts()
         await self._freezer.follow(facts, now)
-        if any(core.is_opaque(facts, rank, now) for rank in facts.ranks):
+        if any(gang_judgement.is_opaque(facts, rank, now) for rank in facts.ranks):
             await self._stall_watch.look_at_processes((one.pid for one in self.deaths.processes.values()), now)
         if now - self._logs_at >= _LOG_SECONDS:
             self._logs_at = now
@@ -608,9 +607,9 @@ class LocalGang:
         if self._reaped:
             return
         facts = self.facts()
-        if core.awaits_publication(facts) and self.host.storage.path is not None:
+        if gang_judgement.awaits_publication(facts) and self.host.storage.path is not None:
             return  # the pages are still needed
-        outcome = core.judge(facts, time.monotonic()).outcome
+        outcome = gang_judgement.judge(facts, time.monotonic()).outcome
         if outcome is None:
             return  # its checkpoint can be searched only once the master has named the storage
         hit("before-reap")
@@ -664,7 +663,7 @@ class LocalGang:
         reason = reason or self.rank_errors.under(self.wanted.order, self.saving.saved_request)
         if reason:
             return reason
-        if core.is_beyond(self.facts()):
+        if gang_judgement.is_beyond(self.facts()):
             why = self.rank_errors.reason("BOUNDARIES") or "this job has no boundaries"
             what = self.wanted.level.name if self.wanted.intent is OrderIntent.PARK else "a move"
             return f"{why}: {what} is not possible"
@@ -678,7 +677,7 @@ class LocalGang:
 
     def _has_no_boundaries(self) -> bool:
         facts, now = self.facts(), time.monotonic()
-        return any(core.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None)
+        return any(gang_judgement.is_opaque(facts, rank, now) for rank in facts.ranks if rank.exit is None)
 
     def progress(self) -> tuple[PageSample, float, float] | None:
         """Return the newest sample, steps per second and data-wait share since the last call; None before the first
@@ -745,7 +744,7 @@ class LocalGang:
 
     def _judge_anew(self) -> None:
         """Judge and observe the gang before its first tick."""
-        self.judgement, self.judged_order = core.judge(self.facts(), time.monotonic()), self.wanted
+        self.judgement, self.judged_order = gang_judgement.judge(self.facts(), time.monotonic()), self.wanted
         self.judged_master_desired = self.master_desired
         self.observed = observe(self)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ganger.agent.v1 import agent_pb2
 
-from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import Arrival, RankTransfer
 from ganger_daemon.gang.control_pages import ControlPages
@@ -16,7 +16,7 @@ from ganger_daemon.gang.rank_launch import Launching
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.transfer.stream_messages import StreamRequest
 
-_RESTING = (core.RankState.INIT, core.RankState.RESTORING, core.RankState.WAITING)
+_RESTING = (gang_judgement.RankState.INIT, gang_judgement.RankState.RESTORING, gang_judgement.RankState.WAITING)
 
 
 class Incoming:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ganger_daemon.checkpoints.layout import free_bytes
-from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.orders import OrderKey
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
@@ -58,13 +58,13 @@ class Complaints:
         found = (error_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
         return str(next((complaint for complaint in found if complaint is not None), ""))
 
-    def refusal(self, facts: core.GangPart, unpublished: str) -> str:
+    def refusal(self, facts: gang_judgement.GangPart, unpublished: str) -> str:
         """Return why the level of the present order cannot be reached, or an empty text. The first reason found stays
         until the next order. `unpublished`: why the checkpoint cannot be published."""
         sequence = facts.wanted.order.number
         if self._refused[0] == sequence:
             return self._refused[1]
-        refusing = (rank.rank for rank in facts.ranks if core.refuses(facts, rank))
+        refusing = (rank.rank for rank in facts.ranks if gang_judgement.refuses(facts, rank))
         reported = (error_of(self._paths, rank, str(sequence)) for rank in refusing)
         complaint = next((one for one in reported if one is not None), None)
         text = str(complaint or unpublished)

@@ -22,6 +22,7 @@ from ganger.v1 import job_pb2
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import RankTransfer
+from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
 from ganger_daemon.gang.desired_messages import LocalPart, to_json
 from ganger_daemon.gang.launch_plan import (
@@ -38,7 +39,6 @@ from ganger_daemon.gang.launch_plan import (
     launch_mapping,
     restore_plan,
 )
-from ganger_daemon.gang.others import Peers
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext, StorageWait

@@ -25,8 +25,8 @@ from ganger_daemon.core import slice_orders
 from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartPhase
 from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
 from ganger_daemon.core.slice_orders import GangSlice
+from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.desired_messages import wanted_of, with_order
-from ganger_daemon.gang.others import Peers
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import make_directory, read_json, write_hint
 

@@ -1,8 +1,7 @@
-"""What another policy would have decided at the same instants, each time on the state as it really was.
+"""Counterfactual decisions: what another policy would have decided at each instant of a recording.
 
-The story stays the recorded one, so that what nodes report and schedulers ask keeps its meaning: one decision at a time
-is taken by the other policy, and thrown away. What would have followed from it (who would have run since, what would
-have been free) is not to be had from a recording.
+Each decision is taken on the recorded state and discarded, so that recorded reports and requests stay meaningful. The
+consequences of such decisions cannot be derived from a recording.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from ganger_master.decision_log.job_history import VerdictReason, verdict_of
 from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import Places, live_policy_named
 
-# Between two passes of a planner: one looks at all jobs and nodes.
+# Minimum time between two passes, each of which reads all jobs and nodes.
 _PASS_SECONDS = 1.0
 
 
 class Difference(Struct, frozen=True):
-    """A verdict about a job that would have been another. `line`: of the recording."""
+    """A verdict that the other policy would have decided differently. `line`: of the recording."""
 
     line: int
     time: float
@@ -45,7 +44,7 @@ class Difference(Struct, frozen=True):
 
 
 class CounterfactualPlan(Struct, frozen=True):
-    """What a planner of the other policy would have done: who starts where, and who is stopped for it."""
+    """A plan of the other policy: the nodes of the jobs that it starts, and the jobs that it preempts."""
 
     line: int
     time: float
@@ -54,13 +53,16 @@ class CounterfactualPlan(Struct, frozen=True):
 
 
 class Otherwise:
-    """`tell` it everything that happens. KeyError for an unknown policy, ValueError for one that asks an oracle."""
+    """Compares a policy with the recorded decisions: call `record` with every entry of the replay.
+
+    Raises KeyError for an unknown policy, ValueError for one that needs an oracle or measurements.
+    """
 
     def __init__(self, policy: str) -> None:
         self.policy = live_policy_named(policy)
         if self.policy.resizes:
             raise ValueError(f"policy {policy!r} goes by measured losses and speeds, which no recording has")
-        # Of the recording that the other policy has answered, too.
+        # Numbers of recorded verdicts that the other policy decided too, and of its passes.
         self.verdicts = self.passes = 0
         self.differences: list[Difference] = []
         self.planned: list[CounterfactualPlan] = []
@@ -96,7 +98,7 @@ class Otherwise:
 
     def _decide(self, state: State, command: Command, now: float) -> Answer:
         twin = copy.copy(state)
-        # It is judged by taking and giving back, which leaves its mark on a view.
+        # The decision claims and releases resources, which changes the view.
         twin.view = state.view.copy()
         twin.settings, twin.policy = replace(state.settings, policy=self.policy.name), self.policy
         return decide(twin, command, now).answer
@@ -140,7 +142,7 @@ def _table_of(state: State) -> LiveTable:
     table = LiveTable(quotas=state.settings.quota_devices)
     for job in state.jobs.values():
         if job.state.is_finished:
-            # Others like it may take as long.
+            # Its run time is a sample for similar jobs.
             table.put(msgspec.structs.replace(job, state=JobState.PENDING), None)
         table.put(job, state.gangs.get(job.epoch))
     return table

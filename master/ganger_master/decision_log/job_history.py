@@ -1,4 +1,4 @@
-"""The story of one job in a recording: what it asked for, what was answered and why, what was free there."""
+"""The history of one job in a recording: its requests, verdicts with reasons, and free resources at the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ganger_master.decision_log.rerun import Begun, Broke, Decided, Drawn, Ended
 
 
 class VerdictReason(Struct, frozen=True):
-    """One ground of an answer. `message` has the figures in words."""
+    """One reason of a verdict. `message`: the reason with its figures as text."""
 
     reason: str
     message: str
@@ -28,14 +28,14 @@ class VerdictReason(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """What another job has on a node."""
+    """GPUs that another job holds on a node."""
 
     job: str
     gpus: int
 
 
 class Free(Struct, frozen=True):
-    """What was free on a node at that instant."""
+    """Free resources of a node at one instant."""
 
     node: str
     takes_gangs: bool
@@ -47,7 +47,7 @@ class Free(Struct, frozen=True):
 
 
 class RequestedPlace(Struct, frozen=True):
-    """A part of a gang, as it was asked for."""
+    """The requested resources of a gang on one node."""
 
     node: str
     gpus: tuple[int, ...]
@@ -74,14 +74,14 @@ class Moment(Struct, frozen=True):
 
 
 class Story:
-    """Of the job of one number: `tell` it everything that happens, with the state that goes with it."""
+    """Collects the history of one job: call `record` with every entry of the replay and its state."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.moments: list[Moment] = []
         self._before: Moment | None = None
-        # In the planner's line, as it was last told.
-        self._told_rank = 0
+        # The last recorded rank in the planner's queue.
+        self._last_rank = 0
 
     def record(self, happening: Happening, state: State | None) -> None:
         if state is None:
@@ -110,7 +110,7 @@ class Story:
                 return
 
     def situation(self, line: int, time: float, text: str, state: State) -> None:
-        """How the job stands, where the story is broken off."""
+        """Record the situation of the job where the replay stops."""
         self._add(self._situation(line, time, "end", text, state))
 
     def _add(self, moment: Moment | None) -> None:
@@ -120,7 +120,7 @@ class Story:
     def _situation(self, line: int, time: float, what: str, cause: str, state: State) -> Moment | None:
         job = state.jobs.get(self.number)
         if job is None:
-            # It has ended, and so long ago that it is no longer kept.
+            # It has ended, and the core has dropped it.
             return Moment(line, time, what, f"{cause}; it is gone") if self.moments else None
         found = explain(state, self.number, time)
         rank = state.queue_rank(self.number)
@@ -132,12 +132,12 @@ class Story:
     def _asked(self, line: int, time: float, command: Command, state: State) -> Moment | None:
         number, rank = self.number, state.queue_rank(self.number)
         match command:
-            case commands.RequestGang(number=asked) if asked == number:
-                who = command.scheduler or "the default scheduler"
+            case commands.RequestGang(number=requested) if requested == number:
+                scheduler = command.scheduler or "the default scheduler"
                 turn = state.turns.get(command.turn)
                 late = "" if turn is not None or not command.turn else ", which it no longer has"
                 how = f"in turn {command.turn}{late}" if command.turn else "out of turn"
-                text = f"{who} {'asks' if command.candidates else 'passes'} {how}, {_free_in_all(state)}"
+                text = f"{scheduler} {'asks' if command.candidates else 'passes'} {how}, {_free_in_all(state)}"
                 places = tuple(_places(claims) for claims in command.candidates)
                 free = _free_on(state, number, command.candidates)
                 whys = _whys(command.blockers)
@@ -151,22 +151,22 @@ class Story:
                 free = _free_on(state, number, [change.claims])
                 return Moment(line, time, "plan", text, "", rank, 0, (), places, free)
             case commands.SubmitJob():
-                # Whose number it gets is not known yet.
-                return Moment(line, time, "submit", f"{command.user or 'somebody'} submits it")
+                # The job gets its number with the answer.
+                return Moment(line, time, "submit", f"{command.user or 'an unknown user'} submits it")
             case _ if getattr(command, "number", 0) == number:
-                user = getattr(command, "user", "") or "somebody"
+                user = getattr(command, "user", "") or "an unknown user"
                 return Moment(line, time, _snake(type(command).__name__), f"asked by {user}", rank=rank)
             case _:
                 return None
 
     def _ranked(self, line: int, time: float, command: commands.ProposePlan, state: State) -> Moment | None:
-        """A plan without the job, that says where in the line it stands: told when that is another place."""
+        """Return a moment if a plan that does not change the job gives it another rank in the queue."""
         if command.line is None or self.number not in command.line.numbers:
             return None
         rank = command.line.numbers.index(self.number) + 1
-        if rank == self._told_rank:
+        if rank == self._last_rank:
             return None
-        self._told_rank = rank
+        self._last_rank = rank
         text = f"the {command.proposer} lets it wait, {len(command.line.numbers)} wait in all, {_free_in_all(state)}"
         return Moment(line, time, "ranked", text, rank=rank)
 
@@ -200,7 +200,7 @@ class Story:
 
 
 def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[VerdictReason, ...]]:
-    """What an answer says of a job: approved or refused, and why not."""
+    """Return the verdict of an answer on a job, "approved" or "refused", and the reasons of a refusal."""
     match answer:
         case Rejected(refusals=refusals):
             return "refused", _whys(refusals)

@@ -172,20 +172,20 @@ def _decoded(value: Raw, kind: type[Any]) -> Any:
         raise LineError(f"{kind.__name__}: {error}") from error
 
 
-# A line beyond this is none of ours: the largest holds the rows of a whole cluster.
+# Maximum size of a line in bytes; the largest line holds the node states of a cluster.
 _LONGEST_LINE: Final = 1 << 30
 _AT_ONCE: Final = 1 << 20
 
 
 class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that is unreadable
-    """The message says what is wrong, where, and what to do."""
+    """A recording cannot be read. The message names the error, the place and the remedy."""
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Header first, end last. RecordingUnreadable."""
+    """Yield the lines of a recording, the header first and the end last. Raises RecordingUnreadable."""
     try:
         with path.open("rb") as file:
-            # Its sum is at the end: what is damaged is found before anything is made of it.
+            # The checksum is at the end: read all once, so that damage is found before any line is used.
             with gzip.open(file) as packed:
                 while packed.read(_AT_ONCE):
                     pass
@@ -225,7 +225,7 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[Line]:
 
 
 def _check_format(data: bytes, path: Path) -> None:
-    """Of other formats no more is known than that they say which they are."""
+    """Raise RecordingUnreadable for other formats, of which only the header's `format` field is assumed."""
     try:
         header = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,8 +1,7 @@
-"""Writes down what the writer decides, for as long as it is asked to: a thread of its own encodes and writes.
+"""Records the writer's commands and decisions in a file; a thread of its own encodes and writes.
 
-A recording never costs the master anything but time. What goes wrong with it ends it, and leaves no file; a file that
-is there is whole. It is bounded in time (by who asked), in size, in what waits to be written, and by what the disk must
-have left for others.
+An error ends the recording and removes its file, and never affects the master. A file that exists is complete. Limits
+are the requested time, the file size, the queue of unwritten entries and the free space of the disk.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Recorded:
 
 
 class Records(Protocol):
-    """What makes a recording known to those who decide, and ends it."""
+    """Attaches a recording to the writer, and ends it."""
 
     def record(self, recording: DecisionRecording) -> None: ...
 
@@ -79,7 +78,7 @@ class Records(Protocol):
 
 
 async def record(writer: Records, recording: DecisionRecording, seconds: float) -> Recorded:
-    """Records for some time, or as long as there is room. RecordingError. Who goes away while waiting ends it, too."""
+    """Record for `seconds`, or until a limit. Cancelling ends the recording and keeps it. Raises RecordingError."""
     writer.record(recording)
     reason = "its time was over"
     try:
@@ -204,7 +203,7 @@ class DecisionRecording:
             return
         if isinstance(found, RecordingError):
             self.done.set_exception(found)
-            # Who asked may have gone.
+            # Mark the exception as retrieved: the caller may have disconnected.
             self.done.exception()
         else:
             self.done.set_result(found)
@@ -221,9 +220,9 @@ class DecisionRecording:
             if not isinstance(error, OSError | RecordingError):
                 log.exception("recording failed")
             self._file.discard()
-            self._tell(self._note_end, "it cannot be written")
+            self._call_in_loop(self._note_end, "it cannot be written")
         if work == self._close and self._problem is not None:
-            self._tell(self._note_done, RecordingError(_explained(self._problem, self._file.directory)))
+            self._call_in_loop(self._note_done, RecordingError(_explained(self._problem, self._file.directory)))
 
     def _open(self, header: Header) -> None:
         self._file.open()
@@ -241,12 +240,12 @@ class DecisionRecording:
     def _write(self, lines: Sequence[Callable[[], Line]]) -> None:
         for line in lines:
             self._put(line())
-        self._tell(self._note_written, len(lines))
+        self._call_in_loop(self._note_written, len(lines))
 
     def _put(self, line: Line) -> None:
         self._file.write(encode_line(line))
         if self._file.is_full:
-            self._tell(self._note_end, self._file.is_full)
+            self._call_in_loop(self._note_end, self._file.is_full)
 
     def _close(self, image: Image | None, now: float, reason: str) -> None:
         if self._problem is not None:
@@ -255,7 +254,7 @@ class DecisionRecording:
         self._file.write(encode_line(End(now, reason, self._commands, self._batches, digest)))
         path = self._file.publish()
         found = Recorded(path, reason, self._commands, self._batches, now - self._began)
-        self._tell(self._note_done, found)
+        self._call_in_loop(self._note_done, found)
 
     def _command_line(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> CommandLine:
         kinds = tuple([type(event).__name__ for event in happened])
@@ -267,11 +266,11 @@ class DecisionRecording:
             return BrokenLine(now, text)
         return BrokenLine(now, text, *raw(self._hiding.command(command)))
 
-    def _tell(self, told: Callable[..., None], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(told, *arguments)
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            # The loop is over: nobody is there to be told.
+            # The event loop is closed, and the result has no receiver.
             return
 
 

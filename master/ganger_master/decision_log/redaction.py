@@ -1,7 +1,7 @@
-"""What a recording leaves out: variables and arguments of jobs' programs, and the token of the storage.
+"""Redaction of recordings: replaces environment variables, program arguments and the storage token.
 
-Words of the same length stand for them, so that what decisions look at (lengths, NULs, whether two descriptions are the
-same) is as it was. They are made with a key that is nowhere kept: nobody can try words until one gives the same.
+Replacements have the same length, and equal texts have equal replacements, so that decisions (on lengths, NULs and
+equality) do not change. They derive from a key that is never stored, so guessing a text cannot be verified.
 """
 
 from __future__ import annotations

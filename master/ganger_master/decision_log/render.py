@@ -1,7 +1,4 @@
-"""What there is in a recording: commands by kind, verdicts by ground, and which jobs asked for gangs.
-
-A replayed recording in words, and as plain values for --json.
-"""
+"""Summary of a replayed recording, as text and as plain values for --json."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ from ganger_master.decision_log.rerun import Decided, Differs, Drawn, Happening
 
 @dataclass(slots=True)
 class Asking:
-    """One job that asked, or was planned for."""
+    """Requests and planned changes of one job."""
 
     requests: int = 0
     approved: int = 0
-    # Of the last refusal.
+    # Reason of the last refusal.
     reason: str = ""
 
 
 @dataclass(slots=True)
 class LogSummary:
     commands: Counter[str] = field(default_factory=Counter)
-    # Grounds of refused requests and changes; "" counts those that were approved.
+    # Counts by reason of refusal; "": approved.
     verdicts: Counter[str] = field(default_factory=Counter)
     batches: int = 0
     jobs: dict[int, Asking] = field(default_factory=dict)
@@ -68,7 +65,7 @@ class LogSummary:
         self.verdicts[asking.reason] += 1
 
 
-# A difference is shown to its first signs; the file has all of it.
+# Maximum number of characters shown of a difference.
 _LONGEST_VALUE = 2_000
 _MOST_CANDIDATES = 4
 

@@ -1,7 +1,7 @@
-"""A recording decided once more, by the same core on the recorded times, and compared with what it says.
+"""Replay of a recording: repeats all decisions with the core at the recorded times and compares the results.
 
-The state is the recorded one, so everything that was decided must be decided again. Where the program is another than
-the one that was recorded, the first difference is where it decides otherwise.
+From the recorded state, the same program decides the same. With another version of the program, the first difference
+shows where its decisions change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ganger_master.decision_log.lines import BatchLine, BrokenLine, CommandLine,
 
 
 class Begun(Struct, frozen=True):
-    """A state to go on from. `number`: of the line, as in all of these."""
+    """A recorded state, from which the replay continues. `number`: of the line, as in all entries."""
 
     number: int
     time: float
@@ -33,7 +33,7 @@ class Begun(Struct, frozen=True):
 
 
 class RecordedCommand(Struct, frozen=True):
-    """A command is about to be decided: `state` is as the decision finds it."""
+    """A command before its decision; the replay's `state` is the one that the decision reads."""
 
     number: int
     time: float
@@ -41,7 +41,7 @@ class RecordedCommand(Struct, frozen=True):
 
 
 class Decided(Struct, frozen=True):
-    """And has been."""
+    """A command after its decision."""
 
     number: int
     time: float
@@ -51,7 +51,7 @@ class Decided(Struct, frozen=True):
 
 
 class Drawn(Struct, frozen=True):
-    """What a batch led to."""
+    """The effects of a batch."""
 
     number: int
     time: float
@@ -60,7 +60,7 @@ class Drawn(Struct, frozen=True):
 
 
 class Broke(Struct, frozen=True):
-    """The core failed here, as recorded."""
+    """A failure of the core, the same as recorded."""
 
     number: int
     time: float
@@ -69,7 +69,7 @@ class Broke(Struct, frozen=True):
 
 
 class Differs(Struct, frozen=True):
-    """Decided otherwise than recorded. What follows is decided on another state."""
+    """A decision that differs from the recorded one. Later decisions start from another state."""
 
     number: int
     time: float
@@ -88,8 +88,10 @@ Happening: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Diffe
 
 
 class Rerun:
-    """`state` is as what was last yielded found or left it. Iterate once. LineError for lines that are none, or do not
-    go together."""
+    """Replays recorded lines; iterate once. `state`: the state at the entry yielded last.
+
+    Raises LineError for invalid or inconsistent lines.
+    """
 
     def __init__(self, recorded: Iterable[Line]) -> None:
         self._lines = iter(recorded)

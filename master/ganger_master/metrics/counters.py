@@ -1,4 +1,4 @@
-"""What a master counts of its own doing since it started, for whoever watches it. Nothing here is truth."""
+"""Counters of a master since its start, for monitoring only: no decision reads them."""
 
 from __future__ import annotations
 

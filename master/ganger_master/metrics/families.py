@@ -92,7 +92,7 @@ def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
 
 def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     live = [job for job in snapshot.jobs if job.state in _LIVE]
-    # Members of an array that are held back, and who is tried again later, wait for nothing that a cluster could give.
+    # Held array members and jobs in backoff do not wait for resources.
     waiting = [job for job in live if job.state is JobState.PENDING and not (job.held or job.again_at)]
     states = Counter(job.state.name.lower() for job in live)
     yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))

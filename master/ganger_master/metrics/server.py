@@ -22,16 +22,19 @@ from ganger_master.metrics.families import Snapshot, families
 
 log = logging.getLogger(__name__)
 
-# Who connects and says nothing, or does not read, is cut off.
+# A connection that sends no request or reads no response in this time is closed.
 _REQUEST_SECONDS: Final = 5.0
-# For the event loop to come by: it is never busy for so long.
+# Maximum wait for the event loop, which is never busy for this long.
 _SNAPSHOT_SECONDS: Final = 5.0
 _TEXT: Final = [("Content-Type", "text/plain")]
 
 
 class MetricsServer:
-    """Serves from creation until `stop`, which any thread but the loop's may call. `take` is called in `loop`; with a
-    `context` only who has a certificate is answered. Raises EndpointError for an address that cannot be had."""
+    """Serves metrics from creation until `stop`, which any thread except the loop's may call.
+
+    `take`: returns a snapshot, called in `loop`. `context`: with TLS, callers need a certificate. Raises EndpointError
+    if the address is not available.
+    """
 
     def __init__(
         self,

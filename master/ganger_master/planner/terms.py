@@ -1,16 +1,21 @@
-"""The terms of a pass: shapes to place, holdings of gangs, and groups of jobs that share devices."""
+"""The terms of a pass: shapes to place, holdings of gangs, groups of jobs that share devices, and the capacity to
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner.context import ALONE, Mates, Unit
+from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies.job_facts import Capacity
 
 Claims = tuple[Claim, ...]
 
@@ -48,3 +53,24 @@ class PassTerms(Struct, frozen=True):
 
 
 AS_ASKED = PassTerms()
+
+
+def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER_WAY) -> Capacity:
+    """Return the devices, cores and memory that gangs can have.
+
+    Devices are the free ones of available nodes and those of gangs that run or leave, on any node; devices of parked
+    gangs and broken ones do not count. Cores and memory are those of all available nodes. `resizing`: resizes under
+    way, whose next worlds hold devices, too.
+    """
+    columns = view.columns()
+    available = columns.available
+    free = int(np.bitwise_count(columns.free[available]).sum())
+    cores = memory = gpus_per_node = 0
+    numbers = np.bincount(columns.sets[available], minlength=len(view.sets)).tolist()
+    for name, configuration_set in view.sets.items():
+        nodes = numbers[view.set_code(name)]
+        if nodes:
+            cores += nodes * sum(socket.millicores for socket in configuration_set.sockets)
+            memory += nodes * configuration_set.memory_bytes
+            gpus_per_node = max(gpus_per_node, configuration_set.devices)
+    return Capacity(free + table.held_gpus + resizing.held_beside(table), cores / 1000, float(memory), gpus_per_node)

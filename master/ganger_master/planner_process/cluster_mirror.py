@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ganger_master.core.model import JobState
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.rpc.live_job_messages import live_job_from_wire
 

@@ -1,4 +1,4 @@
-"""Whose a job is: a user reaches the own ones; of another's it sees what stands in any queue, and no more."""
+"""Access of users to jobs: all fields of their own jobs, and of other jobs only what a queue listing shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _fields(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# Neither what it runs, nor with what, nor what came of it.
+# Fields visible to every user: neither commands and environments nor results.
 _SPEC: Final = _fields(
     "display_name roles device_type locality nodes priority time_limit gpu_memory_bytes max_failures preemptible"
     " gpus_min gpus_max deadline movable weight"
@@ -37,7 +37,7 @@ class Jobs(Protocol):
 
 
 def check_jobs(caller: CallerIdentity, jobs: Jobs, numbers: Iterable[int]) -> None:
-    """Raises JobNotYours, or JobNotFound, for a user; of nobody else anything is looked up."""
+    """Check that a user owns all of these jobs; other callers may access all jobs. Raises JobNotYours, JobNotFound."""
     if caller.has_own_jobs_only:
         for number in numbers:
             job = jobs.job_named(number)
@@ -45,7 +45,7 @@ def check_jobs(caller: CallerIdentity, jobs: Jobs, numbers: Iterable[int]) -> No
 
 
 def check_owner(caller: CallerIdentity, name: str, user: str) -> None:
-    """Raises JobNotYours for a user, unless the job or array was submitted by it."""
+    """Raise JobNotYours for a user that did not submit the job or array."""
     if caller.has_own_jobs_only and caller.name != user:
         raise errors.JobNotYours(
             f"{name} is {user}'s: only that user and operators may do this; this certificate is of {caller}",
@@ -55,27 +55,27 @@ def check_owner(caller: CallerIdentity, name: str, user: str) -> None:
 
 
 def outline(job: job_pb2.Job) -> job_pb2.Job:
-    """What of a job is there for everybody to see."""
-    seen = job_pb2.Job()
-    seen.CopyFrom(job)
-    _keep(seen, _JOB)
-    _keep(seen.spec, _SPEC)
-    if seen.HasField("progress"):
-        _keep(seen.progress, _PROGRESS)
+    """Return a copy of a job with the fields that every user may read."""
+    shown = job_pb2.Job()
+    shown.CopyFrom(job)
+    _keep(shown, _JOB)
+    _keep(shown.spec, _SPEC)
+    if shown.HasField("progress"):
+        _keep(shown.progress, _PROGRESS)
         # Not a number: none was reported.
-        seen.progress.loss = float("nan")
-    if seen.HasField("array"):
-        _keep(seen.array, _MEMBERSHIP)
-        _keep(seen.array.member, _fields("index"))
-    return seen
+        shown.progress.loss = float("nan")
+    if shown.HasField("array"):
+        _keep(shown.array, _MEMBERSHIP)
+        _keep(shown.array.member, _fields("index"))
+    return shown
 
 
 def array_outline(array: array_pb2.Array) -> array_pb2.Array:
-    """What of an array is there for everybody to see."""
-    seen = array_pb2.Array()
-    seen.CopyFrom(array)
-    _keep(seen, _ARRAY)
-    return seen
+    """Return a copy of an array with the fields that every user may read."""
+    shown = array_pb2.Array()
+    shown.CopyFrom(array)
+    _keep(shown, _ARRAY)
+    return shown
 
 
 def _keep(message: Message, fields: frozenset[str]) -> None:

@@ -255,7 +255,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 
 def _check_node(caller: CallerIdentity, node: str) -> None:
-    """Raises NodeNotYours: who has a daemon's certificate speaks for the node of its name."""
+    """Raise NodeNotYours unless the caller may report for the node: a daemon certificate is valid for its node only."""
     if caller.role is CallerRole.DAEMON and caller.name != node:
         raise errors.NodeNotYours(
             f"nodes/{node} is not this daemon's: its certificate is of nodes/{caller.name}; give the daemon that name"

@@ -35,7 +35,7 @@ _NODE_STATES = {state: node_pb2.Node.State.Value(f"STATE_{state.name}") for stat
 
 
 def owner() -> str:
-    """Who holds the start-up token: the user this master runs as."""
+    """Return the user that holds the start-up token: the one this master runs as."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -189,8 +189,8 @@ class Shown:
         return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
 
     def fallen_at_once(self) -> Mapping[str, float]:
-        """Return the nodes whose silence may be the master's own, each with the time at which it is lost all the
-        same."""
+        """Return the nodes whose missed heartbeats may be the master's own fault, with the time at which each is lost
+        all the same."""
         return heartbeats.fallen_at_once(self._writer.state, self._writer.now())
 
 

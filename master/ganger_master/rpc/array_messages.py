@@ -53,7 +53,7 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
         states["forgotten"] = array.size - len(members)
     message = array_pb2.Array(
         name=f"arrays/{array.array}",
-        # Who has ended keeps the name that it had.
+        # Ended members keep their old name.
         display_name=next((job for job in members if not job.state.is_finished), first).spec.display_name,
         user=first.user,
         size=array.size,

@@ -1,8 +1,7 @@
-"""What to tell a user of the deadline of a job: can it be met beside those of the others, as far as anybody knows?
+"""Advice on a deadline: whether a job can meet it under the order `edf`, beside the deadlines of other jobs.
 
-How long a job runs is the median of what the jobs submitted next to it let expect (`estimators.run_time`),
-and no longer
-than its time limit; of whom neither is known, nothing is promised.
+The expected run time of a job is the median estimate from similar jobs (`estimators.run_time`), bounded by its time
+limit. Without either, the advice makes no prediction.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord, JobState
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.totals import capacity_of
+from ganger_master.planner.terms import capacity_of
 from ganger_master.policies.deadlines import DeadlineVerdict, Newcomer, advice
 from ganger_master.policies.job_facts import Floats, Integers
 
@@ -24,11 +23,11 @@ _NAMED = 5
 
 
 def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, view: View, now: float) -> str:
-    """Of one of these jobs, which has a deadline, under the order `edf`. Empty for a job that is no longer live."""
+    """Return the advice for job `number`, which has a deadline; empty if it is no longer live."""
     table = LiveTable()
     for job, gang in jobs:
         if job.state.is_finished:
-            # It tells how long others like it may take.
+            # Its run time is a sample for similar jobs.
             table.put(replace(job, state=JobState.PENDING), None)
         table.put(job, gang)
     rows, facts = table.facts(now, expects=True)

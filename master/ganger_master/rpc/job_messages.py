@@ -284,7 +284,7 @@ def _as_it_stands(progress: job_pb2.Progress, job: JobRecord, gang: Gang | None,
 def gang_to_wire(
     job: JobRecord, gang: Gang, destination: Gang | None, beside: Sequence[int] = (), has_turn: bool | None = None
 ) -> job_pb2.Gang:
-    """`has_turn`: None of one that takes no turns, or of which nobody has said."""
+    """Return the message of a gang. `has_turn`: None if it is not time-sliced, or no node has reported its slice."""
     pids, cores = pids_and_cores(job, gang)
     return job_pb2.Gang(
         epoch=gang.epoch,

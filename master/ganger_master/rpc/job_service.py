@@ -274,7 +274,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         entries = await self._writer.history(request.subject, after, size)
         response, room = job_service_pb2.ListEventsResponse(next_sequence=after), PageRoom()
         for entry in entries:
-            if self._is_told(caller, entry.subject):
+            if self._may_read_history(caller, entry.subject):
                 message = _event_to_wire(entry)
                 if not room.take(message):
                     break
@@ -283,7 +283,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return response
 
     def _reached(self, name: str, context: Any) -> tuple[int, str]:
-        """The job's number and who asks. Raises NameInvalid, and for a user JobNotFound and JobNotYours."""
+        """Return job number and caller's name. Raises NameInvalid, and for a user JobNotFound, JobNotYours."""
         number, caller = names.parse_job_name(name), self._callers.of(context)
         check_jobs(caller, self._shown, (number,))
         return number, caller.name
@@ -297,12 +297,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return message if caller.may_read(message.user) else array_outline(message)
 
     def _check_subject(self, caller: CallerIdentity, subject: str) -> None:
-        """Raises JobNotYours for the history of another's. What nobody knows (any more) whose it was has none."""
-        if not self._is_told(caller, subject) and (user := self._owner_of(subject)):
+        """Raise JobNotYours for the history of another user's job. A job without a known user has no history left."""
+        if not self._may_read_history(caller, subject) and (user := self._owner_of(subject)):
             check_owner(caller, subject, user)
 
-    def _is_told(self, caller: CallerIdentity, subject: str) -> bool:
-        """Nodes and the cluster are everybody's."""
+    def _may_read_history(self, caller: CallerIdentity, subject: str) -> bool:
+        """Return whether the caller may read the history: of own jobs and arrays, nodes and the cluster."""
         if not caller.has_own_jobs_only or not subject.startswith(("jobs/", "arrays/")):
             return True
         return self._owner_of(subject) == caller.name

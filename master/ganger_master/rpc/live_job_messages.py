@@ -1,6 +1,6 @@
-"""Jobs as a planner knows them: the core's values and messages, both ways.
+"""Messages of live jobs for planners, from and to the core's values.
 
-What does not matter to who goes first, or to where a gang goes, is left out: commands, environments, what was observed.
+They contain what ranking and placement need, and leave out commands, environments and observations.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         GangRole.ACTIVE,
         _PHASES.get(message.phase, GangPhase.RUNNING),
         pieces,
-        # Where it goes is for the placement to weigh; how close it is now nobody asks.
+        # Planners do not read the locality of a running gang.
         LocalityLevel.CLUSTER,
         _time(message.create_time),
         intent=GangIntent.STOP if message.stops else GangIntent.PARK if parked else GangIntent.RUN,

@@ -317,7 +317,7 @@ class LogProxy:
         is_whole = bool(history) and history[0].kind == "job_submitted"
         if nodes or is_whole or log.is_somewhere:
             return tuple(nodes)
-        # Where it was is no longer kept: whoever has a part, or does not say.
+        # The history no longer has its nodes: take the nodes that have a part or do not answer.
         ends = await self._ends_on(sorted(self._writer.committed.nodes), job, log.rank)
         return tuple(node for node, end in ends.items() if end != 0)
 

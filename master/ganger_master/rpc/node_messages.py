@@ -22,8 +22,10 @@ from ganger_master.rpc.job_messages import level_to_wire
 def node_set_to_wire(
     node_set: NodeSet, gangs: Mapping[int, Gang], seen: Mapping[tuple[int, str], ObservedRows]
 ) -> node_pb2.NodeSet:
-    """The newest matrix. A gang that has gone meanwhile is left out, a row that has nobody any more too. `seen`: what
-    nodes said of their rows."""
+    """Return the newest slice matrix, without gangs that are gone and rows that are empty.
+
+    `seen`: the slices that nodes reported, as `running_row` takes them.
+    """
     matrix, running = node_set.newest, running_row(node_set, seen)
     rows = [[names.job_name(gangs[epoch].job) for epoch in row if epoch in gangs] for row in matrix.rows]
     return node_pb2.NodeSet(
@@ -40,7 +42,7 @@ def node_set_to_wire(
 
 
 def _shown(rows: Sequence[Sequence[str]], row: int) -> int:
-    """The place among rows that have somebody, from 1; zero if it has nobody."""
+    """Return the position of a slice among the slices with jobs, from 1; zero for an empty slice."""
     return sum(1 for own in rows[: row + 1] if own) if rows[row] else 0
 
 

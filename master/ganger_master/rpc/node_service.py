@@ -140,7 +140,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         committed, state = self._writer.committed, self._writer.state
         jobs = Counter(job.state for job in committed.jobs.values())
         devices = sum(committed.configuration_sets[node.configuration_set].devices for node in committed.nodes.values())
-        # Those who share a device hold it once.
+        # A device shared by several gangs counts once.
         on_nodes: dict[str, int] = {}
         for gang in committed.gangs.values():
             for piece in gang.pieces:

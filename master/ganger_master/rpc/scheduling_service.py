@@ -58,7 +58,7 @@ _DELTA_SECONDS: Final = 0.01
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_SECONDS: Final = 0.1
 _LONGEST_INTERVAL_SECONDS: Final = 600.0
-# Between two deltas of all jobs: whoever weighs them all takes longer than that.
+# Minimum time between two deltas of all jobs: a planner takes longer to process one.
 _CLUSTER_DELTA_SECONDS: Final = 0.01
 # Jobs in one message, before other calls get their turn.
 _JOBS_AT_ONCE: Final = 200
@@ -131,7 +131,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         with committed.watching_jobs() as news:
             while loop.time() < end:
                 news.mark.clear()
-                # All of one moment, taken before anybody else has a turn; elements never change.
+                # One consistent state: collected without giving up the event loop; elements are immutable.
                 numbers = news.take()
                 if numbers is None or not sent:
                     sent, shown = 0, set()
@@ -155,7 +155,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     ],
                     quantum=None if quantum is None else times.duration(quantum),
                     moves_per_hour=self._writer.state.settings.moves_per_hour,
-                    quotas=None if sent else _as_told(self._writer.state.settings.quota_devices),
+                    quotas=None if sent else _quotas_to_wire(self._writer.state.settings.quota_devices),
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
@@ -192,7 +192,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             if not jobs:
                 raise errors.RequestInvalid("name the jobs whose turns to take: a user's scheduler has own ones only")
             check_jobs(caller, self._shown, jobs)
-            # Nobody takes over another's stream by its name.
+            # The user's name as a prefix keeps users from taking over each other's streams.
             scheduler = f"{caller.name}/{scheduler}"
         streams = self._writer.turn_streams
         with streams.opened(scheduler, jobs) as queue:
@@ -369,12 +369,12 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
 
 
 def _is_held_back(job: JobRecord) -> bool:
-    """Whether nobody is to look for a place for it."""
+    """Return whether no scheduler may request a gang for it."""
     return job.held or is_backing_off(job)
 
 
-def _as_told(quotas: Mapping[str, int]) -> dict[str, int]:
-    """Of whoever bounds a user by more than there could be, as many as a message can say."""
+def _quotas_to_wire(quotas: Mapping[str, int]) -> dict[str, int]:
+    """Return quotas with values bounded by what a message can hold."""
     return {user: min(gpus, _QUOTA_MOST) for user, gpus in quotas.items()}
 
 

@@ -1,5 +1,8 @@
-"""The master's server: all services, with health, reflection, limits and the check of who calls. On one address with
-the token; with certificates on that one for everybody, and by the token on loopback for this machine."""
+"""The master's gRPC server: all services with health, reflection, limits and authentication.
+
+Without certificates one address serves callers with the token. With certificates that address serves callers with a
+certificate, and a second one on loopback serves this machine by the token.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ _OPTIONS: Final = (
     ("grpc.server.max_pending_requests", 40_000),
     ("grpc.server.max_pending_requests_hard_limit", 60_000),
 )
-# Where the master's own children find it, and who may read its directory.
+# For the master's child processes, and users that can read its state directory.
 _LOCAL: Final = "127.0.0.1:0"
 _SERVICES: Final = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,

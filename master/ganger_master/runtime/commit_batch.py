@@ -1,7 +1,7 @@
-"""When the next commit may begin: at once for a lone caller, a few milliseconds apart under load.
+"""Pause between commits: none for a single caller, a few milliseconds under load.
 
-Batch size, not the disk, decides what a commit costs per change (an order of magnitude between 1 and 32 changes), but
-a fixed pause would only slow down a caller who is alone. So the pause follows what the last batch was like.
+The cost of a commit per change depends mostly on the batch size (an order of magnitude between 1 and 32 changes). A
+fixed pause would slow a single caller down, so the pause follows the size of the last batch.
 """
 
 from __future__ import annotations

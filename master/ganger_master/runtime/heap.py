@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-# Objects made before the youngest are looked through: a burst of calls makes hundreds of each, which go by themselves.
+# Allocations before a collection of the youngest generation: most objects of a burst of calls die without one.
 _YOUNGEST: Final = 20_000
 
 
 def settle() -> None:
-    """Called once by a program whose state is loaded: what is there now is not looked at again."""
+    """Exclude all present objects from garbage collection; for a program that has just loaded its state."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNGEST, 50, 100)
@@ -20,7 +20,7 @@ def settle() -> None:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """The same within this, for a program that goes on to other things."""
+    """Exclude the present objects from garbage collection within this context."""
     thresholds = gc.get_threshold()
     settle()
     try:

@@ -1,4 +1,4 @@
-"""Who is told of turns: each live WatchTurns stream has a bounded queue; what does not fit is lost with its lease."""
+"""Streams of placement leases: a bounded queue per WatchTurns call. A lease that does not fit expires unused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ganger_master.core.model import JobMetric
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one job at one time. `loss` is not a number until the job reported one; time is Unix seconds."""
+    """Progress of one job at one time. `loss`: NaN until the job reports one; `time`: Unix seconds."""
 
     epoch: int
     step: int
@@ -19,22 +19,22 @@ class Sample:
     loss: float
     data_wait_share: float
     time: float
-    # What keeps it from getting on, as the daemon of one of its nodes has it.
+    # Reason for its lack of progress, as the daemon of one of its nodes reports it.
     concern: str = ""
-    # When the last step was done; zero: nobody said.
+    # Time of the last step; zero: not reported.
     step_time: float = 0.0
-    # When the first step was done since it last began to run, or went on; zero: not yet.
+    # Time of the first step since it last started or resumed; zero: none yet.
     since_time: float = 0.0
-    # Share of its devices that it used; None: nobody can tell.
+    # Utilisation of its devices, 0 to 1; None: not measurable.
     device_use: float | None = None
-    # What the job reported by name; only the daemon of its first rank says so.
+    # Metrics that the job reported by name; only the daemon of its first rank reports them.
     metrics: tuple[JobMetric, ...] = ()
-    # Passes over its data that are behind it, and how many it is to make; zero: it does not say.
+    # Completed and planned epochs of training; zero: not reported.
     training_epoch: int = 0
     training_epochs: int = 0
 
 
-# What a daemon found holds until it says otherwise, or says nothing for so long.
+# A daemon's concern holds until the daemon reports otherwise, or reports nothing for this time.
 _CONCERN_SECONDS = 10.0
 
 
@@ -43,44 +43,44 @@ class ProgressBoard:
 
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
-        # By job and node: since when it is known, and what.
+        # By job and node: time of the report, and its text.
         self._concerns: dict[int, dict[str, tuple[float, str]]] = {}
 
     def report(self, job: int, sample: Sample, node: str = "") -> None:
-        """`node`: whose daemon says so; it speaks for its own ranks."""
+        """Record a sample. `node`: the node of the reporting daemon, which reports for its own ranks."""
         before = self._samples.get(job)
         known = sample
         if before is not None:
             if (sample.epoch, sample.step, sample.time) < (before.epoch, before.step, before.time):
                 known = before
-            # Until the attempt that now runs has reported anything, what the one before did.
+            # Until the running attempt reports metrics, those of the attempt before are kept.
             known = replace(known, metrics=sample.metrics or before.metrics)
         self._samples[job] = replace(known, concern=self._concern(job, sample, node))
 
     def _concern(self, job: int, sample: Sample, node: str) -> str:
-        """Of what the daemons of a job say the first, by node."""
-        said = {
+        """Return the concern of the first node, by name, whose daemon reports one."""
+        concerns = {
             other: (since, text)
             for other, (since, text) in self._concerns.pop(job, {}).items()
             if other != node and sample.time - since < _CONCERN_SECONDS
         }
         if sample.concern:
-            said[node] = (sample.time, sample.concern)
-        if not said:
+            concerns[node] = (sample.time, sample.concern)
+        if not concerns:
             return ""
-        self._concerns[job] = said
-        return said[min(said)][1]
+        self._concerns[job] = concerns
+        return concerns[min(concerns)][1]
 
     def of(self, job: int) -> Sample | None:
         return self._samples.get(job)
 
     def newer_than(self, marks: Mapping[int, float], jobs: Iterable[int] | None = None) -> dict[int, Sample]:
-        """Samples whose time is beyond the mark of their job; of all jobs when none are named."""
+        """Return samples newer than the mark of their job. `jobs`: None: all jobs."""
         chosen = self._samples if jobs is None else [job for job in jobs if job in self._samples]
         return {job: self._samples[job] for job in chosen if self._samples[job].time > marks.get(job, 0.0)}
 
     def forget(self, is_live: Iterable[int]) -> None:
-        """Drops the samples of all other jobs."""
+        """Drop the samples of all jobs that are not in `is_live`."""
         live = set(is_live)
         self._samples = {job: sample for job, sample in self._samples.items() if job in live}
-        self._concerns = {job: said for job, said in self._concerns.items() if job in live}
+        self._concerns = {job: concerns for job, concerns in self._concerns.items() if job in live}

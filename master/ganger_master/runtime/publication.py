@@ -1,7 +1,7 @@
-"""What is durable and may be shown: jobs, gangs, nodes, wanted sets, rows of the view, and who waits for news of them.
+"""Durable state for readers: jobs, gangs, nodes, desired sets, node states of the view, and watchers of changes.
 
-The writer's state may be ahead of the store; this is never. Elements are immutable, so a reader may keep what it was
-given. Watchers hold a mark and ask again, so a slow one costs a flag and never a queue.
+The writer's state may be ahead of the store; this never is. Elements are immutable, so readers may keep them. A watcher
+gets a flag and reads the state again, so a slow watcher costs no queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, N
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What one durable batch changes for those outside."""
+    """Changes of one durable batch for readers."""
 
     puts: Mapping[tuple[str, str], Element] = field(default_factory=dict)
     removes: tuple[tuple[str, str], ...] = ()
@@ -38,7 +38,7 @@ class Publication:
 
 
 class JobNews:
-    """Which jobs changed since somebody last took note: numbers, each once however often it changed."""
+    """Numbers of the jobs that changed since the watcher last took them, each once."""
 
     def __init__(self) -> None:
         self.mark = asyncio.Event()
@@ -56,7 +56,7 @@ class JobNews:
         self.mark.set()
 
     def take(self) -> Sequence[int] | None:
-        """None: all there are."""
+        """Return the changed jobs and clear them; None: all jobs may have changed."""
         numbers, self._numbers = self._numbers, {}
         is_all, self._is_all = self._is_all, False
         return None if is_all else tuple(numbers)

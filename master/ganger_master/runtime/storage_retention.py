@@ -1,8 +1,8 @@
-"""What ended jobs leave on storage, and until when: STORAGE/UID/logs and STORAGE/UID/checkpoints.
+"""Retention of files of ended jobs on storage: STORAGE/UID/logs and STORAGE/UID/checkpoints.
 
-Daemons write there, but only the master knows who has ended. It writes that down beside them, for it keeps no more than
-the last jobs to end. Whoever is neither known nor noted is left alone: a master with another database knows nobody, and
-whose checkpoints lie there may rest for months.
+Daemons write there, but only the master knows which jobs have ended. It keeps only the last finished jobs, so it notes
+each end beside the files. Directories of jobs that are neither known nor noted are kept: a master with another database
+knows none of them, and a suspended job may resume from its checkpoints after months.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRASH: Final = ".trash-"
 
 
 def ends_of(jobs: Mapping[int, JobRecord], gangs: Mapping[int, Gang]) -> dict[str, float]:
-    """By uid the Unix second in which a job ended; infinite while it, or something of it, may go on."""
+    """Return the end of each job by uid, in Unix seconds; infinite while it or one of its gangs may still run."""
     busy = {gang.job for gang in gangs.values()}
     return {
         job.uid: job.end_time if job.state.is_finished and job.number not in busy else math.inf for job in jobs.values()
@@ -36,8 +36,8 @@ def ends_of(jobs: Mapping[int, JobRecord], gangs: Mapping[int, Gang]) -> dict[st
 
 
 def may_go(ended: float | None, kept: float | None, now: float) -> bool:
-    """Whether what a job has left was kept for long enough. `ended`: Unix seconds, None if not known; `kept`: seconds,
-    None for ever."""
+    """Return whether files of a job may be deleted. `ended`: Unix seconds, None: unknown. `kept`: seconds, None: for
+    ever."""
     return ended is not None and kept is not None and now - ended > kept
 
 
@@ -67,10 +67,11 @@ def noted_ends(storage: Path, uids: Iterable[str]) -> dict[str, RecordedEnd]:
 
 
 def expired(storage: Path, ends: Mapping[str, float], kept: Mapping[str, float | None], now: float) -> list[Path]:
-    """Return the directories that may go, and the rest of those whose removal was interrupted. Of jobs that have
-    ended, checkpoints that were begun and never published go at once. `kept`: seconds by the directory's name, as in
-    `may_go`. Blocks.
-    Raises OSError where storage cannot be read."""
+    """Return the directories to delete, with those whose deletion was interrupted. Blocks.
+
+    Unpublished checkpoints of ended jobs are deleted at once. `kept`: seconds by the directory's name, as in `may_go`.
+    Raises OSError if storage cannot be read.
+    """
     found: list[Path] = []
     for directory in _directories(storage):
         ended = ends[directory.name] if directory.name in ends else _noted(directory)
@@ -90,8 +91,10 @@ def _unfinished(directory: Path) -> list[Path]:
 
 
 def remove(part: Path) -> None:
-    """Renamed first, so that nobody ever finds half of one; with the last part its job's directory goes. Blocks.
-    Raises OSError."""
+    """Delete a directory, and the job's directory with its last part. Blocks. Raises OSError.
+
+    It is renamed first, so that no reader finds an incomplete one.
+    """
     trash = part
     if not part.name.startswith(_TRASH):
         trash = part.with_name(f"{_TRASH}{part.name}")
@@ -105,7 +108,7 @@ def remove(part: Path) -> None:
 
 
 def _directories(storage: Path) -> Iterator[Path]:
-    """Those of jobs: whatever else lies there is not ours."""
+    """Yield the directories of jobs; other files on storage belong to other programs."""
     for path in sorted(storage.iterdir()):
         try:
             is_ours = str(uuid.UUID(path.name)) == path.name
@@ -123,7 +126,7 @@ def _noted(directory: Path) -> float | None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Not one that is named by a link."""
+    """Return whether the path is a directory and no link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:

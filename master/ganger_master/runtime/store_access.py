@@ -1,7 +1,7 @@
-"""Checks whether this master still owns its database. One check serves all calls that wait for it.
+"""Access to the store: the thread that may block on the disk, and the check that this master owns its database.
 
-The one thread that may wait for the disk. Cheaper than an executor, whose every job is a future, a lock and a
-condition: a busy master hands it hundreds of jobs a second.
+The thread is cheaper than an executor, whose every task costs a future, a lock and a condition: a busy master submits
+hundreds of tasks per second.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from ganger_master.store.contract import Problem, Store, StoreError
 
 _T = TypeVar("_T")
 
-# For so long a busy loop may keep the interpreter from this thread, which a commit needs for a moment a few times over.
-# By default it is 5 ms, more than the commit itself takes.
+# Time after which a busy event loop must yield the interpreter to this thread. A commit needs it a few times; Python's
+# default of 5 ms is longer than the commit itself.
 _SWITCH_SECONDS: Final = 0.000_5
 
 
 class StoreThread:
-    """Runs what it is given, one after the other, in the order given. A daemon thread: a hung disk holds up nobody's
-    end."""
+    """Runs tasks one after another in a daemon thread, so that a hung disk does not block the end of the process."""
 
     def __init__(self, name: str) -> None:
-        # Of the whole process: there is no other way to be let in.
+        # The switch interval applies to the whole process; Python has none per thread.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def do(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Without waiting; the work must not raise."""
+        """Submit a task without waiting. It must not raise."""
         self._work.put(lambda: work(*arguments))
 
     async def ask(self, work: Callable[..., _T], *arguments: Any) -> _T:

@@ -66,13 +66,13 @@ _MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 _RECORDING_SECONDS: Final = 10.0
 
 
-# Who waits, and for what answer.
+# A caller's future, and its answer.
 _Caller: TypeAlias = tuple[asyncio.Future[Any], object]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Who waits for the commands since the last batch was sealed."""
+    """Callers that wait for the commands since the last batch was sealed."""
 
     callers: list[_Caller] = field(default_factory=list)
     is_touched: bool = False
@@ -80,9 +80,9 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """A batch as it goes to the store; nothing in it changes any more."""
+    """A batch on its way to the store; immutable."""
 
-    # Makes what was changed durable, in the store's thread.
+    # Makes the changes durable, in the store's thread.
     commit: Callable[[], None]
     effects: Effects
     publication: Publication
@@ -95,13 +95,12 @@ class _Sealed:
 
 
 def steady() -> float:
-    """Seconds since boot, those included in which the machine slept; nobody sets this clock."""
+    """Return the seconds since boot, including suspends of the machine. This clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Writer:
-    """Owns the state. All methods belong to one event loop. `clock` is the one that people set, `steady` only ever goes
-    on."""
+    """Owns the state. All methods belong to one event loop. `clock`: Unix seconds, may be set. `steady`: monotonic."""
 
     def __init__(
         self,
@@ -380,7 +379,7 @@ class Writer:
             self._failpoints.passing(failpoints.AFTER_MOVE_COMMIT)
 
     def _let_out(self, sealed: _Sealed) -> None:
-        # Before the answers: who is answered may look, and must find what the answer says.
+        # Publish before answering: a caller that reads after its answer must find the change.
         self.committed.publish(sealed.publication)
         for future, answer in sealed.callers:
             if not future.done():
@@ -397,19 +396,19 @@ class Writer:
             self._set_alarm(sealed.effects.wake_at)
 
     def _give(self, turns: Sequence[GrantedLease]) -> None:
-        """A lease begins when its holder is told: what the store took of it is not the holder's to lose."""
+        """Send leases to their holders. A lease begins with its delivery, so that the commit's duration is not lost."""
         if turns[0].is_told_late(self._clock()):
             self.tell(Tick(told=self._told))
         self._told = turns[-1].turn
         for turn in turns:
-            # As it is by now, if it still is.
+            # Its current version, if it still exists.
             held = self.state.turns.get(turn.turn)
             if held is not None:
                 self.turn_streams.give(held)
 
     def _set_alarm(self, time: float) -> None:
-        """In place of the one that is set, unless that is due: where batches end faster than the loop comes to it, it
-        would be put off again and again, and with what it says time passes anyhow."""
+        """Replace the alarm, unless it is due: frequent batches would otherwise postpone it for ever, and its tick
+        handles every later time too."""
         loop = asyncio.get_running_loop()
         if self._alarm is not None:
             if self._alarm.when() <= loop.time():
@@ -425,13 +424,13 @@ class Writer:
     def _look_often(self) -> None:
         self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
         self._look()
-        # A master that gets no calls must end, too.
+        # A master that lost its database must end even without calls.
         self.ownership.check()
 
     def _look(self) -> None:
-        """At the clocks, ahead of whatever is decided by them."""
+        """Compare the clocks, before any decision that depends on them."""
         if not self._is_ready:
-            # Nobody is answered meanwhile: that comes to the same as standing still.
+            # No call is answered meanwhile, so the time counts as standing still.
             return
         before, self._looked = self._looked, ClockReading(self._clock(), self._steady())
         gap = noticed(before, self._looked)
@@ -441,7 +440,7 @@ class Writer:
             self.tell(gap)
 
     def _crashed(self, what: str) -> Internal:
-        """The core broke. Nothing uncommitted can be trusted, so all of it goes; what is durable stays."""
+        """Handle a failure of the core: discard all uncommitted changes, keep the durable state."""
         crash = uuid.uuid4().hex[:12]
         self.meter.core_errors += 1
         log.exception("core failed", extra={"command": what, "id": crash})

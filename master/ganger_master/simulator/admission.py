@@ -1,7 +1,4 @@
-"""Which jobs of a trace the master of this cluster would take, as which it would take them, and why not the others.
-
-What quotas mean for the jobs of a trace: whom they bound, and which gangs could never run.
-"""
+"""Admission of trace jobs: the jobs that a master of this cluster would accept, and findings on the others."""
 
 from __future__ import annotations
 
@@ -22,26 +19,25 @@ from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.transform import that_fit
 from ganger_master.simulator.traces.workload import Labels, Workload
 
-# Of all users of a trace, so many are told.
-_TOLD = 8
+# Maximum number of users named in an error.
+_SHOWN_USERS = 8
 
 
 def strangers_among(quotas: Mapping[str, int], jobs: Workload) -> RowFinding | None:
-    """What is wrong where quotas name users of whom there are no jobs: it is mistyped, or another trace is meant."""
+    """Return a mistake if quotas name users without jobs: a name is mistyped, or another trace is meant."""
     users = set(users_of(jobs)) - {""}
     strangers = sorted(quotas.keys() - users - {ALL_OTHER_USERS})
     if not strangers:
         return None
-    names = ", ".join(map(repr, strangers[:_TOLD]))
-    there = f"it has jobs of {', '.join(sorted(users)[:_TOLD])}{', ...' if len(users) > _TOLD else ''}"
+    names = ", ".join(map(repr, strangers[:_SHOWN_USERS]))
+    there = f"it has jobs of {', '.join(sorted(users)[:_SHOWN_USERS])}{', ...' if len(users) > _SHOWN_USERS else ''}"
     if not users:
         there = "its jobs name no user: all of them together are bounded by *=GPUS"
     return RowFinding(RowFindingKind.MISTAKE, f"it has no job of {names}, named by --quotas; {there}", 0)
 
 
 def within_quotas(jobs: Workload, quotas: Mapping[str, int]) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """(jobs whose gang is not larger than their user's quota, findings on those that are left out, and on those of
-    nobody)."""
+    """Return the jobs whose gang fits their user's quota, and findings on skipped jobs and jobs without a user."""
     users, limits = users_of(jobs), as_settings(quotas)
     bounds = [limit_of(limits, user) for user in users]
     limit = np.array([np.inf if bound is None else bound for bound in bounds], float)
@@ -50,22 +46,24 @@ def within_quotas(jobs: Workload, quotas: Mapping[str, int]) -> tuple[Workload, 
     for bound in np.unique(limit[~fits]).tolist():
         what = f"needs more GPUs than the {bound:,.0f} of its user's quota"
         tally.note(RowFindingKind.SKIPPED, what, jobs.lines[~fits & (limit == bound)])
-    nobodys = fits & (np.array(users, object) == "")
+    without_user = fits & (np.array(users, object) == "")
     shared = f"all such jobs together have {ALL_OTHER_USERS}={limits['']}" if "" in limits else "no quota bounds it"
-    tally.note(RowFindingKind.CHANGED, f"names no user: {shared}", jobs.lines[nobodys])
+    tally.note(RowFindingKind.CHANGED, f"names no user: {shared}", jobs.lines[without_user])
     return jobs if fits.all() else jobs.take(fits), tally.findings()
 
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
-# What GPUs are called whose type nobody named.
+# Type of GPUs for which the cluster names none.
 _UNNAMED = "gpu"
 
 
 def acceptable(
     jobs: Workload, servers: Servers, is_ideal: bool, quotas: Mapping[str, int] = _NO_QUOTAS
 ) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """(jobs the master would take and some day start, findings on those that are changed or left out). Ideal servers
-    are devices only, and to them nobody asks for more. `quotas`: as `replay.options.Options` has them."""
+    """Return the jobs that the master would accept and can start, and findings on changed and skipped jobs.
+
+    `is_ideal`: servers have devices only, and jobs request nothing else. `quotas`: as in `ReplayOptions`.
+    """
     if is_ideal:
         unknown = np.full(len(jobs), np.nan)
         jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown)
@@ -77,8 +75,10 @@ def acceptable(
 
 
 def with_one_type(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """A job asks the master for GPUs of one type: of several that a trace accepts the one of which there are most
-    (equally many: the first by name). Where no server's type is named, none can be asked for."""
+    """Reduce each job to one GPU type: of the types it accepts, the most frequent one (ties: first by name).
+
+    On servers without type names the type is dropped.
+    """
     gpus = {kind: servers.of_types(kind).gpus for kind in _types(servers)}
     tally = RowFindingCounts()
     names = list(jobs.gpu_type.names)
@@ -102,8 +102,7 @@ def with_one_type(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Row
 
 
 def that_are_taken(jobs: Workload, servers: Servers, is_ideal: bool) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """Jobs that the master's own checks let pass: nothing wrong in what they ask for, and a place on the idle
-    cluster."""
+    """Return the jobs that pass the master's checks: a valid spec, and a place on the idle cluster."""
     view = (devices_only(servers) if is_ideal else servers).view()
     positions: dict[int, list[int]] = {}
     kinds: dict[int, JobSpec] = {}

@@ -1,7 +1,6 @@
-"""`ganger simulate` and `ganger compare`: which policy would serve this cluster, asked of a recorded trace.
+"""`ganger simulate` and `ganger compare`: replay a trace on a cluster under one policy, or under several.
 
-Everything that can be found wrong is found before anything is simulated. Help answers at once: what is heavy is
-imported inside.
+All arguments are checked before the simulation starts. Heavy imports are inside functions, so that help is fast.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def simulate(
         if flags["as_json"]:
             _print_json(output.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + output.load_unless_told(found) + details(found))
+            print_pairs(experiment.headline(source, asked) + output.unbounded_load_row(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
@@ -373,7 +372,7 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
     resizes, grows = any(policy.resizes for policy in asked), any(policy.grows for policy in asked)
     if flags["elastic"] is not None and flags["elastic"] < 1:
         raise click.UsageError("--elastic: no job accepts less than its own size alone: give 1 or more")
-    # Whose state finds no room in host memory keeps its size, and there is none where only GPUs count.
+    # A job resizes only if host memory can hold its state, and servers with GPUs only have none.
     is_bare = flags["ideal"] or flags["rates"] == "profiles"
     if flags["elastic"] is not None and not (resizes or grows):
         text = "--elastic: only optimus, gandiva and policies with +elastic give jobs other sizes: name one of them"
@@ -452,7 +451,7 @@ def _explained() -> Iterator[None]:
 
 @contextmanager
 def _whether_read_or_not() -> Iterator[None]:
-    """What is printed here may find nobody to read it (head, less): files are written all the same."""
+    """Ignore a closed standard output (head, less), so that files are written all the same."""
     try:
         yield
         sys.stdout.flush()

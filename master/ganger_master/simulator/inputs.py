@@ -1,8 +1,6 @@
-"""What is to be simulated: the jobs of a trace that a cluster can hold, and what had to be left out, added or changed.
+"""Inputs of a replay: jobs and servers read from files, offered load, and options.
 
-Files are read here; what a load and a seed make of the jobs is decided by pure functions.
-
-How a trace is replayed: what switching costs, when plans are made, what is idealised.
+The functions that derive the jobs of one run from a load and a seed are pure.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ from ganger_master.simulator.traces.transform import (
 )
 from ganger_master.simulator.traces.workload import Floats, Workload
 
-# A trace of this name, where there is no such file, is the one that comes with Ganger.
+# Names the trace that comes with Ganger, unless a file has this name.
 EXAMPLE = "example"
 STANDARD_INPUT = "-"
-# Recorded steps are counted at this type's pace.
+# Iterations are converted to run times with the step time on this type.
 _REFERENCE_GPU = "v100"
 
 
 @dataclass(frozen=True)
 class TraceSelection:
-    """Which jobs of a trace: those that `wanted` names, then the first `first` of them, or `drawn` of them at random.
+    """Selects jobs of a trace: the rows that match `wanted`, of these the first `first`, or `drawn` at random.
 
-    `draws_durations`: jobs whose run time nothing tells get one at random; otherwise they are left out.
-    `is_ideal`: whether they run on devices only. `elastic`: up to how many times its GPUs a job may have that the trace
-    gives one size. `quotas`: as `replay.options.Options` has them.
+    `draws_durations`: jobs without a known run time get a random one; otherwise they are left out. `is_ideal`: jobs
+    need devices only. `elastic`: maximum size of a job as a multiple of the GPUs in the trace, for jobs with one size.
+    `quotas`: as in `ReplayOptions`.
     """
 
     wanted: RowFilter = field(default_factory=RowFilter)
@@ -60,8 +58,11 @@ class TraceSelection:
 
 @dataclass(frozen=True)
 class Material:
-    """Jobs on the servers they are to run on; of whom no run time is known, each run draws one. `rows` were read of
-    the trace, and each is a job here, is `apart` by choice, or is among the skipped rows of `findings`."""
+    """Jobs and servers of a simulation. Each run draws the run times of jobs that have none.
+
+    Each of the `rows` read from the trace is a job here, is among the `apart` rows that were not selected, or is a
+    skipped row in `findings`.
+    """
 
     trace: str
     jobs: Workload
@@ -79,8 +80,10 @@ class Material:
 
 @dataclass(frozen=True)
 class Load:
-    """`offered`: the jobs come closer together or further apart until they offer it. `phases` of (seconds, load): the
-    same, one after another. Neither: as recorded."""
+    """Offered load, reached by scaling the times between submissions; without fields: as recorded.
+
+    `offered`: one load for all. `phases`: (seconds, load) one after another.
+    """
 
     offered: float | None = None
     phases: tuple[tuple[float, float], ...] = ()
@@ -94,8 +97,11 @@ class Load:
 def material(
     trace: str, servers: Servers, part: TraceSelection, progress: Callable[[int, int], None] | None = None
 ) -> Material:
-    """Reads the trace (a path, "-" for standard input, or "example"); `progress` gets the bytes read and the bytes
-    there are. TraceError, also where no job is left."""
+    """Read a trace and select its jobs.
+
+    `trace`: a path, "-" for standard input, or "example". `progress` is called with the bytes read and the total.
+    Raises TraceError, also if no job is left.
+    """
     reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
     if strangers := strangers_among(part.quotas, reading.workload):
@@ -117,8 +123,11 @@ def material(
 
 
 def jobs_at(source: Material, load: Load, seed: int) -> Workload:
-    """The jobs of one run. The seed decides which are drawn, how long those run of which nothing tells, and what models
-    those train that name none. ValueError where the load cannot be offered."""
+    """Return the jobs of one run.
+
+    The seed decides which jobs are drawn, and draws missing run times and models. Raises ValueError if the jobs cannot
+    offer the load.
+    """
     jobs = with_drawn_run_times(source.jobs, seed)
     if source.part.drawn is not None:
         jobs = sample(jobs, source.part.drawn, seed)
@@ -132,8 +141,10 @@ def jobs_at(source: Material, load: Load, seed: int) -> Workload:
 
 
 def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """Run times for jobs that have none recorded: iterations by the published pace of their model, where both are
-    known. The others are left out, or stay without one if each run `draws` it."""
+    """Derive missing run times from iterations and the published step time of the model.
+
+    Jobs for which that is impossible are left out, or stay without a run time if each run `draws` it.
+    """
     unknown = np.isnan(jobs.duration_s)
     if not unknown.any():
         return jobs, ()
@@ -149,14 +160,14 @@ def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[RowFind
 
 
 def with_drawn_run_times(jobs: Workload, seed: int) -> Workload:
-    """Run times as Synergy draws them for the jobs that have none."""
+    """Draw missing run times from the distribution of Synergy (OSDI 2022)."""
     if not np.isnan(jobs.duration_s).any():
         return jobs
     return with_durations(jobs, synthetic(len(jobs), 1.0, seed).duration_s)
 
 
 def _step_seconds(jobs: Workload) -> Floats:
-    """Of one step of each job's model on the reference GPU; NaN where no profile tells."""
+    """Return the step time of each job's model on the reference GPU in seconds; NaN without a profile."""
     batches = np.nan_to_num(jobs.batch_size).tolist()
     return np.array(list(map(_step_of, jobs.model.texts(), batches, jobs.gpus.tolist())), float)
 
@@ -166,7 +177,7 @@ def _step_of(model: str, batch_size: float, gpus: int) -> float:
     profile = synergy_profiles().get(model)
     if profile is not None:
         return profile.step_s
-    # Gavel names models with their batch size, but for those that have only one.
+    # Gavel names models with their batch size, except models with a single one.
     named = (model, f"{model} (batch size {batch_size:.0f})")
     pace = max(gavel_speeds().get((_REFERENCE_GPU, *key, gpus), 0.0) for key in product((True, False), named))
     return 1.0 / pace if pace > 0 else np.nan
@@ -184,7 +195,7 @@ def _read(trace: str, wanted: RowFilter, progress: Callable[[int, int], None] | 
 
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
-    """Seconds in which a gang holds its devices and does not train.
+    """Times in seconds during which a gang holds its devices and does not train.
 
     Defaults: a start is a process of the pre-imported launcher with its first batches (0.03 s measured here) and a data
     loader to fill; a suspension waits for a boundary, then writes a checkpoint of a few gigabytes; a restart reads it
@@ -211,17 +222,20 @@ FREE = SwitchCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """`ideal`: any free GPUs serve, nothing costs time, and plans are made at every event. `round_s`: plans only at
-    multiples of so many seconds, at which gangs that ended meanwhile also give their devices back. `plan_every_s`: not
-    ideal, the least time between two plans that stop somebody. What a round's plan stops has `costs.suspend_s` to go,
-    and who takes its place starts then.
+    """Options of a replay.
 
-    `rates`: "recorded", every job at the pace of its trace wherever it runs; "profiles", as fast as its model goes with
-    the cores and memory, at the distance and on the GPUs that its gang has (`replay.rates`); who names no model gets
-    one of the published. `profile_s`: how long it takes after a job's submission until a policy that tunes knows its
-    profile, measured beside the queue: Synergy's eight points take about a minute each. `moves_per_hour`: of a node,
-    where jobs are moved; None: as many as the planner finds right. `quotas`: GPUs that a user may hold at once; "*" is
-    each who is not named. Jobs that name no user are one who is not."""
+    `ideal`: any free GPUs serve, switches cost nothing, and every event leads to a plan.
+    `round_s`: plan only at multiples of this; gangs that end within a round release their devices at its end. A job
+    that the plan of a round preempts takes `costs.suspend_s` to release its devices; its successor starts then.
+    `plan_every_s`: minimum time between two plans that preempt, unless `ideal`.
+    `rates`: "recorded": every job runs at its recorded rate everywhere. "profiles": the rate follows from the model
+    and the cores, memory, locality and GPU type of the gang (`TrueRates`); jobs without a model draw a published one.
+    `profile_s`: time from submission until a tuning policy has a job's profile, measured outside the queue. Synergy's
+    eight points take about a minute each.
+    `moves_per_hour`: opportunistic migrations per node; None: the planner decides.
+    `quotas`: GPUs that a user may hold at once; "*": each user without an entry. Jobs without a user count as one such
+    user together.
+    """
 
     ideal: bool = False
     round_s: float | None = None

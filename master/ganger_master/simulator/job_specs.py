@@ -1,4 +1,4 @@
-"""What the jobs of a workload ask for, as the specs of real jobs."""
+"""Specs of the jobs of a workload, as a user would submit them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _NOTHING = (Socket(0, 0),)
 _TOGETHER = Locality(LocalityLevel.NODE)
 _ANYWHERE = Locality(LocalityLevel.CLUSTER)
 _COMMAND = ("train",)
-# Of one server: as many as the bits of a mask.
+# Per server: the number of bits of a device mask.
 _MOST_DEVICES = 64
 
 
 def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0) -> Sequence[JobSpec]:
-    """One spec a job; equal jobs share one. A gang that fits into a server of its type of GPU wants to stay in one;
-    what a trace does not say of cores and memory is a share in proportion to the devices. `ideal`: only devices count,
-    anywhere. `epoch_s`: when the trace's clock begins."""
+    """Return one spec per job; equal jobs share one object.
+
+    A gang that fits into one server of its GPU type has to run in one. Missing cores and memory are left to the master,
+    which gives shares in proportion to the devices. `ideal`: request devices only, anywhere. `epoch_s`: start of the
+    trace's clock.
+    """
     largest = _largest_by_type(servers)
     made: dict[tuple[int, int, int, int, int, int, str, str, float, float], JobSpec] = {}
     nothing = [math.nan] * len(jobs)
-    # Of a hundred thousand jobs to take single elements of arrays takes seconds.
+    # Lists: reading single elements of NumPy arrays takes seconds for a hundred thousand jobs.
     columns = zip(
         jobs.gpus.tolist(),
         jobs.min_gpus.tolist(),
@@ -68,12 +71,12 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
 
 
 def users_of(jobs: Workload) -> list[str]:
-    """Whose each job is: its user, or else its tenant; empty where the trace names neither."""
+    """Return the user of each job, or else its tenant; empty if the trace names neither."""
     return [user or tenant for user, tenant in zip(jobs.user.texts(), jobs.tenant.texts(), strict=True)]
 
 
 def _largest_by_type(servers: Servers) -> Mapping[str, int]:
-    """GPUs of the largest server, by their type; any serves who asks for none. Of a type that is not there: 0."""
+    """Return the GPUs of the largest server by type; "": of any type. A type that no server has maps to 0."""
     largest: defaultdict[str, int] = defaultdict(int)
     for group in servers.groups:
         made = group.configuration_set
@@ -83,8 +86,10 @@ def _largest_by_type(servers: Servers) -> Mapping[str, int]:
 
 
 def devices_only(servers: Servers) -> Servers:
-    """Servers with as many devices of each kind, and nothing else. Where any devices serve it makes no difference which
-    server they are in, so these are few and large."""
+    """Return few large servers with the same number of devices of each type and no other resource.
+
+    For placements that accept any free devices, the boundaries of servers make no difference.
+    """
     groups = []
     for group in servers.groups:
         made = structs.replace(group.configuration_set, sockets=_NOTHING, groups=(), memory_bytes=0)

@@ -1,20 +1,15 @@
-"""The losses that modelled jobs report as they train: l(k) = 1/(b0*k + b1) + b2 of epoch k, with noise, until it has
-converged.
+"""Modelled measurements: losses, rates in windows, and the estimates of Optimus that are fitted to them.
 
-Optimus (EuroSys 2018, section 3.1) fits this curve, and its jobs end when an epoch lowers the loss by less than their
-owner said, 1 to 5 % of the largest loss. How steep a curve is, how high its floor and how patient the owner are drawn
-for each job by the seed (declared here, for the paper publishes none); with them it is known how many epochs it takes,
-and how much work is in one follows from the work after which the job converges. That is when it ends, if the trace says
-nothing else (`converges_s`): a job that is stopped earlier, or goes on, misleads whoever believes its losses.
+`Losses`: reported losses follow l(k) = 1/(b0*k + b1) + b2 for epoch k, with noise, until convergence (Optimus, EuroSys
+2018, section 3.1). A job has converged when an epoch lowers the loss by less than 1 to 5 % of the largest loss. The
+paper publishes no distribution of slope, floor and threshold, so the seed draws them. They give the number of epochs,
+and the work of one epoch follows from the work until convergence: the job's duration, or `converges_s` of the trace.
+Where the two differ, the losses mislead a policy that trusts them.
 
-What is measured of jobs that share GPUs: rates, in windows that scatter, how busy a device is, and who is where.
+`ModelledRates`: noisy windows of rates, utilisation and co-location as daemons measure them.
 
-What a policy that fits speeds and losses (Optimus) would have measured of the modelled jobs by now, and what it
-believes by that.
-
-Before a job is profiled nothing is known of it. Then its speeds with a few numbers of GPUs are, each off by some
-percent, and the speed of every size it has really run with; and its losses as far as it has trained. Steps are seconds
-of work at the pace of its trace.
+`ModelledEstimates`: estimates of Optimus. A job has none until it is profiled. Then it has noisy speeds for a few sizes
+and for every size that it ran with, and its losses so far. A step is one second of work at the recorded rate.
 """
 
 from __future__ import annotations
@@ -35,8 +30,8 @@ from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
 from ganger_master.simulator.traces.workload import Workload
 from ganger_master.simulator.true_rates import Footprints
 
-# Epochs it takes for the falling part to halve, the floor as a part of the first loss, what the owner gives an epoch
-# at least to fall, of the first loss.
+# Ranges of: epochs until the falling part halves; floor as a share of the first loss; least fall of the loss per epoch
+# before convergence, as a share of the first loss.
 _HALVES, _FLOORS, _THRESHOLDS = (2.0, 20.0), (0.1, 0.5), (0.01, 0.05)
 _NOISE = 0.03
 POINTS_AN_EPOCH = 10
@@ -56,16 +51,16 @@ class Losses:
         self._seed = seed
 
     def threshold(self, job: int) -> float:
-        """Converged is what falls by less than this part of the largest loss in an epoch; its owner says so."""
+        """Return the share of the largest loss by which an epoch lowers the loss before convergence."""
         return float(self._threshold[job])
 
     def epoch_s(self, job: int) -> float:
-        """Work in an epoch: what the size of its data tells."""
+        """Return the work of one epoch in seconds."""
         curve = self._curve(job)
         return float(self._work[job]) / (curve.slow_from(self.threshold(job) * curve.loss(0.0), 1.0) + 1.0)
 
     def points(self, job: int, done_s: float) -> list[LossPoint]:
-        """What it has reported by now, by work done."""
+        """Return the losses reported after `done_s` seconds of work."""
         curve, each = self._curve(job), self.epoch_s(job) / POINTS_AN_EPOCH
         count = math.floor(done_s / each)
         noise = np.random.default_rng([self._seed, 2, job]).standard_normal(count)
@@ -75,20 +70,20 @@ class Losses:
         ]
 
     def _curve(self, job: int) -> Curve:
-        """By epoch; falls from one to the floor."""
+        """Return the loss by epoch, which falls from one to the floor."""
         return Curve(float(self._slope[job]), 1.0, float(self._floor[job]))
 
 
-# A window is several mini-batches; of the first one after a change, caches and pipelines fill.
+# A window spans several mini-batches. The first one after a change is dropped: caches and pipelines fill.
 WINDOW_S = 5.0
 _SCATTER = 0.05
-# Of when it ran alone, the last ones.
+# Number of the last windows alone that are kept.
 _MOST_ALONE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A job trains at one rate, with so many GPUs, beside the same others."""
+    """A time during which a job trains at one rate, with one number of GPUs and the same co-located jobs."""
 
     since_s: float
     rate: float
@@ -98,7 +93,7 @@ class _Stretch:
 
 
 class ModelledRates:
-    """By job number; `now` is set by whoever asks. What of rates is noise comes from the seed."""
+    """Measured rates by job number. The caller sets `now`; the seed gives the noise."""
 
     def __init__(self, footprints: Footprints, seed: int) -> None:
         self.now = 0.0
@@ -108,14 +103,13 @@ class ModelledRates:
         self._counted: dict[int, int] = {}
         self._alone: dict[int, tuple[float, ...]] = {}
         self._by_size: dict[int, dict[int, tuple[float, ...]]] = {}
-        # All of a stretch, by its number, and those that there are by now, as last asked for: they change only with a
-        # window more.
+        # Caches: all windows of a stretch, by its number, and the windows up to the last request.
         self._whole: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._made: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._kept: dict[int, tuple[float, ...]] = {}
 
     def trains(self, number: int, now: float, rate: float, beside: frozenset[int], gpus: int) -> None:
-        """From now on at this rate, with so many GPUs, beside these."""
+        """Start a stretch: the job trains at this rate on `gpus` GPUs, co-located with `beside`."""
         self.rests(number, now)
         count = self._counted[number] = self._counted.get(number, 0) + 1
         self._stretches[number] = _Stretch(now, rate, beside, count, gpus)
@@ -126,7 +120,7 @@ class ModelledRates:
             self._keep(number, stretch, now)
 
     def forget(self, number: int) -> None:
-        """It has ended."""
+        """Drop a job that has ended."""
         for known in (
             self._stretches,
             self._counted,
@@ -159,28 +153,27 @@ class ModelledRates:
         return self._footprints.signature(number - 1)
 
     def windows(self, number: int) -> tuple[float, ...]:
-        """Since its number of GPUs changed last: what says whether that helped."""
+        """Return the windows since its last resize, by which the resize is judged."""
         return self.present(number)
 
     def rates(self, number: int) -> Mapping[int, float]:
-        """By number of GPUs, as last measured with each."""
+        """Return the rate last measured with each number of GPUs."""
         self.alone(number)
         return {gpus: median(windows) for gpus, windows in self._by_size.get(number, {}).items()}
 
     def next_look_s(self, number: int) -> float:
-        """When there will be enough windows for the next look at how it does as it trains now; infinite if there is
-        none to come, or it rests."""
+        """Return when it has enough windows for the next evaluation; infinite if it is parked or none is to come."""
         stretch = self._stretches.get(number)
         if stretch is None:
             return math.inf
         count, there_are = FIRST_WINDOWS, len(self._windows(number, stretch, self.now))
         while count <= there_are:
             count *= 2
-        # A hair later, so that rounding leaves no window out.
+        # Slightly later, so that rounding does not drop a window.
         return stretch.since_s + (count + 1) * WINDOW_S + 1e-3 if count <= MOST_WINDOWS else math.inf
 
     def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
-        """Gangs on one node take nothing from each other here but devices, cores and memory that are counted."""
+        """Return no interference: modelled gangs of one node share no resource but counted cores and memory."""
         return 0, {}
 
     def _keep(self, number: int, stretch: _Stretch, now: float) -> None:
@@ -210,13 +203,15 @@ class ModelledRates:
         return windows
 
 
-# Measured speeds scatter by this part.
+# Relative standard deviation of measured speeds.
 _MEASURED_NOISE = 0.05
 
 
 class ModelledEstimates:
-    """`work_done(position)`: steps; `true_rate(position, GPUs)`: steps a second, the noise is added here;
-    `is_profiled(position)`."""
+    """Estimates that Optimus would have made by now.
+
+    `work_done(position)`: steps. `true_rate(position, GPUs)`: steps per second without noise. `is_profiled(position)`.
+    """
 
     def __init__(
         self,
@@ -234,15 +229,15 @@ class ModelledEstimates:
         self._gpus_per_node = gpus_per_node
         self._seed = seed
         self._fits = FitCache()
-        # With each number of GPUs it has had, the seconds of a step.
+        # By job: step time in seconds by number of GPUs.
         self._seconds: dict[int, dict[int, float]] = {}
 
     def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
-        """Of live jobs, with the gangs they have."""
+        """Return the estimates of live jobs, given with their gangs."""
         return [self._believed(job, gang) for job, gang in jobs]
 
     def forget(self, number: int) -> None:
-        """It has ended."""
+        """Drop a job that has ended."""
         self._fits.forget(number)
         self._seconds.pop(number, None)
 

@@ -1,4 +1,4 @@
-"""The default job scheduler of every simulated job: asked when it is its job's turn, and answered at once."""
+"""The default job scheduler of every simulated job: proposes as soon as its job gets a placement lease."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ganger_master.core.state import State
 
 
 class ModelledSchedulers:
-    """`send` gives the core a command and returns its answer."""
+    """Runs one `DefaultScheduler` per pending job. `send` passes a command to the core and returns its answer."""
 
     def __init__(self, state: State, send: Callable[[Command], object]) -> None:
         self._state = state
         self._send = send
-        # What a scheduler learned while its job waits.
+        # By job number; a scheduler keeps its delay-scheduling state while its job is pending.
         self._schedulers: dict[int, DefaultScheduler] = {}
-        # The view when something got free last, and how often others were looked at since, the last time when.
+        # `view.freed` at the last release of resources; batches of jobs over quota since, and when the last one began.
         self._freed = self._looks = 0
         self._looked_at = 0.0
 
@@ -33,8 +33,11 @@ class ModelledSchedulers:
                 self._ask(lease, now)
 
     def wake_at(self, wake: float | None) -> float | None:
-        """When time is to pass though nothing happens, if the core says so now: those beyond their users' quotas it
-        asks by turns, second by second, but once all were asked nobody gets anything before something is free."""
+        """Return when the core next needs a tick, given its own wish `wake`.
+
+        The core offers leases to jobs over quota in batches, one per second. Once every such job was offered one,
+        further batches are futile until resources are released, so no tick is needed.
+        """
         state = self._state
         if len(state.aside) <= ASIDE:
             return wake

@@ -1,4 +1,4 @@
-"""Moves in a replay: the pass that goes around another one, and what is remembered of it."""
+"""Migrations in a replay: the migration stage around another pass, and its state between passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ganger_master.simulator.replay import Clock
 
 
 class Moves:
-    """`is_strict` and `per_hour`: as `acting.Terms` has them."""
+    """Runs the migration stage. `is_strict` and `per_hour`: as in `MigrationTerms`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Moves:
         self._placement, self._is_strict = placement, is_strict
         self._state, self._table, self._room = state, table, room
         self._windows, self._clock, self._per_hour = windows, clock, per_hour
-        # What is under way, and when that is looked at though nothing happens.
+        # Migrations in progress, and when the next pass over them is due without a change.
         self.moving = MigrationMemory()
         self._again_s = math.inf
 
@@ -46,16 +46,19 @@ class Moves:
         return self._clock.now >= self._again_s
 
     def around(self, inner: Inner, may_stop: bool, is_news: bool) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
-        """The pass, where jobs are moved too."""
+        """Run the pass `inner` and add migrations to its changes."""
         return self._plan(inner, self._terms, may_stop, is_news)
 
     def of_sharers(self, on_trial: Collection[int]) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
-        """What is moved where jobs share GPUs, whose own pass has nothing to change. `on_trial`: whose packs are."""
+        """Return migrations for time-sliced and co-located jobs, when their own pass has no change.
+
+        `on_trial`: numbers of the jobs whose co-location is on trial.
+        """
         terms = MigrationTerms(self._placement, holes=False, per_hour=self._per_hour, on_trial=frozenset(on_trial))
         return self._plan(lambda kept_out, may_stop: PlanDraft(), terms, False, True)
 
-    def moves_no_job(self) -> bool:
-        """As `moves.moves_no_job` has it."""
+    def has_nothing_to_move(self) -> bool:
+        """Return whether the migration stage would certainly propose no migration now."""
         return moves_no_job(self.moving, self._terms, self._table, self._clock.now, self._room)
 
     @property
@@ -83,4 +86,4 @@ class Moves:
 
 
 def _nothing() -> None:
-    """Time passes."""
+    """Only let virtual time reach this instant."""

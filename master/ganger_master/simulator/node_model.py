@@ -1,7 +1,7 @@
-"""Modelled nodes: they start, stop and end gangs after the time that takes, and report as daemons do.
+"""Modelled nodes: execute orders of the core after the modelled delays, and report as daemons do.
 
-A gang starts and stops on all of its nodes at once, so it is followed as one; each of its nodes reports its own part.
-What a report leaves out is as it was: it speaks of no desired version, so that absence means nothing.
+A gang changes on all of its nodes at the same time, so the model follows gangs; each node reports its own part. Reports
+acknowledge no desired version, so a gang missing from a report counts as unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ganger_master.simulator.replay import Clock
 
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
-# To look up a member of an enumeration takes Python 3.11 as long as a call, and these are asked for all the time.
+# Looking up an enumeration member costs Python 3.11 a call, and these are used in every step.
 _RUN, _PREPARE, _PARK = GangIntent.RUN, GangIntent.PREPARE, GangIntent.PARK
 _RUNNING, _PARKED = ObservedPhase.RUNNING, ObservedPhase.PARKED
 _AT_REST = (_PARKED, ObservedPhase.READY)
@@ -37,38 +37,40 @@ _NO_LEVEL, _TO_STORAGE = SuspendLevel.NONE, SuspendLevel.CHECKPOINT
 
 @dataclass(slots=True)
 class _Followed:
-    """A gang on its nodes. `turn` rises with every order, so that what was begun for an older one comes to nothing."""
+    """A gang on its nodes. `turn` rises with every scheduled action and makes the earlier ones void."""
 
     gang: Gang
     job: JobRecord
     turn: int = 0
     is_training: bool = False
-    # It did its last step, and its state is on its way to where it rests.
+    # It did its last step and is saving its state.
     is_saving: bool = False
-    # When it will have finished, if nobody stops it.
+    # Time of its end, unless it is stopped before.
     finishes: float = math.inf
-    is_told_to_stop: bool = False
-    # Since when it holds its devices; NaN while it holds none.
+    is_stopping: bool = False
+    # Start of holding its devices; NaN while it holds none.
     held_since: float = math.nan
-    # Where it rests, or what of a move it has told.
+    # Its parked phase, or the phase of a migration that it last reported.
     phase: ObservedPhase = ObservedPhase.NONE
     stop_step: int = 0
-    # Of a destination: when its processes are there to take the state over; never before the source is gone.
+    # For a destination: when its processes are ready to fetch the state; infinite: not before the source is gone.
     there_s: float = -math.inf
-    # Of its last step before it came to rest, and of its first one since it trains.
+    # Times of its last step before it parked, and of its first step since it trains.
     last_step: float = 0.0
     first_step: float = 0.0
 
 
 class NodeModel:
-    """`send` gives the core a command. `begins(job number, gang, held since)` is called when a gang's first step is
-    done, and when it goes on, and returns when it will have finished; `changes(job number, gang)` when it trains on
-    with other cores or memory, and returns the same, None if it makes no difference; `halts(job number, gang)` when it
-    has done its last step for now and has yet to save its state; `ends(job number, gang, held since, finished)` when it
-    is gone, and when it has given its devices back but may go on; `moved(job number, gang)` when it goes on elsewhere,
-    or with another number of devices.
+    """All modelled nodes of a replay. `send` passes a command to the core.
 
-    `peak_bytes(job number)`: what daemons measure of each of its devices; 0: they measure nothing."""
+    Callbacks, with the job's number and its gang:
+    `begins`: the first step after a start or a restore is done; returns the time of the job's end.
+    `changes`: the gang continues with other cores, memory or company; returns the new end, None: unchanged.
+    `halts`: the gang did its last step for now and starts to save its state.
+    `ends`: the gang released its devices; `finished` says whether the job is done.
+    `moved`: the gang continues on other devices, or with another number of them.
+    `peak_bytes(job number)`: measured memory per device; 0: no measurement.
+    """
 
     def __init__(
         self,
@@ -95,24 +97,24 @@ class NodeModel:
         self._peak_bytes = peak_bytes
         self._followed: dict[int, _Followed] = {}
         # By node and epoch.
-        self._unsaid: dict[str, dict[int, ObservedGang]] = {}
+        self._unreported: dict[str, dict[int, ObservedGang]] = {}
 
     @property
     def longest_stop_s(self) -> float:
-        """Seconds after which a gang that was told to stop is gone."""
+        """Seconds from a stop order until the gang is gone, at most."""
         return self._costs.suspend_s
 
     @property
     def switch_s(self) -> float:
-        """Seconds from the order to one gang until the next trains in its place."""
+        """Seconds from the order that stops one gang until the next one trains in its place."""
         costs = self._costs
         if any(made.device_memory_bytes for made in self._state.configuration_sets.values()):
             return costs.offload_s + costs.restore_s
-        # Of whose memory nothing is known, no arena is reserved: everybody is parked on storage.
+        # Without a known size of device memory no arena is reserved, and gangs park on storage.
         return costs.suspend_s + costs.start_s + costs.resume_s
 
     def follow(self, number: int) -> None:
-        """The job changed: its gangs do what is wanted of them now."""
+        """Apply the current desired state of the job's gangs."""
         for epoch in self._state.gangs_of.get(number, ()):
             gang = self._state.gangs[epoch]
             followed = self._followed.get(epoch)
@@ -128,7 +130,7 @@ class NodeModel:
                 self._fetch(followed)
 
     def retimed(self, number: int) -> None:
-        """Somebody came to its devices, or left: it goes on at another rate."""
+        """Update its end after a change of the jobs co-located with it."""
         followed = self._followed[self._state.jobs[number].epoch]
         finishes = self._changes(number, followed.gang)
         if finishes is not None and followed.is_training:
@@ -157,12 +159,12 @@ class NodeModel:
             self._fetch(followed)
         elif rests:
             self._rest_deeper(followed)
-        elif not followed.is_told_to_stop:
+        elif not followed.is_stopping:
             self._stop(followed)
 
     def _retune(self, followed: _Followed) -> None:
-        """Other cores, or more or less memory, are there at once, and a stop that is not done yet is called off."""
-        was_stopping, followed.is_told_to_stop = followed.is_told_to_stop, False
+        """Apply changed cores or memory at once, and cancel a stop that is not complete."""
+        was_stopping, followed.is_stopping = followed.is_stopping, False
         if followed.is_training:
             finishes = self._changes(followed.job.number, followed.gang)
             if finishes is not None:
@@ -176,11 +178,11 @@ class NodeModel:
         self._gone(followed, OutcomeKind.DONE)
 
     def _stop(self, followed: _Followed) -> None:
-        """At its next boundary, which is at once. Then it does no step, but has its devices until its state is kept."""
+        """Stop at the next boundary, which is now. The gang holds its devices until its state is saved."""
         if followed.is_training and followed.finishes <= self._clock.now:
-            # It has finished before it has stopped.
+            # It finishes before it stops.
             return
-        followed.is_told_to_stop = True
+        followed.is_stopping = True
         gang = followed.gang
         parks = gang.intent is _PARK
         rests = gang.park_level < _TO_STORAGE if parks else gang.intent is GangIntent.HAND_OVER
@@ -195,15 +197,15 @@ class NodeModel:
         self._later(takes, followed, self._rests if rests else self._stopped)
 
     def _rests(self, followed: _Followed) -> None:
-        """Its state is in host memory, for the same gang to go on from, or for another one."""
-        followed.is_told_to_stop = followed.is_saving = False
+        """Park: the state is in host memory, for this gang to resume or for another one to fetch."""
+        followed.is_stopping = followed.is_saving = False
         followed.phase = ObservedPhase.PARKED
         followed.stop_step = followed.gang.stop_sequence
         self._leaves(followed)
         self._rest_deeper(followed)
 
     def _rest_deeper(self, followed: _Followed) -> None:
-        """It has been told more while it came to rest, or is told so now."""
+        """Apply orders that arrived while it parked or later: stop, or move its state to storage."""
         gang = followed.gang
         if gang.intent is GangIntent.STOP or gang.park_level is _TO_STORAGE:
             self._later(0.0 if gang.intent is GangIntent.STOP else self._costs.suspend_s, followed, self._stopped)
@@ -211,7 +213,7 @@ class NodeModel:
             self._report(followed, followed.phase)
 
     def _go_on(self, followed: _Followed) -> None:
-        """From host memory: its own, or what was moved here, whose time has been counted."""
+        """Resume from host memory; the duration of a migration is already spent."""
         moved = followed.phase is ObservedPhase.READY
         followed.phase = ObservedPhase.NONE
         if math.isnan(followed.held_since):
@@ -221,12 +223,11 @@ class NodeModel:
         self._later(0.0 if moved else self._costs.restore_s, followed, self._trains)
 
     def _prepare(self, gang: Gang, job: JobRecord) -> None:
-        """Everything is made ready while the source trains on, or comes to rest: it may need the devices for itself
-        alone."""
+        """Prepare a destination while the source trains or parks; it may need the devices for itself alone."""
         followed = self._followed[gang.epoch] = _Followed(gang, job)
         source = self._followed.get(gang.restore.parked_epoch)
         if source is not None and source.phase is ObservedPhase.PARKED:
-            # What that takes, a start included, is the cost of a move.
+            # The cost of a migration includes the start of the destination.
             self._fetch(followed, self._clock.now)
         elif gang.restore.alone:
             followed.there_s = math.inf
@@ -238,7 +239,7 @@ class NodeModel:
         self._report(followed, ObservedPhase.PREPARED)
 
     def _fetch(self, followed: _Followed, begun: float = -math.inf) -> None:
-        """The state is fetched once the source rests; the move's time counts from its last step, if not from later."""
+        """Fetch the state once the source is parked. The migration's duration counts from the source's last step."""
         source = self._followed.get(followed.gang.restore.parked_epoch)
         if source is not None and source.phase is ObservedPhase.PARKED and math.isnan(followed.held_since):
             followed.held_since = self._clock.now
@@ -274,7 +275,7 @@ class NodeModel:
             checkpoint = Checkpoint(gang.epoch, gang.epoch, f"{job.uid}/{gang.epoch}")
         for piece in gang.pieces:
             node = piece.claim.node
-            self._unsaid.setdefault(node, {})[gang.epoch] = ObservedGang(
+            self._unreported.setdefault(node, {})[gang.epoch] = ObservedGang(
                 job=job.number,
                 uid=job.uid,
                 epoch=gang.epoch,
@@ -293,24 +294,24 @@ class NodeModel:
             )
 
     def report(self) -> bool:
-        """Every node with news tells it; whether any had."""
-        if not self._unsaid:
+        """Send the reports of all nodes with changes. Return whether there were any."""
+        if not self._unreported:
             return False
-        said, self._unsaid = self._unsaid, {}
-        for node, observed in said.items():
+        reports, self._unreported = self._unreported, {}
+        for node, observed in reports.items():
             self.report_of(node, tuple(observed.values()))
         return True
 
     def report_of(self, node: str, observed: tuple[ObservedGang, ...] = ()) -> None:
         session = self._state.nodes[node].session
-        # No report overtakes another one here, so they need no numbers.
+        # Reports cannot overtake each other here, so all have the same number.
         self._send(Observe(node, session, 1, 0, observed, storage_proved=True))
 
     def _later(self, seconds: float, followed: _Followed, act: Callable[[_Followed], None]) -> None:
         if seconds:
             self._at(self._clock.now + seconds, followed, act)
             return
-        # What takes no time has happened before anybody could look.
+        # An action without delay takes effect before any other component can read the state.
         followed.turn += 1
         act(followed)
 

@@ -1,9 +1,6 @@
-"""What a run says beside its result, on stderr. Where that cannot be written (a full disk) it is said to nobody, and
-the run ends as it would have.
+"""Output of `ganger simulate` and `ganger compare`: text and JSON, messages and progress on stderr.
 
-What `ganger simulate` and `ganger compare` say of a trace, a cluster and a run, in words and as JSON.
-
-How far a long run is, on stderr: a bar on a terminal, a line for each tenth elsewhere.
+A failing stderr (a full disk) does not fail the run.
 """
 
 from __future__ import annotations
@@ -29,25 +26,25 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line."""
-    with or_to_nobody():
+    """Print a line on stderr, as far as possible."""
+    with ignoring_stderr_errors():
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def or_to_nobody() -> Iterator[None]:
-    """For what writes to stderr itself."""
+def ignoring_stderr_errors() -> Iterator[None]:
+    """Redirect stderr to the null device if writing to it fails."""
     try:
         yield
     except OSError:
-        # What is held back of it would fail again at the end.
+        # Buffered text would fail again when Python flushes at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
         os.close(nowhere)
 
 
 def notes(source: Material, is_ideal: bool) -> list[str]:
-    """What became of the rows of the trace; nothing where every row is a job as it stood."""
+    """Return lines on rows that were left out or changed; empty if every row became a job unchanged."""
     lines = []
     left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
     if left_out or source.apart:
@@ -59,7 +56,7 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     if source.ignored_columns:
         lines.append(f"columns that were not read: {shown(', '.join(source.ignored_columns))}")
     unnamed = sum(not model for model in source.jobs.model.texts())
-    # To an ideal cluster all models are the same.
+    # Ideal replays do not depend on models.
     if unnamed and not is_ideal:
         lines.append(f"changed: models are drawn for {_several(unnamed, 'job')} of unknown model")
     return [f"{source.trace}: {line}" for line in lines]
@@ -90,26 +87,26 @@ def options_in_words(options: ReplayOptions) -> str:
 
 
 def quotas_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
-    """The row of the quotas for a run that has some."""
+    """Return the row of the quotas, if there are any."""
     return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
 
 
-def load_unless_told(figures: Figures) -> list[tuple[str, str]]:
-    """The row of the offered load for a run that has none: it is never left out."""
+def unbounded_load_row(figures: Figures) -> list[tuple[str, str]]:
+    """Return the row of the offered load for a run whose load is infinite, which the figures leave out."""
     if math.isfinite(figures.offered_load):
         return []
     return [("offered load", "all jobs are submitted at once")]
 
 
 def simulated(source: Material, load: Load, options: ReplayOptions, figures: Figures) -> dict[str, Any]:
-    """One object of a run: its figures by name, and of what they are."""
+    """Return one run for JSON: figures by name, trace, cluster, options and load."""
     return documents.as_json(figures) | about(source, options) | {"load": load_asked(load)}
 
 
 def compared(
     source: Material, options: ReplayOptions, groups: Sequence[tuple[Load, Mapping[str, Sequence[Figures]]]]
 ) -> dict[str, Any]:
-    """One object of a comparison: every run, and the policies side by side at each load."""
+    """Return a comparison for JSON: every run, and the policies side by side at each load."""
     return about(source, options) | {
         "loads": [
             {
@@ -123,7 +120,7 @@ def compared(
 
 
 def about(source: Material, options: ReplayOptions) -> dict[str, Any]:
-    """The trace, the cluster and the options of a run, plain."""
+    """Return trace, cluster and options of a run for JSON."""
     return {
         "trace": {
             "name": source.trace,
@@ -145,7 +142,7 @@ def about(source: Material, options: ReplayOptions) -> dict[str, Any]:
 
 
 def load_asked(load: Load) -> float | list[dict[str, float]] | None:
-    """Null: as recorded."""
+    """Return the load for JSON; None: as recorded."""
     if load.phases:
         return [{"seconds": seconds, "load": offered} for seconds, offered in load.phases]
     return load.offered
@@ -164,8 +161,10 @@ _TENTHS = 10
 
 
 class ProgressBar:
-    """Call it with what is done and what there is in all, as often as you like. `is_shown` False: it says nothing;
-    None: only to a terminal. What it gets is shown in `unit`s, of which one is 1 / `scale`."""
+    """Progress on stderr: a bar on a terminal, elsewhere a line per tenth. Call it with the amount done and the total.
+
+    `is_shown`: None: only on a terminal. `unit`, `scale`: amounts are shown as amount x scale in units.
+    """
 
     def __init__(
         self,
@@ -193,17 +192,17 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            with or_to_nobody():
+            with ignoring_stderr_errors():
                 self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        # This is called for each job: looking at the clock is all that may cost.
+        # Called for each job, so all but the clock reading must be rare.
         if not self._is_shown or (now := self._clock()) < self._next:
             return
         self._next = now + _SECONDS_BETWEEN_LOOKS
         done, total = round(done * self._scale), round(total * self._scale)
         if self._is_terminal:
-            with or_to_nobody():
+            with ignoring_stderr_errors():
                 self._draw(done, total)
         elif (tenths := _TENTHS * done // max(total, 1)) > self._tenths:
             self._tenths = tenths
@@ -221,7 +220,7 @@ class ProgressBar:
                 TextColumn(self._unit),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
-                # What a run printed is its results, not how it got there.
+                # The bar disappears: the lasting output is the result only.
                 transient=True,
                 redirect_stdout=False,
                 redirect_stderr=False,

@@ -1,4 +1,4 @@
-"""Jobs that share GPUs in a replay beside an order that stops jobs: the pass that packs them, and what it remembers."""
+"""Co-location in a replay with a preemptive order: runs the co-location stage and keeps its state between passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ganger_master.simulator.replay import Clock
 
 
 class Packer:
-    """`gpus`: of the cluster."""
+    """Runs the co-location stage. `gpus`: number of GPUs of the cluster."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Packer:
         return self.packing.next_look_s(self._table, self._every_s)
 
     def plan(self) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...]]:
-        """The changes to propose now, and what was found."""
+        """Return the changes to propose now and the findings of trials."""
         now = self._windows.now = self._clock.now
         changes, self.packing, findings = plan_packing(
             self.packing, self._placement, self._table, self._room, now, self._windows, self._gpus, self._every_s

@@ -1,12 +1,7 @@
-"""Many runs at once, each in a process of its own; one that dies is named.
+"""Parallel runs, one process per run; a process that dies is reported with the name of its run.
 
-One run is one thread: several at once would fight for the cores with the threads of linear algebra.
-
-Many pieces of work at once, each in a process of its own: what one holds in memory ends with it, and one that dies
-is told from one that fails.
-
-A process does one piece and sends its result. Nothing outlives the caller: processes are ended when the iteration is
-closed or interrupted, and end by themselves when their parent is gone.
+Each process runs one task, in one thread, since several would compete with the threads of linear algebra. Its memory is
+released with it. Processes end when the iteration is closed or interrupted, and by themselves when their parent ends.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _NAMES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """What is started, or imported for the first time, within this does its linear algebra in one thread."""
+    """Limit linear algebra to one thread in processes started, and libraries first imported, within this context."""
     before = {name: os.environ.get(name) for name in _NAMES}
     os.environ.update(dict.fromkeys(_NAMES, "1"))
     try:
@@ -48,14 +43,14 @@ def one_thread_each() -> Iterator[None]:
 
 
 Task = TypeVar("Task")
-# Called as often as it likes, with something that can be pickled.
+# A task calls it with values that can be pickled, any number of times.
 Report = Callable[[Any], None]
 _SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """No result; `details` are what the process had to say."""
+    """A task without a result. `details`: the traceback of the process, if any."""
 
     what: str
     details: str = ""
@@ -75,8 +70,11 @@ def each(
     workers: int,
     reported: Callable[[Task, Any], None] | None = None,
 ) -> Generator[tuple[Task, Any]]:
-    """`work(*arguments(task), report)` for each task, as they end: (task, what it returned, or `Failed`). At most
-    `workers` at a time; arguments are made when their turn has come. `reported` gets what a piece of work reports."""
+    """Run `work(*arguments(task), report)` for each task, `workers` at a time.
+
+    Yields (task, result or `WorkerFailure`) as tasks end. `arguments` is called when its task starts. `reported` is
+    called with the values that a task reports.
+    """
     waiting = list(reversed(tasks))
     working: dict[Connection, _Worker[Task]] = {}
     try:
@@ -88,8 +86,8 @@ def each(
             for pipe in wait(list(working)):
                 assert isinstance(pipe, Connection)
                 worker = working[pipe]
-                said, value = _received(worker)
-                if said == "report":
+                kind, value = _received(worker)
+                if kind == "report":
                     if reported is not None:
                         reported(worker.task, value)
                     continue
@@ -104,12 +102,12 @@ def each(
 
 
 def _started(task: Task, work: Callable[..., Any], arguments: tuple[Any, ...]) -> _Worker[Task]:
-    # Spawned, not forked: a fork of a process with threads may stand still in a lock nobody holds any more.
+    # Spawned, not forked: a fork of a process with threads may block on a lock whose holder was not copied.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_do, args=(theirs, work, arguments), name=f"ganger {task}", daemon=True)
-    # Ctrl-C goes to all processes of a terminal; children leave it to us, from their first instruction on. What
-    # starting the tracker does to the mask must be over by then: it ends by letting SIGINT through.
+    # Ctrl-C reaches all processes of a terminal; children ignore it from their first instruction on. The tracker starts
+    # before, because its start unblocks SIGINT.
     resource_tracker.ensure_running()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -117,7 +115,7 @@ def _started(task: Task, work: Callable[..., Any], arguments: tuple[Any, ...]) -
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
-    # Only the child may hold its end, or nobody would see that it died.
+    # Only the child may hold its end of the pipe: otherwise its death would not close the pipe.
     theirs.close()
     return _Worker(task, process, ours)
 
@@ -145,7 +143,7 @@ def _end(worker: _Worker[Task]) -> None:
 
 
 def _do(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """In the child."""
+    """Run in the child: execute the task and send its result."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = work(*arguments, lambda value: pipe.send(("report", value)))
@@ -156,7 +154,7 @@ def _do(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) 
     try:
         pipe.send(("done", result))
     except OSError:
-        # Nobody listens any more.
+        # The parent has ended.
         pass
     pipe.close()
 
@@ -168,9 +166,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-# What `ganger_master.simulator.run.simulate` is.
+# The type of `ganger_master.simulator.run.simulate`.
 Simulate = Callable[..., Run]
-# How often a run says how far it is.
+# Interval of progress reports of a run.
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
@@ -187,7 +185,7 @@ class RunCell:
 
 
 class RunError(RuntimeError):
-    """A run did not come to its end; the message names it, `details` are what its process had to say."""
+    """A run failed; the message names it. `details`: the traceback of its process, if any."""
 
     def __init__(self, cell: RunCell, what: str, details: str = "") -> None:
         super().__init__(f"{cell}: {what}")
@@ -202,8 +200,11 @@ def run_all(
     workers: int,
     progress: Callable[[RunCell, int], None] | None = None,
 ) -> Generator[tuple[RunCell, Run]]:
-    """Runs in the order in which they end. `progress` gets a cell and how many of its jobs have ended. RunError for
-    the first that fails; ValueError where the jobs cannot offer a cell's load."""
+    """Yield runs in the order in which they end.
+
+    `progress` is called with a cell and the number of its jobs that have ended. Raises RunError for the first failure,
+    ValueError if the jobs cannot offer the load of a cell.
+    """
 
     def arguments(cell: RunCell) -> tuple[Any, ...]:
         return simulate, jobs_at(source, cell.load, cell.seed), source.servers, cell.policy, options(cell)
@@ -216,7 +217,7 @@ def run_all(
 
 
 def _simulated(simulate: Simulate, jobs: Any, servers: Any, policy: str, options: ReplayOptions, report: Report) -> Run:
-    """In the child."""
+    """Run in the child: one simulation with progress reports."""
     settle()
     return simulate(jobs, servers, policy, options, _Reports(report))
 

@@ -1,4 +1,4 @@
-"""The simulated planner: when it makes a plan and which, what it proposes, and what it knows."""
+"""The simulated planner: decides when to plan, runs the pass of the policy and proposes the changes to the core."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What the last plan said: whom it started and stopped, which are its `jobs`, and who follows once those have gone,
-    first job first."""
+    """The last plan: the jobs that it started and stopped (together `jobs`), and the jobs to start once the stopped
+    ones have released their devices, in order."""
 
     at: float
     started: frozenset[int] = frozenset()
@@ -60,9 +60,12 @@ NOTHING_PLANNED = _Planned(-np.inf)
 
 
 class Planning:
-    """`send` gives the core a command. `rates`: None where every job runs at its recorded pace; `scaling`: None where
-    every job has the size of its trace; `windows`: None where no policy asks what daemons measure. `work` is hidden but
-    from oracles, and from what is reported of it."""
+    """Plans for one replay.
+
+    `send` passes a command to the core and returns its answer. `rates`: None if every job runs at its recorded rate.
+    `scaling`: None if no job is elastic. `windows`: None if the policy reads no measurements of daemons. `work`: the
+    true remaining work, which only oracles and the modelled reports read.
+    """
 
     def __init__(
         self,
@@ -87,14 +90,14 @@ class Planning:
             # A round begins with an empty cluster.
             self._order = replace(self._order, preempts=True)
         self._places = policy.places is Places.PLANNER
-        # What gangs have is not changed while they run.
+        # Running gangs keep their devices, cores and memory.
         self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
-        # Nor anything else: plans are for those who wait.
+        # Plans concern pending jobs only.
         self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
-        # Any free GPUs serve, nobody is stopped, and time alone changes nothing.
         does_more = self._order.preempts or self._order.learns or policy.shares
-        # Whose user has used its quota up finds no place, whatever is free.
+        # With quotas, free devices are no proof that a pending job can start.
         self._is_bounded = bool(state.settings.quota_devices)
+        # A plan only starts jobs, on any free GPUs, and its outcome does not depend on time.
         only_starts = options.ideal and self._is_plain and not does_more and not self._is_bounded
         self._only_starts = only_starts and self._order.next_change is None and self._order.with_history is None
         learns = self._order.learns or policy.tetris is not None
@@ -108,46 +111,46 @@ class Planning:
         )
         self._known = None if rates is None else rates.known(self._is_profiled)
         self.measured = self._measured(scaling)
-        # What is under way of the sizes that a policy which weighs them has decided.
+        # Resizes in progress of a policy that decides on sizes.
         self._resizing: Resizing | None = None
-        # None: nobody grows onto idle GPUs, is moved, or shares GPUs.
+        # None: the policy does not grow, migrate or co-locate jobs.
         self.sizing = self._sizing() if scaling is not None and policy.grows else None
         self.moves = self._moves() if policy.moves else None
         self.sharing = self._sharing() if policy.shares else None
         self._packer = self._packing() if policy.packs else None
-        # Whom the last plan that stopped somebody stopped for others: they rest until the next one may.
+        # Jobs preempted by the last plan that preempted; they wait until the next plan that may preempt.
         self._displaced: frozenset[int] = frozenset()
-        # Jobs came, started, stopped or ended since the last plan; those that the table does not show as they are now.
+        # Whether something changed since the last plan, and the jobs whose entries in the table are out of date.
         self._is_news = False
-        self._told: dict[int, None] = {}
-        # If at its instant nothing has happened since but what it said, and no order ranks otherwise for that.
+        self._changed: dict[int, None] = {}
+        # Kept while nothing but this plan has happened at its instant and its effects do not change the ranking.
         self._planned = NOTHING_PLANNED
-        self._back_at = self._stopped_at = self._packed_at = -np.inf
-        # When the next plan is due without news; an earlier one, for another reason, does not end that.
+        self._wakes_s = self._stopped_at = self._packed_at = -np.inf
+        # When the next plan is due without a change; an earlier plan for another reason does not reset this.
         self._due_at = np.inf
-        # Plans are made as a live planner makes them (`planner.loop`).
+        # Whether plans follow the schedule of a live planner (`planner.loop`).
         self._is_paced = not options.ideal and options.round_s is None
 
-    def told(self, numbers: Collection[int]) -> None:
-        """These jobs came, changed or ended."""
+    def jobs_changed(self, numbers: Collection[int]) -> None:
+        """Note that these jobs were submitted, changed or ended."""
         if not numbers or not self._places:
             return
         self._is_news = True
-        self._told.update(dict.fromkeys(numbers))
+        self._changed.update(dict.fromkeys(numbers))
         if not self._planned.jobs.issuperset(numbers):
             self._planned = NOTHING_PLANNED
 
-    def learn(self) -> None:
-        """There is more to go by than before."""
+    def estimates_changed(self) -> None:
+        """Note that the policy has new measurements or profiles."""
         self._is_news = True
 
     def plan(self) -> bool:
-        """Proposes a plan if it is time for one; whether it changed anything."""
-        if self._told:
-            self._follow()
+        """Propose a plan if one is due. Return whether the core approved a change."""
+        if self._changed:
+            self._refresh_table()
         if not len(self.table):
             return False
-        self._come_back(self._due_at)
+        self._wake_at(self._due_at)
         if self.sharing is not None:
             return self._share(self.sharing)
         return self._plan() or (self._packer is not None and self._pack(self._packer))
@@ -156,7 +159,7 @@ class Planning:
         now = self._clock.now
         planned = self._carried_out(now)
         if planned.started and not planned.follow:
-            # All who were chosen have a place now, and would be chosen again.
+            # All chosen jobs have started; another pass would choose the same ones.
             self._is_news = False
             return False
         may_stop = self._may_stop()
@@ -168,54 +171,53 @@ class Planning:
         if self._only_for_waiting and not self.table.has_waiting:
             self._planned = NOTHING_PLANNED
             return False
-        looks = may_stop or sizing is not None or (moves is not None and not moves.moves_no_job())
-        if self._starts_nobody() if self._only_starts else not looks and self._is_vain():
+        has_other_work = may_stop or sizing is not None or (moves is not None and not moves.has_nothing_to_move())
+        if self._starts_no_job() if self._only_starts else not has_other_work and self._is_futile():
             return False
         if sizing is not None:
             sizing.plan(())
-            # Nobody need be stopped for GPUs that are on their way, and who finds room need not wait for a plan that
-            # stops others.
+            # GPUs taken back from grown jobs will serve the pending jobs, so this plan need not preempt.
             may_stop = may_stop and not sizing.is_giving
         findings: tuple[TrialFinding, ...] = ()
         if moves is not None:
             found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
         else:
-            found = self._known_pass(now, planned) or self._pass(now, may_stop)
+            found = self._shortcut_pass(now, planned) or self._pass(now, may_stop)
         self._displaced = found.displaced or self._displaced
         self._due_at = self._next_due_s(found)
-        self._come_back(self._due_at)
+        self._wake_at(self._due_at)
         if sizing is not None:
             found, findings = sizing.beside(found), (*findings, *sizing.findings)
         self._resizing = found.resizing or self._resizing
         is_carried_out = self._propose(found, findings)
-        self._planned = self._said(found, now)
+        self._planned = self._repeatable(found, now)
         return is_carried_out
 
     def _next_due_s(self, found: PlanDraft) -> float:
-        """When, after this pass, the next one is due whatever happens; infinite: not before something does."""
+        """Return when the next pass is due without a change; infinite: only after a change."""
         due_s = np.inf
         if found.next_change_s < np.inf and self._options.round_s is None:
-            # Sizes are weighed anew as often as somebody may be stopped.
+            # Sizes are decided as often as a plan may preempt.
             earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
             due_s = max(found.next_change_s, earliest)
         if self._is_paced and (found.waits or found.leaves_waiting):
             due_s = min(due_s, self._next_stop_s)
         return due_s
 
-    def _follow(self) -> None:
-        """The table shows everybody as they are now."""
+    def _refresh_table(self) -> None:
+        """Bring the table up to date with the jobs that changed."""
         state, table = self._state, self.table
-        for number in self._told:
+        for number in self._changed:
             job = state.jobs.get(number)
             if job is not None:
                 table.put(job, state.gangs.get(job.epoch))
             elif table.get(number) is not None:
-                # So many ended at once that it is not kept.
+                # It ended, and the core has already dropped it from its finished jobs.
                 table.forget(number)
-        self._told.clear()
+        self._changed.clear()
 
-    def _said(self, found: PlanDraft, now: float) -> _Planned:
-        """What a plan said, where the next one of its instant will choose the same jobs."""
+    def _repeatable(self, found: PlanDraft, now: float) -> _Planned:
+        """Return the plan if the next pass of its instant would choose the same jobs, else `NOTHING_PLANNED`."""
         is_steady = self._order.is_steady and self._order.next_change is None
         if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None or self._is_bounded:
             return NOTHING_PLANNED
@@ -226,15 +228,15 @@ class Planning:
         return _Planned(now, started, stopped, found.follow, started | stopped)
 
     def _carried_out(self, now: float) -> _Planned:
-        """What the last plan of this instant said, if all of it has come about."""
+        """Return the last plan of this instant if all of its changes have taken effect, else `NOTHING_PLANNED`."""
         planned, jobs = self._planned, self._state.jobs
         is_done = planned.at == now and all(jobs[number].state is JobState.HOLDING for number in planned.started)
         if is_done and all(number not in jobs or not jobs[number].epoch for number in planned.stopped):
             return planned
         return NOTHING_PLANNED
 
-    def _known_pass(self, now: float, planned: _Planned) -> PlanDraft | None:
-        """The pass that would be made, where it is known without ranking anybody who is chosen and finds room."""
+    def _shortcut_pass(self, now: float, planned: _Planned) -> PlanDraft | None:
+        """Return the result of the pass if the chosen jobs are known without ranking all jobs; else None."""
         jobs: Sequence[JobRecord] = [self._state.jobs[number] for number in planned.follow]
         if not jobs and self._only_starts and self._order.by_arrival and self.table.has_waiting:
             jobs = self._first_of_queue()
@@ -244,7 +246,7 @@ class Planning:
         return started(jobs, self._policy.placement, self.table, now, self._room, terms=terms)
 
     def _first_of_queue(self) -> list[JobRecord]:
-        """Whom an order by arrival starts on the GPUs that are free."""
+        """Return the jobs that an order by arrival starts on the free GPUs."""
         state, found = self._state, []
         free, least = state.free_devices, self.table.least_waiting_gpus
         for number in state.waiting:
@@ -258,28 +260,28 @@ class Planning:
                 break
         return found
 
-    def _starts_nobody(self) -> bool:
-        """Whether a plan that can do no more than start somebody finds too few GPUs free, wherever they are."""
+    def _starts_no_job(self) -> bool:
+        """Return whether too few GPUs are free in all for a plan that can only start jobs."""
         state = self._state
         if not (self._order.is_strict and self._order.by_arrival):
             return not self.table.has_waiting or self.table.least_waiting_gpus > state.free_devices
         first = next(iter(state.waiting), None)
         return first is None or state.jobs[first].gpus > state.free_devices
 
-    def _is_vain(self) -> bool:
-        """Whether a plan that may stop nobody would start nobody either, and need not say when the next one is due."""
-        comes_back = self._due_at == self._stopped_at + self._options.plan_every_s > self._clock.now
-        if not comes_back or not self._is_plain or not self.table.has_waiting:
+    def _is_futile(self) -> bool:
+        """Return whether a plan that may not preempt would start no job and the next plan is already scheduled."""
+        is_scheduled = self._due_at == self._stopped_at + self._options.plan_every_s > self._clock.now
+        if not is_scheduled or not self._is_plain or not self.table.has_waiting:
             return False
         terms = terms_of(self._policy, self.table)
         if may_start(self._policy.placement, self.table, self._room, terms, self._displaced):
             return False
-        # What is known of jobs depends on when one looks.
+        # Skipping the pass must not skip its effect on the job estimates, which depend on the times of passes.
         self.table.look(self._clock.now, self._order)
         return True
 
     def _share(self, sharing: Sharing) -> bool:
-        """The same where jobs share GPUs: on news, and at the end of every quantum."""
+        """Plan for a policy with time slices and co-location: after a change, and at the end of every quantum."""
         now, sizing, moves = self._clock.now, self.sizing, self.moves
         if self._options.round_s is not None and not (self._may_stop() or self._may_start()):
             return False
@@ -290,13 +292,13 @@ class Planning:
         if sizing is not None:
             sizing.plan({*before.turns.sharers, *before.packs.on_trial})
             findings = sizing.findings
-        # Else who waits is about to have devices of its own.
+        # While grown jobs give GPUs back, pending jobs are about to get devices of their own.
         if sizing is None or not sizing.is_giving:
             errands = () if moves is None else moves.moving.errands
             found, packed = sharing.plan(self._nodes.switch_s, errands, self._newcomers)
             findings = (*findings, *packed)
             self._due_at = sharing.switches_at
-            self._come_back(self._due_at)
+            self._wake_at(self._due_at)
         if sizing is not None:
             found = sizing.beside(found)
         if not found.changes and not findings:
@@ -309,15 +311,15 @@ class Planning:
         return len(refused) < len(answer.verdicts)
 
     def _pack(self, packer: Packer) -> bool:
-        """Once there is nothing else to do at an instant."""
-        if self._told:
+        """Propose co-locations, once no other change is due at this instant."""
+        if self._changed:
             return False
         before, answer, next_look_s = packer.packing, None, packer.next_look_s
         if self._clock.now >= next_look_s:
             answer = self._answer(*packer.plan())
             next_look_s = packer.next_look_s
         if next_look_s < np.inf:
-            self._come_back(next_look_s)
+            self._wake_at(next_look_s)
         if answer is None:
             return False
         refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
@@ -365,7 +367,7 @@ class Planning:
             from ganger_master.planner.synergy_round import plan_packed
             from ganger_master.policies.tunings.demand import NOTHING
 
-            # Whoever was stopped may go before others then, but a round stops nobody twice.
+            # A job that a round preempted may rank before others now, but a round preempts only once.
             may_stop, self._packed_at = self._packed_at != now, now
             kept_out = within_quotas(self._order, self.table, now, self._capacity, self._oracle, kept_out)
             packed = plan_packed(
@@ -406,8 +408,8 @@ class Planning:
         return 0.0 if self._options.ideal else costs.suspend_s + costs.start_s + costs.resume_s
 
     def _may_start(self) -> bool:
-        """Whether a plan at this instant may start somebody though it may stop nobody: within a round only those for
-        whom it made way."""
+        """Return whether a plan at this instant may start jobs without preempting: in a round, only while the devices
+        that its plan released become free."""
         step = self._options.round_s
         if step is None:
             return True
@@ -416,7 +418,7 @@ class Planning:
 
     @property
     def _newcomers(self) -> frozenset[int]:
-        """Who has come since the round began, and waits for the next one; nobody without rounds."""
+        """Jobs submitted since the round began, which wait for the next one; empty without rounds."""
         step = self._options.round_s
         if step is None:
             return frozenset()
@@ -425,12 +427,12 @@ class Planning:
         return frozenset([job.number for job in waiting if job.create_time > began_s])
 
     def _may_stop(self) -> bool:
-        """Whether a plan at this instant may stop who runs; in rounds, sees to it that the next one is made in time."""
+        """Return whether a plan at this instant may preempt; in rounds, also schedule the plan of the next round."""
         now, step = self._clock.now, self._options.round_s
         if step is not None:
             rounds = rounds_until(now, step)
             whole = math.floor(rounds)
-            self._come_back(round_start(whole + 1, step))
+            self._wake_at(round_start(whole + 1, step))
             return rounds == whole
         if self._options.ideal:
             return self._is_news
@@ -438,15 +440,15 @@ class Planning:
 
     @property
     def _next_stop_s(self) -> float:
-        """When the next plan may stop somebody, if this one is now; the one after it, if this one may."""
+        """The next time at which a plan may preempt, after this instant."""
         return (self._clock.now if self._may_stop() else self._stopped_at) + self._options.plan_every_s
 
-    def _come_back(self, time: float) -> None:
+    def _wake_at(self, time: float) -> None:
         if time <= self._clock.now or time == np.inf:
-            # This instant is planned for until nothing changes any more.
+            # `run` repeats the plan of this instant until it changes nothing.
             return
-        if self._back_at <= self._clock.now or time < self._back_at:
-            self._back_at = time
+        if self._wakes_s <= self._clock.now or time < self._wakes_s:
+            self._wakes_s = time
             self._clock.at(time, _nothing)
 
     def _sizing(self) -> Sizing | None:
@@ -456,7 +458,13 @@ class Planning:
             return None
         most_idle_s = self._options.plan_every_s
         return Sizing(
-            self._policy.placement, self.table, self._room, self._windows, self._clock, most_idle_s, self.learn
+            self._policy.placement,
+            self.table,
+            self._room,
+            self._windows,
+            self._clock,
+            most_idle_s,
+            self.estimates_changed,
         )
 
     def _moves(self) -> Moves:
@@ -503,10 +511,10 @@ class Planning:
         )
 
     def _measured(self, scaling: Scaling | None) -> ModelledEstimates | None:
-        """What a policy that resizes jobs measures; None for all others."""
+        """Return the measurements of a policy that resizes jobs; None for all others."""
         if not self._policy.resizes:
             return None
-        # Fits need SciPy, for which no other policy's run is to wait.
+        # The fits import SciPy, which takes long and which no other policy needs.
         from ganger_master.simulator.measurement_model import Losses, ModelledEstimates
 
         jobs, work, clock, options = self._jobs, self._work, self._clock, self._options
@@ -528,4 +536,4 @@ class Planning:
 
 
 def _nothing() -> None:
-    """Time passes."""
+    """Only let virtual time reach this instant."""

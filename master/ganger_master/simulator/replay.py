@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order of time and then of asking."""
+"""Virtual time: scheduled actions, ordered by time and then by the order of scheduling."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import count
 
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
-# Times that are nearer to each other are the same instant: sums of decimals are seldom exact.
+# Times closer than this are the same instant: sums of decimals are seldom exact.
 INSTANT_S = 1e-6
 
 
 def instant(time: float) -> float:
-    """The time itself, but for what was lost in making it: what is equal in decimals is equal."""
+    """Return the time rounded to microseconds, so that times equal in decimals compare equal."""
     return round(time, 6)
 
 
 def rounds_until(time: float, step_s: float) -> float:
-    """How many rounds of so many seconds have gone by; a whole number where one begins."""
+    """Return the number of rounds of `step_s` seconds since the epoch; a whole number at the start of a round."""
     rounds = (time - EPOCH_S) / step_s
     nearest = round(rounds)
     return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
@@ -29,7 +29,7 @@ def round_start(number: float, step_s: float) -> float:
 
 
 class Clock:
-    """`now` in seconds."""
+    """A clock of virtual time with scheduled actions. `now`: seconds."""
 
     def __init__(self, start: float) -> None:
         self.now = start
@@ -37,8 +37,10 @@ class Clock:
         self._order = count()
 
     def at(self, time: float, act: Callable[[], None], is_void: Callable[[], bool] | None = None) -> None:
-        """`is_void`: whether it is not to happen after all. Then nothing is: not even its time comes, for that a job
-        would have ended then is something that nobody may see."""
+        """Schedule an action. `is_void`: whether the action is cancelled by then.
+
+        Virtual time skips the instant of a cancelled action: no policy may observe when a job would have ended.
+        """
         heapq.heappush(self._heap, (max(time, self.now), next(self._order), act, is_void))
 
     def next_time(self) -> float | None:
@@ -51,9 +53,9 @@ class Clock:
         return None
 
     def run_instant(self) -> int:
-        """Everything that is due at the next instant, which becomes now; how much that was."""
+        """Advance to the next instant, run all of its actions and return their number."""
         time = self.next_time()
-        assert time is not None, "nothing is to happen"
+        assert time is not None, "no action is scheduled"
         self.now = time
         done = 0
         while time == self.now:

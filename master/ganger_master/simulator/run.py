@@ -1,4 +1,4 @@
-"""A workload through the production core on virtual time, under one policy."""
+"""Replay a workload under one policy: the production core on virtual time, with modelled nodes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 _NEVER_S = 1e12
 _DEFAULTS = ReplayOptions()
-# In ideal runs service is counted as it is, not in queues.
+# Ideal runs rank by attained service itself instead of by queues.
 _CONTINUOUS = {"tiresias": LAS2D}
 _CAPABILITIES = {CAPABILITY: "yes"}
-# Plans of one instant: one stops, the next starts what that made room for.
+# Maximum number of plans per instant: one preempts, the next starts jobs on the released devices.
 _PLANS_AT_ONCE = 64
 
 
@@ -55,8 +55,11 @@ def simulate(
     options: ReplayOptions = _DEFAULTS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Run:
-    """Every job from submission to end. Every gang must fit into the cluster (`traces.transform.that_fit`) and every
-    duration be known. KeyError for an unknown policy; `progress` is told how many jobs have ended, of how many."""
+    """Run every job from submission to end and return the outcomes.
+
+    Every gang must fit into the cluster (`traces.transform.that_fit`) and every duration must be known. `progress` is
+    called with the number of ended jobs and of all jobs. Raises KeyError for an unknown policy.
+    """
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.rates == "profiles":
         from ganger_master.simulator.true_rates import without_arenas
@@ -94,13 +97,13 @@ class _Replay:
     ) -> None:
         self.policy = policy_named(policy)
         if options.ideal:
-            # Where any free devices serve there is nothing for a job's own scheduler to weigh.
+            # Where any free devices serve, job schedulers have no choice to make.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
             self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
-            # What is placed by counts claims nothing but devices.
+            # Placement by counts claims devices only.
             servers = devices_only(servers)
         elif options.round_s is not None:
-            # A job's own scheduler would find it a place within a round.
+            # Job schedulers would start jobs in the middle of a round.
             self.policy = replace(self.policy, places=Places.PLANNER)
         self.jobs = jobs
         self.options = options
@@ -112,14 +115,14 @@ class _Replay:
             policy=policy,
             checkpoint_interval_seconds=-1.0,
             jobs_waiting_limit=len(jobs) + 1,
-            # Nobody here becomes less choosy with time: only what changes in the cluster gives a job another chance.
+            # Modelled schedulers do not relax with time: only a change of the cluster lets a refused job retry.
             turn_again_seconds=_NEVER_S,
-            # Ended jobs are looked at by nobody.
+            # No client reads ended jobs.
             request_kept_seconds=0.0,
             finished_jobs_limit=1_000,
             quota_devices=as_settings(options.quotas),
         )
-        # Modelled nodes look for themselves what their gangs are to do, and nothing is stored.
+        # Modelled nodes read the state directly, and nothing is stored: the core need not collect orders and rows.
         self.state = State(self.settings, EPOCH_S, tells=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
@@ -135,18 +138,18 @@ class _Replay:
             lambda number, gang: self.ledger.moves(number - 1, gang),
             self._peak_bytes,
         )
-        # None: every job runs at its recorded pace.
+        # None: every job runs at its recorded rate.
         self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
-        # None: no job has another size than that of its trace.
+        # None: no job is elastic.
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
         self.scaling = _scaling(jobs, options.seed) if is_elastic else None
-        # None: nobody shares GPUs.
+        # None: the policy does not share GPUs.
         self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares or self.policy.packs else None
-        # What daemons measure of memory is what says who can rest in that of its host.
+        # Jobs park in host memory only if their device memory was measured.
         measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
         self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
         self.windows = None if self.memory is None else _windows(self.memory, options.seed)
-        # Who trains on a node, by position, with the mask of their devices; and where they do.
+        # By node: training jobs (positions in the workload) with their device masks. By job: its gang.
         self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
         self.turns = ModelledSchedulers(self.state, self.send)
@@ -213,7 +216,7 @@ class _Replay:
     def _submit(self, job: int) -> None:
         self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], self._users[job]))
         if (self.rates is not None and self.policy.tuning is not None) or self.planning.measured is not None:
-            self.clock.at(self.clock.now + self.options.profile_s, self.planning.learn)
+            self.clock.at(self.clock.now + self.options.profile_s, self.planning.estimates_changed)
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
 
@@ -230,7 +233,7 @@ class _Replay:
         return ends
 
     def _company(self, job: int, gang: Gang) -> frozenset[int]:
-        """Who trains on its devices, too."""
+        """Return the other jobs that train on its devices."""
         if self.footprints is None:
             return frozenset()
         found = []
@@ -242,7 +245,7 @@ class _Replay:
         return frozenset(found)
 
     def _beside(self, job: int) -> float:
-        """It goes on beside those who are on its devices now; when it ends then."""
+        """Set its rate for the jobs now co-located with it; return its new end."""
         assert self.windows is not None
         rate = self._rate(job, self._where[job])
         gang = self._where[job]
@@ -268,14 +271,14 @@ class _Replay:
         return self._let_go(self.work.change(job, self.clock.now, self._rate(job, gang)))
 
     def _rate(self, job: int, gang: Gang) -> float:
-        """Against the pace of its trace."""
+        """Return its rate relative to the recorded rate."""
         rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
         if self.footprints is not None:
             rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
         return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
 
     def _let_go(self, ends: float) -> float:
-        """When its devices are given back."""
+        """Return when its devices are released."""
         step = self.options.round_s
         if step is None:
             return instant(ends)
@@ -306,7 +309,7 @@ class _Replay:
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Everything that follows at this instant."""
+        """Run reports, commands and plans of this instant until nothing changes."""
         for _ in range(_PLANS_AT_ONCE):
             while self.nodes.report() or self._happened:
                 self._finish()
@@ -322,29 +325,29 @@ class _Replay:
                 self.nodes.follow(number)
 
     def _finish(self) -> None:
-        """Ends a batch, of which all is part that nodes do and say at once of what they are told."""
+        """Finish a batch of the core, which includes the immediate reports of nodes on their new orders."""
         now, news = self.clock.now, self.state.dirty.news
         self._follow(news)
         while self.nodes.report():
             self._follow(news)
         self._happened = False
         effects = machine.finish(self.state, now)
-        self.planning.told(effects.jobs)
+        self.planning.jobs_changed(effects.jobs)
         if effects.turns:
             self.turns.take(effects.turns, now)
         wake = effects.wake_at
         if self.options.quotas:
             wake = self.turns.wake_at(wake)
-        # For what is never to be, nothing is kept in mind.
+        # A wake-up at `_NEVER_S` need not be scheduled.
         if wake is not None and wake < _NEVER_S:
-            # Most leases are used long before they would run out.
+            # Most leases are used long before they expire, which makes the wake-up void.
             self.clock.at(wake, self._tick, lambda: self.state.wake_at != wake)
 
     def _tick(self) -> None:
         self.send(commands.Tick())
 
 
-# Of what most replays do without, and whose loading takes longer than to replay a hundred jobs.
+# Imported on demand: most replays need none of these, and an import takes longer than a replay of a hundred jobs.
 
 
 def _rates(jobs: Workload, servers: Servers) -> TrueRates:

@@ -1,7 +1,4 @@
-"""What became of every job of a replay: when it started and ended, what it held, what switching cost it.
-
-What a replayed cluster is like over time: devices and cores in use, who waits, free devices that nobody can use.
-"""
+"""The record of a replay: outcomes of its jobs, and time series of devices, cores, pending jobs and fragmentation."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from ganger_master.simulator.traces.workload import Workload
 
 
 class Ledger:
-    """By position in the workload; times are on the workload's clock."""
+    """Outcomes of jobs by position in the workload. Times are on the workload's clock."""
 
     def __init__(self, jobs: Workload) -> None:
         count = len(jobs)
         self._jobs = jobs
-        # Written job by job, which arrays of NumPy take several times as long for.
+        # Plain arrays: writing single elements of NumPy arrays takes several times as long.
         nothing, never = array("d", bytes(8 * count)), array("d", [math.nan]) * count
         self._first_start, self._end, self._trains_since = never[:], never[:], never[:]
         self._service, self._trained = nothing[:], nothing[:]
@@ -34,19 +31,19 @@ class Ledger:
         self.ended = 0
 
     def trains(self, job: int, held_since: float, now: float) -> None:
-        """Its gang, held since a time, has done its first step."""
+        """Record that its gang, which holds devices since `held_since`, has done its first step."""
         if math.isnan(self._first_start[job]):
             self._first_start[job] = held_since
         self._trains_since[job] = now
 
     def halts(self, job: int, now: float) -> None:
-        """It does no more steps, though it may hold its gang still; told as often as one likes."""
+        """Record that it stops training, though it may still hold devices. Idempotent."""
         if not math.isnan(self._trains_since[job]):
             self._trained[job] += now - self._trains_since[job]
             self._trains_since[job] = math.nan
 
     def leaves(self, job: int, gang: Gang, held_since: float, now: float, finished: bool) -> None:
-        """It gave its gang back, and has halted before."""
+        """Record that it released its devices, after `halts`."""
         held = now - held_since
         self._service[job] += held
         self._gpu_seconds[job] += held * gang.devices
@@ -58,7 +55,7 @@ class Ledger:
             self._preemptions[job] += 1
 
     def moves(self, job: int, gang: Gang) -> None:
-        """It goes on elsewhere, or with another number of devices, with all that it has done."""
+        """Record a migration or a resize of the running job."""
         (self._resizes if gang.resizes else self._migrations)[job] += 1
 
     def outcomes(self) -> Outcomes:
@@ -77,12 +74,12 @@ class Ledger:
         )
 
 
-# Looks at fragmentation, which asks about every node, over the time in which jobs are submitted.
+# Samples of fragmentation, which costs a pass over all nodes, between the first and the last submission.
 _LOOKS = 1_000
 
 
 class Meters:
-    """`millicores`: of the whole cluster."""
+    """Time series of the cluster. `millicores`: of the whole cluster."""
 
     def __init__(self, jobs: Workload, state: State, millicores: int) -> None:
         self._state = state
@@ -109,7 +106,7 @@ class Meters:
             return
         self._next_look = now + self._every
         self._cores.record(now, (self._millicores - sum(map(sum, state.view.millicores))) / 1000)
-        # What is not free nobody can use, as in a crowd most of the time.
+        # Without free devices nothing is fragmented: on an oversubscribed cluster that is most of the time.
         self._fragmented.record(now, self._lost(self._demand) if any(state.view.free) else 0.0)
 
     def series(self, end: float) -> dict[str, StepSeries]:

@@ -1,4 +1,4 @@
-"""Jobs that share GPUs in a replay: the pass that has them take turns and packs them, and what is remembered of it."""
+"""Time slices and co-location in a replay: runs Gandiva's pass and keeps its state between passes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from ganger_master.simulator.replay import Clock
 
 
 class Sharing:
-    """`gpus`: of the cluster. `round_s`: gangs that share a device have it for so long; None: for as long as a switch
-    is worth."""
+    """Runs the pass for time-sliced and co-located jobs.
+
+    `gpus`: number of GPUs of the cluster. `round_s`: length of a time slice; None: chosen by the cost of a switch.
+    """
 
     def __init__(
         self,
@@ -36,18 +38,20 @@ class Sharing:
         self._placement, self._table, self._room = placement, table, room
         self._windows, self._clock, self._gpus, self._round_s = windows, clock, gpus, round_s
         self.remembered = NOTHING
-        # When they change places.
+        # End of the current time slice.
         self.switches_at = -math.inf
 
     def quantum_s(self, switch_s: float) -> float:
-        """Seconds for which gangs that share a device have it, if a switch takes so long."""
+        """Return the length of a time slice in seconds for switches of `switch_s` seconds."""
         return quantum_s(switch_s) if self._round_s is None else self._round_s
 
     def plan(
         self, switch_s: float, errands: Sequence[MigrationPlan], kept_out: frozenset[int]
     ) -> tuple[PlanDraft, tuple[TrialFinding, ...]]:
-        """The changes to propose now. `switch_s`: how long a switch takes. `errands`: moves under way. `kept_out`:
-        numbers of those who are not to be started yet."""
+        """Return the changes to propose now and the findings of trials.
+
+        `switch_s`: duration of a switch. `errands`: migrations in progress. `kept_out`: jobs not to be started yet.
+        """
         now = self._windows.now = self._clock.now
         found, self.remembered, findings = plan_shared(
             self._placement,

@@ -1,4 +1,4 @@
-"""Elastic jobs in a replay: the pass that grows them and takes back, asked whenever it has something new to go by."""
+"""Elastic jobs in a replay: runs the growth stage and keeps its state between passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ganger_master.simulator.replay import Clock
 
 
 class Sizing:
-    """`wake` is called when a pass is due though nothing happens. `most_idle_s`: for so long GPUs are left alone at
-    most."""
+    """Grows elastic jobs onto idle GPUs and takes the GPUs back for pending jobs.
+
+    `wake`: called when a pass is due without a change. `most_idle_s`: maximum time for which GPUs stay idle.
+    """
 
     def __init__(
         self,
@@ -35,16 +37,16 @@ class Sizing:
         self._windows, self._clock, self._wake = windows, clock, wake
         self._idle_s = min(IDLE_S, most_idle_s)
         self._growing, self._planned = GrowthTrials(), Sizes()
-        # What is under way of wakes, by time.
+        # Times at which a wake-up is scheduled.
         self._wakes: set[float] = set()
 
     def trains(self, number: int) -> None:
-        """It does so as from now: it can be grown, or judged, once enough was measured."""
+        """Note that a job trains as of now; schedule a pass for when enough of it is measured."""
         self._windows.now = self._clock.now
         self._come_back(self._windows.next_look_s(number))
 
     def plan(self, busy: Collection[int]) -> None:
-        """Decides on the changes to propose now. `busy`: who is to be left alone."""
+        """Decide on the changes to propose now. `busy`: numbers of jobs that keep their size."""
         now = self._windows.now = self._clock.now
         found, self._growing = plan_sizes(
             self._placement, self._table, now, self._room, self._windows, self._growing, self._idle_s, busy
@@ -54,7 +56,7 @@ class Sizing:
 
     @property
     def is_giving(self) -> bool:
-        """GPUs are on their way to who waits by the last plan, so that nobody need be stopped."""
+        """Whether the last plan takes GPUs back for pending jobs, so that no job need be preempted for them."""
         return self._planned.is_giving
 
     @property
@@ -62,11 +64,11 @@ class Sizing:
         return self._planned.findings
 
     def beside(self, found: PlanDraft) -> PlanDraft:
-        """What another pass found, after the changes planned last."""
+        """Merge the result of another pass with the changes planned last."""
         return with_sizes(found, self._planned)
 
     def refused(self, numbers: Collection[int]) -> None:
-        """What was planned last was proposed, and refused of these."""
+        """Note the jobs of the last plan whose changes the core refused."""
         changed = frozenset(change.number for change in self._planned.changes)
         self._growing = self._growing.without(changed.intersection(numbers), self._clock.now)
 

@@ -1,37 +1,27 @@
-"""What jobs use of their GPUs, and how fast they are beside others on one. Hidden from every policy but for what
-daemons measure: how busy a job keeps its GPU, how much of its memory it uses, and rates.
+"""The true rates and the true work of simulated jobs. Policies see of them only what daemons measure and profiles.
 
-How busy: as Gandiva measured of eight models (OSDI 2018, table 1); a job of another model is like one of these, by the
-seed. Memory is not published there: a tenth to six tenths of the device, by the seed and the model.
+`Footprints`: utilisation, device memory and interference. Utilisation is Gandiva's measurement of eight models (OSDI
+2018, table 1); the seed assigns other models to one of these. Device memory is not published there: the seed draws a
+share of 0.1 to 0.6 per model. Co-located jobs whose utilisations exceed the device run at speed min(1, 1 / (0.9 x sum
+of utilisations)). The mean error of this law over 1,388 pairs measured by Lucid (ASPLOS 2023) is 0.071; the seed draws
+an error of that size for every set of models, so that no policy can compute the speed without a trial.
 
-Residents of a GPU that want more than all of it each get their share, speed = min(1, 1 / (0.9 x sum of utilisations)),
-a law whose mean error over 1,388 pairs that Lucid measured (ASPLOS 2023) is 0.071. Every set of models is off it by as
-much, to one side or the other, by the seed: no policy can reckon what it has not tried.
+`TrueRates`: the rate of a gang relative to the rate that its trace recorded, which holds for the cores and memory in
+the trace (or a proportional share of the servers), the closest locality on these servers and the GPU type in the trace.
+A rate is a product of three factors:
 
-How fast a job really goes where its gang runs, against the pace its trace recorded. Hidden from every policy but for
-what `Rates.known` says was profiled.
+* cores and memory: the published matrix of the model (Synergy, OSDI 2022), at the gang's slowest piece. For a model
+  without a matrix, more than the recorded amounts gains nothing and less costs in proportion;
+* locality: Chronus's table of five models, interpolated by `estimators.locality`; for other models, the curve of an
+  unknown job;
+* GPU type: Gavel's steps per second (OSDI 2020), of the model, or else the median over all models.
 
-The recorded pace is that with the cores and the memory that the trace tells of, or else with a proportional share of
-the servers, as close together as these servers allow, on GPUs of the type it names. A rate is a product of three:
+`Scaling`: the rate of an elastic job at other sizes. For the models of ElasticFlow (ASPLOS 2023: A100, eight a server,
+a constant global batch) it interpolates the measurements linearly in logarithms; below the smallest measured size the
+rate is proportional, above the largest it is constant. Any other model, and each job without a model, has the curve of
+a published one, drawn by the seed.
 
-* cores and memory: the published matrix of the job's model (Synergy, OSDI 2022), at the gang's slowest piece. Of a
-  model nobody published more than the recorded amounts gains nothing, and less costs in proportion;
-* distance: what Chronus measured of five models (its public table),
-  and between its points `estimators.locality` fitted to
-  them; of other models that of a job nobody knows;
-* type of GPU: Gavel's steps a second (OSDI 2020), of the model or, where that is not among them, the median of all.
-
-How much faster an elastic job really goes with other numbers of GPUs than that of its trace. Hidden from every
-policy but for what was measured.
-
-Of the models that ElasticFlow published (ASPLOS 2023: A100, eight in a server, one global batch whatever the size) it
-is what it measured, between its points straight in the logarithms; fewer GPUs than it measured go as fast each as its
-fewest, more are of no further use. Every other model has the curve of one of those, drawn by the seed, the same for all
-of its jobs; and so has each job that names none.
-
-What jobs really are and nobody may know: the work they hold, how fast they go, and when they will end.
-
-Work is seconds at the recorded pace: at rate 1 a job ends after the duration of its trace.
+`Work`: remaining work in seconds at the recorded rate: at rate 1 a job ends after its duration in the trace.
 """
 
 from __future__ import annotations
@@ -70,7 +60,7 @@ _UTILISATION = {
 }
 _MEMORY = (0.1, 0.6)
 _LOAD = 0.9
-# Of a normal error, the mean size is 0.8 deviations.
+# The mean absolute value of a normal error is 0.8 standard deviations.
 _SCATTER = 0.071 / math.sqrt(2.0 / math.pi)
 _LEAST = 0.05
 
@@ -94,7 +84,7 @@ class Footprints:
         self._speeds = cache(self._speeds_of)
 
     def signature(self, job: int) -> str:
-        """What behaves alike."""
+        """Return a key that jobs with equal behaviour share."""
         return self._models[job]
 
     def utilisation(self, job: int) -> float:
@@ -107,17 +97,17 @@ class Footprints:
         return Pressure(self.utilisation(job), float(self.memory_bytes(job)))
 
     def speed(self, job: int, beside: Sequence[int]) -> float:
-        """Against alone on the device."""
+        """Return its speed beside other jobs, relative to its speed alone on the device."""
         if not beside:
             return 1.0
         models = tuple(sorted(self._models[other] for other in beside))
         return self._speeds(self._models[job], models)
 
     def _speeds_of(self, model: str, beside: tuple[str, ...]) -> float:
-        everybody = sorted((model, *beside))
-        load = _LOAD * sum(_UTILISATION[name] for name in everybody)
+        models = sorted((model, *beside))
+        load = _LOAD * sum(_UTILISATION[name] for name in models)
         names = list(_UTILISATION)
-        random = np.random.default_rng([self._seed, 2, *(names.index(name) for name in everybody)])
+        random = np.random.default_rng([self._seed, 2, *(names.index(name) for name in models)])
         off = 1.0 + _SCATTER * float(random.standard_normal())
         return max(_LEAST, min(1.0, off / max(load, 1e-9)))
 
@@ -137,7 +127,7 @@ _CHRONUS: Mapping[str, tuple[float, ...]] = {
     "inception3": (1.0, 0.983, 0.964, 0.923, 0.879),
 }
 _CHRONUS_GPUS_AND_NODES = ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4))
-# Whose distance is whose: the nearest of a family that was measured.
+# Measured model by prefix of a model's name: models of a family share its locality curve.
 _FAMILIES = {
     "alexnet": "alexnet",
     "vgg": "vgg16",
@@ -169,7 +159,7 @@ class TrueRates:
         self._types: dict[str, str] = {}
 
     def rate(self, job: int, gang: Gang) -> float:
-        """1 where it was recorded; more than nothing."""
+        """Return the rate relative to the recorded one, above zero."""
         claims = [claim for claim in gang.claims if claim.device_mask]
         if not claims:
             return 1.0
@@ -181,7 +171,7 @@ class TrueRates:
         return max(rate, _RATES_LEAST)
 
     def known(self, is_profiled: Callable[[Integers], Flags]) -> Known:
-        """What a policy may know: the matrices of the jobs, by number, that are profiled by now."""
+        """Return the matrices that a policy may read: those of jobs (by number) that are profiled by now."""
 
         def position(numbers: Integers) -> Integers:
             return np.where(is_profiled(numbers), self._position[numbers - 1], -1)
@@ -191,7 +181,7 @@ class TrueRates:
     # -- cores and memory ----------------------------------------------------------------------------------------------
 
     def _recorded_amounts(self, jobs: Workload, job: int) -> tuple[int, int]:
-        """Millicores and bytes for each GPU."""
+        """Return millicores and bytes of memory per GPU."""
         gpus, cpus, memory = int(jobs.gpus[job]), jobs.cpus[job], jobs.memory_bytes[job]
         return (
             share_of_cores(self._usual, 1) if np.isnan(cpus) else max(1, int(1000 * cpus) // gpus),
@@ -231,7 +221,7 @@ class TrueRates:
                 best = self._best_levels[gpus] = _closest(gpus, self._groups)
             there, recorded = _relative_speed(key[0], gpus, nodes, level), _relative_speed(key[0], gpus, *best)
             if nodes > 1 == best[0]:
-                # However close the devices of these servers are, in one of them is what it was compared with.
+                # The measurements compare with one server, whatever the locality of devices inside it.
                 recorded = 1.0
             found = self._distances[key] = min(1.0, there / recorded)
         return found
@@ -249,14 +239,13 @@ class TrueRates:
         return _type_speed(model, device_type) / _type_speed(model, self._usual.device_type)
 
 
-# No gang stands still for ever.
+# Minimum rate, so that every gang makes progress.
 _RATES_LEAST = 1e-3
 _MOST_KEPT = 100_000
 
 
 def without_arenas(servers: Servers) -> Servers:
-    """The same servers, with no host memory set aside for arenas: simulated jobs keep none, and what published profiles
-    call a share is a share of all of it."""
+    """Return the servers without host-memory arenas: the shares in published profiles refer to all host memory."""
     return Servers(
         tuple(
             [
@@ -280,7 +269,7 @@ def _family(model: str) -> str:
 
 
 def _relative_speed(family: str, gpus: int, nodes: int, level: LocalityLevel) -> float:
-    """Against the same GPUs in one server at their best."""
+    """Return the speed relative to the same GPUs in one server at their best locality."""
     model = _locality(family)
     law = model.relative_speed(gpus, nodes, level)
     if (gpus, nodes) not in _CHRONUS_GPUS_AND_NODES or not family:
@@ -298,7 +287,7 @@ def _locality(family: str) -> LocalityModel:
 
 
 def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, LocalityLevel]:
-    """The fewest servers that hold so many GPUs, and the closest they can be there."""
+    """Return the smallest number of servers that hold so many GPUs, and the closest locality there."""
     found = []
     for group in groups:
         made = group.configuration_set
@@ -318,7 +307,7 @@ def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, LocalityL
 
 @cache
 def _type_speed(model: str, device_type: str) -> float:
-    """Against the fastest type; 1 for types nobody measured."""
+    """Return the speed relative to the fastest type; 1 for types without measurements."""
     speeds: dict[str, dict[str, float]] = {}
     for (kind, together, name, gpus), speed in gavel_speeds().items():
         if together and gpus == 1 and speed:
@@ -351,7 +340,7 @@ class Scaling:
         self._known: dict[tuple[_Curve, int], float] = {}
 
     def rate(self, job: int, gpus: int) -> float:
-        """1 with as many GPUs as its trace says."""
+        """Return the rate relative to that with the GPUs in its trace."""
         return self._speed(self._curve[job], gpus) / self._speed(self._curve[job], int(self._gpus[job]))
 
     def _speed(self, curve: _Curve, gpus: int) -> float:
@@ -362,7 +351,7 @@ class Scaling:
 
 
 def _published(model: str, batch: float) -> _Curve | None:
-    """That of the nearest batch; None for a model nobody published."""
+    """Return the published curve of the nearest batch size; None for a model that is not published."""
     name = _SCALING_ALIASES.get(model.lower(), model.lower())
     batches = elasticflow_speeds().get(name)
     if batches is None:
@@ -380,28 +369,28 @@ def _measured(curve: _Curve, gpus: int) -> float:
 
 
 class Work:
-    """By position in the workload."""
+    """Remaining and completed work of jobs, by position in the workload."""
 
     def __init__(self, duration_s: Floats) -> None:
-        # Asked for job by job nearly always, which arrays of NumPy take several times as long for.
+        # Plain arrays: nearly all access is by single element, which takes several times as long in NumPy arrays.
         self._left: array[float] = array("d", duration_s.tolist())
-        # Counted by itself: what is left would tell of the end, by its rounding at least.
+        # Counted separately: derived from the remaining work, its rounding would reveal the end to policies.
         self._done, self._since, self._rate = (array("d", bytes(8 * len(self._left))) for _ in range(3))
-        # The same memory, for oracles.
+        # Views of the same memory, for oracles.
         self._columns = [np.frombuffer(one) for one in (self._left, self._since, self._rate)]
 
     def begin(self, job: int, now: float, rate: float = 1.0) -> float:
-        """It trains from now on; when it will end if nothing changes."""
+        """Start training at a rate. Return the time of its end if nothing changes."""
         self._since[job], self._rate[job] = now, rate
         return now + self._left[job] / rate
 
     def change(self, job: int, now: float, rate: float) -> float:
-        """It goes on at another rate; when it will end now."""
+        """Continue at another rate. Return the new time of its end."""
         self.stop(job, now)
         return self.begin(job, now, rate)
 
     def stop(self, job: int, now: float) -> float:
-        """It trains no more; seconds of work left."""
+        """Stop training. Return the seconds of work left."""
         done = (now - self._since[job]) * self._rate[job]
         self._left[job] -= done
         self._done[job] += done
@@ -409,10 +398,10 @@ class Work:
         return self._left[job]
 
     def done(self, job: int, now: float) -> float:
-        """Seconds of work behind it: what it has reported."""
+        """Return the seconds of work done, which the job reports as steps."""
         return self._done[job] + (now - self._since[job]) * self._rate[job]
 
     def remaining(self, jobs: Integers, now: float) -> Floats:
-        """Seconds of work left; for oracles."""
+        """Return the seconds of work left; for oracles."""
         left, since, rate = (column[jobs] for column in self._columns)
         return np.maximum(left - (now - since) * rate, 0.0)

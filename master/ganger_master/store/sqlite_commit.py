@@ -43,11 +43,12 @@ def statements(batch: StoreBatch) -> list[Statement]:
 
 
 def commit(connection: sqlite3.Connection, generation: int, batch: Sequence[Statement]) -> bool:
-    """As one transaction, durable on return; False, and nothing done, if the writer's generation is another.
+    """Run a batch as one transaction, durable on return. Return False, with no change, for another generation.
 
-    Raises sqlite3.Error, with nothing done. Of a connection that begins no transactions of its own."""
+    `connection` must not begin transactions by itself. Raises sqlite3.Error, with no change.
+    """
     run = connection.execute
-    # At once as a writer, so that nobody becomes one between the look at the generation and the first change.
+    # Take the write lock first, so that no other writer gets it between the check and the first change.
     run("BEGIN IMMEDIATE")
     try:
         is_ours = run(_IS_OURS, (generation,)).fetchone() is not None

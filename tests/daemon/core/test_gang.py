@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ganger_daemon.core import gang_judgement as core
+from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, RankState, Todo, judge
 from ganger_daemon.core.orders import (
     DesiredOrder,
@@ -119,13 +119,13 @@ def test_the_outcome_names_how_it_ended(
 
 def test_the_rank_that_failed_first_is_named() -> None:
     ranks = (ended(0, signal=15, at=2.0), ended(1, code=3, at=1.0))
-    outcome = core.settle(GangPart(RUN, ranks, launched=True))
+    outcome = gang_judgement.settle(GangPart(RUN, ranks, launched=True))
     assert (outcome.rank, outcome.exit_code) == (1, 3)
 
 
 def test_what_a_gang_was_killed_for_is_said() -> None:
     for ending in (ended(0, signal=9), ended(0, known=False)):
-        outcome = core.settle(GangPart(RUN, (ending,), launched=True, damage="its page was cut off"))
+        outcome = gang_judgement.settle(GangPart(RUN, (ending,), launched=True, damage="its page was cut off"))
         assert (outcome.kind, outcome.message) == (PartOutcomeKind.FAILED, "killed: its page was cut off")
 
 
@@ -135,8 +135,8 @@ def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
 
 
 def test_a_rank_that_rests_at_another_level_is_not_disobedient() -> None:
-    assert not core.is_disobedient(GangPart(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
-    assert core.is_disobedient(GangPart(OFFLOAD, (RUNNING,), launched=True))
+    assert not gang_judgement.is_disobedient(GangPart(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
+    assert gang_judgement.is_disobedient(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
 @pytest.mark.parametrize(
@@ -166,19 +166,21 @@ def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -
     assert judge(GangPart(last, ranks, launched=True), 1.0).todo == ()
     assert judge(GangPart(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
     # it may not stay parked for ever either, waiting for a checkpoint that is never published
-    assert core.is_disobedient(GangPart(last, ranks, launched=True))
+    assert gang_judgement.is_disobedient(GangPart(last, ranks, launched=True))
 
 
 def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_having_carried_it_out() -> None:
     facts = GangPart(SAVE, launched=True)
-    assert core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
-    assert not core.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=number(4)))
-    assert not core.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(5)))
-    assert not core.refuses(GangPart(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
+    assert gang_judgement.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
+    assert not gang_judgement.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=number(4)))
+    assert not gang_judgement.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(5)))
+    assert not gang_judgement.refuses(
+        GangPart(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4))
+    )
 
 
 def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
-    late = 2 * core.HELLO_SECONDS
+    late = 2 * gang_judgement.HELLO_SECONDS
     assert judge(GangPart(RUN, (Rank(0),), launched=True), late).phase is PartPhase.RUNNING
     assert judge(GangPart(RUN, (Rank(0),), launched=True, restores=True), late).phase is PartPhase.STARTING
 
@@ -187,7 +189,9 @@ def test_a_shell_command_that_restores_a_state_starts_until_its_first_boundary()
     shell = GangPart(RUN, (Rank(0),), launched=True, no_agent=True)
     assert judge(shell, 0.0).phase is PartPhase.RUNNING
     restoring = replace(shell, restores=True)
-    assert not core.is_opaque(restoring, restoring.ranks[0], 0.0), "an agent saved the state, so one will report"
+    assert not gang_judgement.is_opaque(restoring, restoring.ranks[0], 0.0), (
+        "an agent saved the state, so one will report"
+    )
     assert judge(restoring, 0.0).phase is PartPhase.STARTING
     stepped = replace(restoring, ranks=(Rank(0, hello=True, first_step=True),))
     assert judge(stepped, 0.0).phase is PartPhase.RUNNING
@@ -230,12 +234,12 @@ def test_parked_is_never_claimed_unless_all_ranks_agree(
 
 
 def test_a_destination_that_is_ready_says_of_which_step_and_nothing_where_its_ranks_differ() -> None:
-    def ready(*steps: int) -> core.Judgement:
+    def ready(*steps: int) -> gang_judgement.Judgement:
         ranks = tuple(Rank(k, state=RankState.READY, hello=True, reached_step=step) for k, step in enumerate(steps))
         return judge(GangPart(PREPARE, ranks, launched=True), 0.0)
 
-    assert ready(7, 7) == core.Judgement(PartPhase.READY, stop_step=7)
-    assert ready(7, 8) == core.Judgement(PartPhase.READY, stop_step=0)
+    assert ready(7, 7) == gang_judgement.Judgement(PartPhase.READY, stop_step=7)
+    assert ready(7, 8) == gang_judgement.Judgement(PartPhase.READY, stop_step=0)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -244,21 +248,21 @@ def test_a_stop_that_is_beyond_a_job_without_boundaries_is_refused_by_resting_sh
     wanted: DesiredOrder, world: int
 ) -> None:
     gang = GangPart(wanted, (replace(RUNNING, opaque=True, step=9),), launched=True, world=world)
-    assert core.is_beyond(gang)
-    assert core.should_freeze(gang, 0.0, lease_is_over=False)
+    assert gang_judgement.is_beyond(gang)
+    assert gang_judgement.should_freeze(gang, 0.0, lease_is_over=False)
     assert judge(gang, 0.0).phase is PartPhase.STOPPING
     rests = judge(replace(gang, frozen=True), 0.0)
     assert (rests.phase, rests.level, rests.stop_step) == (PartPhase.PARKED, ParkLevel.PAUSE, 9)
-    assert not core.is_disobedient(replace(gang, frozen=True))
+    assert not gang_judgement.is_disobedient(replace(gang, frozen=True))
 
 
 def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> None:
     rank = replace(RUNNING, opaque=True)
-    assert core.is_beyond(GangPart(HAND, (rank,), launched=True))
-    assert not core.should_freeze(GangPart(HAND, (rank,), launched=True), 0.0, lease_is_over=False)
-    assert not core.is_beyond(GangPart(PAUSE, (rank,), launched=True))
-    assert not core.is_beyond(GangPart(RUN, (rank,), launched=True))
-    assert not core.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
+    assert gang_judgement.is_beyond(GangPart(HAND, (rank,), launched=True))
+    assert not gang_judgement.should_freeze(GangPart(HAND, (rank,), launched=True), 0.0, lease_is_over=False)
+    assert not gang_judgement.is_beyond(GangPart(PAUSE, (rank,), launched=True))
+    assert not gang_judgement.is_beyond(GangPart(RUN, (rank,), launched=True))
+    assert not gang_judgement.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
 KILLED = replace(STOP, grace_seconds=0.0)
@@ -273,12 +277,12 @@ def test_only_a_stop_without_grace_kills_without_sigterm_whether_the_gang_stands
     wanted: DesiredOrder, todo: tuple[Todo, ...], frozen: bool
 ) -> None:
     gang = GangPart(wanted, (replace(RUNNING, opaque=True),), launched=True, frozen=frozen)
-    assert judge(gang, 0.0) == core.Judgement(PartPhase.STOPPING, todo=todo)
+    assert judge(gang, 0.0) == gang_judgement.Judgement(PartPhase.STOPPING, todo=todo)
 
 
 def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
-    gone = GangPart(KILLED, (ended(0, signal=core.SIGKILL),), launched=True, stop_signalled=True)
-    assert judge(gone, 0.0).outcome == PartOutcome(PartOutcomeKind.STOPPED, -core.SIGKILL)
+    gone = GangPart(KILLED, (ended(0, signal=gang_judgement.SIGKILL),), launched=True, stop_signalled=True)
+    assert judge(gone, 0.0).outcome == PartOutcome(PartOutcomeKind.STOPPED, -gang_judgement.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
 def test_a_stop_of_a_gang_that_outlived_its_lease_gives_it_no_time(
     wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None, is_stale: bool
 ) -> None:
-    assert core.has_outlived_lease(wanted, frozen, lease_is_over) is is_stale
+    assert gang_judgement.has_outlived_lease(wanted, frozen, lease_is_over) is is_stale
     for stop in (STOP, replace(STOP, checkpoint_first=True, stop_sequence=5)):
         assert hastened(stop, is_stale).ends_at_once is is_stale
     assert hastened(PAUSE, is_stale) == PAUSE
@@ -306,9 +310,9 @@ def test_a_stop_of_a_gang_that_outlived_its_lease_gives_it_no_time(
 
 def test_what_a_former_daemon_froze_stands_still_until_the_master_has_answered() -> None:
     gang = GangPart(RUN, (replace(RUNNING, opaque=True),), launched=True, frozen=True)
-    assert core.should_freeze(gang, 0.0, lease_is_over=None)
-    assert not core.should_freeze(gang, 0.0, lease_is_over=False)
-    assert not core.should_freeze(replace(gang, frozen=False), 0.0, lease_is_over=None)
+    assert gang_judgement.should_freeze(gang, 0.0, lease_is_over=None)
+    assert not gang_judgement.should_freeze(gang, 0.0, lease_is_over=False)
+    assert not gang_judgement.should_freeze(replace(gang, frozen=False), 0.0, lease_is_over=None)
 
 
 @pytest.mark.parametrize(("world", "is_frozen"), [(2, True), (3, False)], ids=["on one node", "on several nodes"])
@@ -316,6 +320,6 @@ def test_a_gang_with_a_rank_without_boundaries_is_paused_by_freezing_only_where_
     world: int, is_frozen: bool
 ) -> None:
     gang = GangPart(PAUSE, (replace(RUNNING, opaque=True), replace(RUNNING, rank=1)), launched=True, world=world)
-    assert core.should_freeze(gang, 0.0, lease_is_over=False) is is_frozen
+    assert gang_judgement.should_freeze(gang, 0.0, lease_is_over=False) is is_frozen
     parked = judge(replace(gang, frozen=True), 0.0)
     assert (parked.phase is PartPhase.PARKED) is is_frozen

@@ -49,7 +49,7 @@ def runs_out_of_memory(
     raise MemoryError
 
 
-def says_who_it_is_and_stays(
+def reports_its_pid_and_stays(
     jobs: Workload, servers: Servers, policy: str, options: ReplayOptions, progress: Progress
 ) -> Run:
     progress(os.getpid(), 0)

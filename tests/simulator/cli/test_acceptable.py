@@ -68,7 +68,7 @@ def test_a_gang_larger_than_its_user_s_quota_could_never_run(quotas: dict[str, i
     assert all("of its user's quota" in finding.what for finding in findings)
 
 
-def test_types_mean_nothing_to_servers_whose_types_nobody_named() -> None:
+def test_types_mean_nothing_to_servers_without_named_types() -> None:
     jobs, (finding,) = acceptable(jobs_of((1, 1.0, "T4|V100"), (1, 1.0, "")), PLAIN, is_ideal=False)
     assert jobs.gpu_type.texts() == ["", ""]
     assert str(finding) == "line 2: asks for a type of GPU, but the servers' has no name: any serves"

@@ -71,7 +71,7 @@ def test_simulate_gives_what_a_person_works_out(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
-def test_a_run_whose_notes_nobody_can_write_ends_by_its_result(trace: Path, tmp_path: Path) -> None:
+def test_a_run_whose_notes_cannot_be_written_ends_by_its_result(trace: Path, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*GANGER, "simulate", trace, *ONE_NODE, "-p", "fifo", "--json", "--progress", "--csv", tmp_path / "out"],
@@ -166,7 +166,7 @@ def test_every_row_is_a_job_or_is_accounted_for(said: Said, tmp_path: Path) -> N
         (f"{HEADER}c,1,1,1\nc,2,1,1\n", ["line 3: job_id was there before"]),
         (f"{HEADER}a,1,9,1\n", ["no job to run is left", "line 2: needs more GPUs than the 2"]),
         (HEADER, ["no job to run is left"]),
-        ("job_id,submit_time_s,gpus,model\na,1,1,nobody\n", ["--draw-durations", "no run time, and none follows"]),
+        ("job_id,submit_time_s,gpus,model\na,1,1,unheard-of\n", ["--draw-durations", "no run time, and none follows"]),
         ("", ["the file is empty"]),
         ("\0\1\2", ["line 1: a zero byte"]),
         ("x" * 70_000, ["line 1: more than 65,536 characters"]),
@@ -251,7 +251,9 @@ c1,0,1,100,
 """
 
 
-def test_quotas_are_given_as_to_a_master_and_who_can_never_run_is_left_out_and_said(said: Said, tmp_path: Path) -> None:
+def test_quotas_are_given_as_to_a_master_and_jobs_that_can_never_run_are_left_out_with_a_note(
+    said: Said, tmp_path: Path
+) -> None:
     path = tmp_path / "owned.csv"
     path.write_text(OWNED)
     flags = ["simulate", path, "--nodes", "1", "--gpus-per-node", "8", "-p", "las", "--cost", "start=0"]
@@ -271,7 +273,7 @@ def test_quotas_are_given_as_to_a_master_and_who_can_never_run_is_left_out_and_s
     assert [run["makespan_s"] for load in json.loads(out)["loads"] for run in load["runs"]] == [200.0]
 
 
-def test_a_quota_of_whom_no_job_is_is_a_mistake(said: Said, trace: Path, tmp_path: Path) -> None:
+def test_a_quota_of_a_user_without_jobs_is_a_mistake(said: Said, trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "owned.csv"
     path.write_text(OWNED)
     code, out, err = said("simulate", path, *ONE_NODE, "-p", "fifo", "--quotas", "ann=3,bop=3")

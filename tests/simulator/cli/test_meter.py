@@ -1,4 +1,4 @@
-"""How far a run is goes to stderr: never where nobody wants it, and never much of it."""
+"""Progress of a run goes to stderr: only where it is wanted, and never much of it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def runs(
 
 
 def is_alive(pid: int) -> bool:
-    """Not a zombie either: who was left by its parent may have nobody to bury it."""
+    """A zombie counts as gone: without its parent, no process may reap it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -96,7 +96,7 @@ def _runs_policies(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
-def test_who_stops_asking_ends_all_processes(error: type[BaseException]) -> None:
+def test_a_caller_that_stops_iterating_ends_all_processes(error: type[BaseException]) -> None:
     pids: list[int] = []
 
     def note(cell: RunCell, pid: int) -> None:
@@ -105,7 +105,7 @@ def test_who_stops_asking_ends_all_processes(error: type[BaseException]) -> None
             raise error
 
     with pytest.raises(error):
-        list(runs(["fifo", "srtf"], fakes.says_who_it_is_and_stays, progress=note))
+        list(runs(["fifo", "srtf"], fakes.reports_its_pid_and_stays, progress=note))
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
 
@@ -116,7 +116,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         "from simulator.cli import fakes, test_parallel as t\n"
         "if __name__ == '__main__':\n"
         "    said = lambda cell, pid: print(pid, flush=True)\n"
-        "    list(t.runs(['fifo', 'srtf'], fakes.says_who_it_is_and_stays, progress=said))\n"
+        "    list(t.runs(['fifo', 'srtf'], fakes.reports_its_pid_and_stays, progress=said))\n"
     )
     (tmp_path / "main.py").write_text(script)
     root = Path(__file__).resolve().parents[3]

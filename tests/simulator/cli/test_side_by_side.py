@@ -58,7 +58,7 @@ def test_nothing_is_a_multiple_of_what_rounding_made_of_no_wait() -> None:
     assert by_best({"a": [2.0**-22], "b": [1024.0]}) == {"a": None, "b": None}
 
 
-def test_figures_nobody_has_take_no_room() -> None:
+def test_figures_that_no_policy_has_take_no_room() -> None:
     shown = rows(side_by_side({"fifo": [run_of(1.0, fragmentation=math.nan)]}))
     assert "free GPUs no gang can use" not in shown
     assert "moves" not in shown

@@ -45,7 +45,7 @@ def test_figures_say_the_share_and_the_worst() -> None:
     assert figures([]) == {"cells": 0}
 
 
-def test_who_waits_where_nobody_has_to_is_infinitely_worse() -> None:
+def test_a_wait_where_the_reference_has_none_is_infinitely_worse() -> None:
     rows = [row(name, 100.0, 0.0) for name in (*ANCHORS, "srtf")]
     assert judged([*rows, row("ganger", 100.0, 0.0)])[0].waiting_ratio == 1.0
     assert judged([*rows, row("ganger", 100.0, 1.0)])[0].waiting_ratio == math.inf

@@ -11,7 +11,7 @@ from ganger_master.simulator.traces.workload import workload
 ONE_GPU = servers_from_flags(nodes=1, gpus_per_node=1)
 
 
-def test_who_is_suspended_trains_no_more_while_its_state_is_saved() -> None:
+def test_a_suspended_job_trains_no_more_while_its_state_is_saved() -> None:
     costs = SwitchCosts(start_s=2.0, suspend_s=30.0, resume_s=4.0)
     jobs = workload(["long", "short"], [0.0, 500.0], [1, 1], [1000.0, 100.0])
     found = simulate(jobs, ONE_GPU, "srtf", ReplayOptions(costs=costs, plan_every_s=1.0)).outcomes
@@ -21,28 +21,28 @@ def test_who_is_suspended_trains_no_more_while_its_state_is_saved() -> None:
     assert found.service_s - found.overhead_s == pytest.approx([1000.0, 100.0])
 
 
-def test_in_turns_nobody_trains_on_the_way_to_host_memory_and_back() -> None:
+def test_with_time_slices_no_job_trains_on_the_way_to_host_memory_and_back() -> None:
     costs = SwitchCosts(start_s=0.0, offload_s=3.0, restore_s=2.0)
     jobs = workload(["a", "b"], [0.0, 0.0], [1, 1], [2000.0, 2000.0], numbers={"memory_bytes": [4 << 30] * 2})
     one_gpu = servers_from_flags(nodes=1, gpus_per_node=1, gpu_memory=16 << 30)
     found = simulate(jobs, one_gpu, "gandiva", ReplayOptions(costs=costs)).outcomes
     assert found.service_s - found.overhead_s == pytest.approx([2000.0, 2000.0])
-    # One device: all of its time is somebody's step or somebody's switch.
+    # One device: all of its time is a step or a switch of one job.
     assert found.end_s.max() == pytest.approx(4000.0 + found.overhead_s.sum(), abs=0.1)
     # Each time that one gives way to the other.
     assert found.overhead_s.sum() == pytest.approx(found.preemptions.sum() * 5.0)
     assert found.preemptions.sum() > 4
 
 
-def test_the_time_between_plans_that_stop_somebody_runs_from_the_last_one_that_did() -> None:
+def test_the_time_between_plans_that_preempt_runs_from_the_last_one_that_did() -> None:
     two_gpus = servers_from_flags(nodes=1, gpus_per_node=2)
     jobs = workload(["old", "fits", "first", "second"], [0.0, 1_000.0, 1_010.0, 1_020.0], [1] * 4, [9_000.0] * 4)
     found = simulate(jobs, two_gpus, "las", ReplayOptions(costs=SwitchCosts(suspend_s=3.0))).outcomes
-    # The plan for the second job stopped nobody, so that the third one need not wait; for it somebody was stopped.
+    # The plan for the second job preempted no job, so the third need not wait; the plan for it preempts.
     assert found.start_delay_s == pytest.approx([0.0, 0.0, 3.0, 1_310.0 + 3.0 - 1_020.0])
 
 
-def test_whoever_waits_is_weighed_again_after_that_time_though_nothing_happens() -> None:
+def test_pending_jobs_are_planned_again_after_that_time_without_a_change() -> None:
     jobs = workload(["old", "young"], [0.0, 0.0], [1, 1], [9_000.0, 9_000.0])
     found = simulate(jobs, ONE_GPU, "las", ReplayOptions()).outcomes
     assert found.start_delay_s.max() < 700.0
@@ -52,5 +52,5 @@ def test_whoever_waits_is_weighed_again_after_that_time_though_nothing_happens()
 def test_a_plan_that_is_due_is_made_though_one_before_it_was_awaited_earlier() -> None:
     jobs = workload(["a", "b", "c"], [0.0, 0.0, 10.0], [1, 1, 1], [9_000.0] * 3)
     found = simulate(jobs, ONE_GPU, "las", ReplayOptions(costs=SwitchCosts(suspend_s=3.0))).outcomes
-    # Since the first plan the next was due at 300 s; for the third job somebody was stopped after ten.
+    # Since the first plan the next was due at 300 s; for the third job a job was preempted after ten.
     assert found.start_delay_s == pytest.approx([0.0, 13.0, 310.0 + 3.0 - 10.0])

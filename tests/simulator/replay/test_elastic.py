@@ -88,7 +88,7 @@ def test_optimus_grows_a_job_that_is_alone_and_it_ends_sooner() -> None:
     found = simulate(one_job(1, 1, 16), SERVERS, "optimus", OPTIONS).outcomes
     points = elasticflow_speeds()["resnet50"][256]
     assert fixed.end_s[0] == pytest.approx(20_002.0)
-    # Nobody goes faster than the fastest that was measured, and most of that is had.
+    # No job is faster than the fastest measurement, and most of that is reached.
     best = 20_000.0 * points[1] / max(points.values())
     assert best < found.end_s[0] < 1.6 * best
     assert (found.resizes[0] >= 1, found.preemptions[0]) == (True, 0)
@@ -177,4 +177,4 @@ def test_optimus_runs_ideally_and_in_rounds(options: ReplayOptions) -> None:
     replay = Watched(busy(3), "optimus", options)
     replay.run()
     assert replay.ledger.outcomes().finished.all()
-    assert len(replay.sizes) > 20, "somebody had more than one size"
+    assert len(replay.sizes) > 20, "some job had more than one size"

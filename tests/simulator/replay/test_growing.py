@@ -1,4 +1,4 @@
-"""Elastic jobs grow onto GPUs that nobody wants and give them back, in virtual time, by the live planner's pass."""
+"""Elastic jobs grow onto idle GPUs and give them back, in virtual time, by the live planner's pass."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(jobs: Workload, policy: str, servers: Servers = ONE) -> Outcomes:
 
 
 @pytest.mark.parametrize("policy", GROWS)
-def test_who_is_alone_grows_onto_the_whole_server_and_nothing_of_its_work_is_lost(policy: str) -> None:
+def test_a_job_alone_grows_onto_the_whole_server_and_none_of_its_work_is_lost(policy: str) -> None:
     jobs = jobs_of((0.0, 1, 1, 8, 20_000.0))
     fixed, found = run(jobs, policy.removesuffix("+elastic") if "+" in policy else "fifo"), run(jobs, policy)
     points = elasticflow_speeds()["resnet50"][256]
@@ -65,7 +65,7 @@ def test_who_is_alone_grows_onto_the_whole_server_and_nothing_of_its_work_is_los
 
 
 @pytest.mark.parametrize("policy", GROWS)
-def test_who_comes_has_the_gpus_that_were_grown_onto_within_a_boundary_and_a_copy(policy: str) -> None:
+def test_a_new_job_gets_the_gpus_that_others_grew_onto_within_a_boundary_and_a_copy(policy: str) -> None:
     jobs = jobs_of((0.0, 1, 1, 8, 40_000.0), (3_000.0, 6, 6, 6, 500.0))
     found = run(jobs, policy)
     assert found.start_delay_s[1] <= COSTS.offload_s + COSTS.start_s + COSTS.move_s
@@ -75,28 +75,28 @@ def test_who_comes_has_the_gpus_that_were_grown_onto_within_a_boundary_and_a_cop
     assert found.gpu_seconds[1] == pytest.approx(6 * 502.0)
 
 
-def test_who_asked_for_more_than_it_needs_gives_back_to_who_waits_what_it_can() -> None:
+def test_a_job_submitted_with_more_gpus_than_it_needs_gives_some_back_to_pending_jobs() -> None:
     jobs = jobs_of((0.0, 8, 2, 8, 20_000.0), (1_000.0, 6, 6, 6, 500.0))
     found = run(jobs, "fifo+elastic")
     assert found.start_delay_s[1] <= COSTS.offload_s + COSTS.start_s + COSTS.move_s
     assert run(jobs, "fifo").start_delay_s[1] > 19_000.0
 
 
-def test_who_gains_too_little_by_a_gpu_gives_it_back() -> None:
+def test_a_job_that_gains_too_little_by_a_gpu_gives_it_back() -> None:
     found = run(jobs_of((0.0, 1, 1, 8, 3_000.0), models=[DOES_NOT]), "fifo+elastic")
     # There and back again, and not tried any more in that hour.
     assert found.resizes.tolist() == [2]
     assert found.gpu_seconds[0] < 1.3 * 3_000.0
 
 
-def test_who_waits_for_more_than_all_could_give_back_costs_nobody_anything() -> None:
+def test_a_pending_job_that_needs_more_than_all_could_give_back_costs_no_other_job_anything() -> None:
     jobs = jobs_of((0.0, 4, 4, 8, 4_000.0), (1_000.0, 8, 8, 8, 500.0))
     found = run(jobs, "fifo+elastic")
     assert found.first_start_s[1] == found.end_s[0] < 3_000.0, "it has kept what it had grown onto"
     assert not found.preemptions.any()
 
 
-def test_under_gandiva_who_takes_turns_keeps_its_size_until_it_has_gpus_of_its_own() -> None:
+def test_under_gandiva_a_time_sliced_job_keeps_its_size_until_it_has_gpus_of_its_own() -> None:
     jobs = jobs_of((0.0, 4, 4, 8, 3_000.0), *[(1_000.0, 4, 4, 4, 3_000.0)] * 3)
     found = run(jobs, "gandiva")
     assert found.preemptions.sum() > 20

@@ -93,7 +93,7 @@ def _options(round_s: float | None) -> ReplayOptions:
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "las2d"])
-def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -> None:
+def test_on_real_servers_too_no_job_starts_or_ends_within_a_round(policy: str) -> None:
     """Neither where each job looks for its own place otherwise."""
     rows = [(7 * number, 1 + number % 4, 45 + number) for number in range(20)]
     options = ReplayOptions(round_s=30.0, costs=FREE)
@@ -103,8 +103,8 @@ def test_on_real_servers_too_nobody_starts_or_ends_within_a_round(policy: str) -
 
 
 @pytest.mark.parametrize("policy", ["fifo-backfill", "las2d", "ganger", "gandiva", "tetris", "srtf+synergy-tune"])
-def test_who_comes_just_after_a_round_has_begun_waits_for_the_next_one(policy: str) -> None:
-    """Though those for whom it made room start then, once that is free."""
+def test_a_job_that_comes_just_after_a_round_has_begun_waits_for_the_next_one(policy: str) -> None:
+    """Jobs for which the round preempted others still start within it, once the devices are free."""
     rows = [(0, 1, 100), (61, 1, 50), (62, 2, 50)]
     run = simulate(_workload(rows), servers_from_flags(nodes=2, gpus_per_node=4), policy, ReplayOptions(round_s=60.0))
     assert run.outcomes.first_start_s.tolist() == [0.0, 120.0, 120.0]

@@ -41,9 +41,9 @@ class _Recorded(_Replay):
         return self
 
     def left_s(self, now_s: float) -> np.ndarray:
-        """Seconds of work that are hidden at that time; 0 of those who have ended, all of those still to come."""
+        """Seconds of work that are hidden at that time; 0 for ended jobs, all for jobs still to come."""
         left = self.work.remaining(np.arange(len(self.jobs)), EPOCH_S + now_s)
-        # What rounding leaves of those who have ended is nothing.
+        # Rounding leaves nothing of ended jobs.
         return np.where(left > 1e-3, left, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Running jobs are moved for gangs that find no room, and nobody loses a step; in virtual time. (10 s)"""
+"""Running jobs are moved for gangs that find no room, and no job loses a step; in virtual time. (10 s)"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def filled(durations: Sequence[float], large_s: float = 1_000.0, priorities: Seq
         [*map(float, range(len(durations))), 500.0],
         [1] * len(durations) + [4],
         [*durations, large_s],
-        # Not all that there is: who rests keeps some.
+        # Not all that there is: parked jobs keep some.
         numbers={
             "priority": [*priorities] or [0] * (len(durations) + 1),
             "memory_bytes": [4 << 30] * len(durations) + [16 << 30],
@@ -47,7 +47,7 @@ def run(jobs: Workload, policy: str, options: ReplayOptions = OPTIONS) -> Outcom
     return outcomes
 
 
-def test_a_gang_of_four_starts_after_as_many_moves_as_it_takes_and_nobody_is_stopped() -> None:
+def test_a_gang_of_four_starts_after_as_many_migrations_as_it_takes_and_no_job_is_preempted() -> None:
     """One device is free on each of four nodes from 100 s on."""
     jobs = filled([100.0 if number % 4 == 3 else LONG_S for number in range(16)])
     still = run(jobs, "fifo-backfill+first-fit")
@@ -60,14 +60,14 @@ def test_a_gang_of_four_starts_after_as_many_moves_as_it_takes_and_nobody_is_sto
     assert np.allclose(pauses, COSTS.move_s)
 
 
-def test_nobody_moves_for_a_gang_for_which_there_is_not_enough() -> None:
+def test_no_job_migrates_for_a_gang_for_which_there_is_not_enough() -> None:
     # Those of the first node end at once.
     jobs = filled([LONG_S - n if n < 4 else 100.0 if n % 4 == 3 else 2 * LONG_S for n in range(16)])
     assert not run(jobs, "fifo-backfill+first-fit+defrag").migrations.any()
 
 
 @pytest.mark.parametrize("policy", ["las", "ganger"])
-def test_who_would_be_stopped_for_a_large_gang_is_moved_instead(policy: str) -> None:
+def test_a_job_that_would_be_preempted_for_a_large_gang_is_migrated_instead(policy: str) -> None:
     jobs = filled([100.0 if number % 4 == 3 else LONG_S for number in range(16)])
     stopped = run(jobs, f"{policy}+first-fit")
     moved = run(jobs, f"{policy}+first-fit+defrag")
@@ -75,8 +75,8 @@ def test_who_would_be_stopped_for_a_large_gang_is_moved_instead(policy: str) -> 
     assert moved.jct_s.mean() <= stopped.jct_s.mean()
 
 
-def test_on_a_full_cluster_who_outranks_others_swaps_with_them_through_host_memory() -> None:
-    """Sixteen jobs, one of no priority on each node; the gang outranks those four, and is outranked by nobody."""
+def test_on_a_full_cluster_a_gang_that_outranks_others_swaps_with_them_through_host_memory() -> None:
+    """Sixteen jobs, one of no priority on each node; the gang outranks those four, and no job outranks it."""
     priorities = [0 if number % 4 == 3 else 1 for number in range(16)]
     jobs = filled([LONG_S if number else 3_000.0 for number in range(16)], 600.0, [*priorities, 1])
     outcomes = run(jobs, "fifo-backfill+first-fit+defrag")
@@ -115,12 +115,12 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
         labels={"user": users},
     )
     ends = []
-    # The second asks whoever moves jobs also where nobody could be moved.
-    for moves_no_job in (Moves.moves_no_job, lambda moves: False):
+    # The second also runs the migration stage where no job could be migrated.
+    for has_nothing_to_move in (Moves.has_nothing_to_move, lambda moves: False):
         replay = Watched(
             jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, replace(OPTIONS, plan_every_s=20.0)
         )
-        with patch.object(Moves, "moves_no_job", moves_no_job):
+        with patch.object(Moves, "has_nothing_to_move", has_nothing_to_move):
             replay.run()
         outcomes = replay.ledger.outcomes()
         assert outcomes.finished.all()

@@ -1,4 +1,4 @@
-"""Packs of `ganger` in a replay: who waits is served by what others leave who share GPUs."""
+"""Packs of `ganger` in a replay: pending jobs get the GPUs that co-located jobs leave."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_jobs_that_use_all_of_a_gpu_do_not_stay_together() -> None:
 def naive_whole_again(
     running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[Change]:
-    """Everybody is looked at, wherever no core is free, too."""
+    """All jobs are examined, also on nodes without a free core."""
     free = dict(zip(view.nodes, view.millicores, strict=True))
     for number, (job, gang) in running.items():
         if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
@@ -83,7 +83,7 @@ def naive_whole_again(
             yield Change(number, job.revision, "CORES", tuple(claims))
 
 
-def test_who_gets_its_cores_back_is_found_as_if_everybody_were_looked_at() -> None:
+def test_jobs_that_get_their_cores_back_are_found_as_if_all_were_examined() -> None:
     found = []
 
     def both(
@@ -98,10 +98,10 @@ def test_who_gets_its_cores_back_is_found_as_if_everybody_were_looked_at() -> No
     rows = jobs(*["vae", "scrnn"] * 6).with_columns(duration_s=[HOURS * (1 + at % 4) / 2 for at in range(12)])
     with patch.object(of_packs, "whole_again", both):
         simulate(rows, SERVERS, "ganger", options(rows))
-    assert found, "somebody got some"
+    assert found, "some job got some"
 
 
-def test_once_nobody_waits_they_go_apart() -> None:
+def test_once_the_queue_is_empty_co_located_jobs_are_separated() -> None:
     # Two that outlast all others, and are slower together than alone.
     rows = jobs(*["scrnn"] * 6).with_columns(duration_s=[3 * HOURS] * 2 + [HOURS] * 4)
     replay = _Replay(rows, SERVERS, "ganger", options(rows), None)
@@ -114,7 +114,7 @@ def test_once_nobody_waits_they_go_apart() -> None:
     assert not replay.planning.table.sharing
 
 
-def test_without_switching_costs_or_places_nothing_is_measured_and_nobody_packed() -> None:
+def test_without_switching_costs_or_places_nothing_is_measured_and_no_job_co_located() -> None:
     rows = jobs(*["vae"] * 8)
     packed, alone = [
         simulate(rows, SERVERS, policy, ReplayOptions(ideal=True)) for policy in ("ganger", "ganger-alone")

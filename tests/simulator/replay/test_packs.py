@@ -70,14 +70,14 @@ def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> 
     assert packs_of(replay).kept >= 2
 
 
-def test_who_has_a_gpu_to_itself_again_has_its_cores_again() -> None:
+def test_a_job_alone_on_its_gpu_again_has_its_cores_again() -> None:
     rows = jobs(*["vae"] * 8).with_columns(duration_s=[4000.0] + [600.0] * 7)
     replay = _Replay(rows, SERVERS, "gandiva", ReplayOptions(), None)
     while replay.ledger.ended < 7 or any(not pack.is_kept for pack in packs_of(replay).packs):
         replay.clock.run_instant()
         replay._settle()
     assert packs_of(replay).kept >= 1
-    # Those who share it gave theirs at the end of the quantum.
+    # The jobs that share it gave theirs at the end of the quantum.
     replay.clock.at(replay.clock.now + quantum_s(replay.nodes.switch_s), lambda: None)
     while replay.clock.next_time() is not None and len(packs_of(replay).packs):
         replay.clock.run_instant()
@@ -95,9 +95,9 @@ def test_a_gpu_that_two_share_is_in_use_once() -> None:
     assert found.fragmentation >= 0.0
 
 
-def test_a_pack_in_which_somebody_is_too_slow_is_undone_and_not_tried_again_at_once() -> None:
+def test_a_co_location_in_which_a_job_is_too_slow_is_undone_and_not_tried_again_at_once() -> None:
     rows = jobs(*["mi-lstm"] * 6)
-    # Of the seeds by which such a pair is slower than expected: nobody knows before it is tried.
+    # Of the seeds by which such a pair is slower than expected: only a trial shows it.
     seed = next(s for s in range(500) if Footprints(rows, SERVERS, s).speed(0, [1]) < 0.56)
     packs = packs_of(replayed(rows, seed))
     assert packs.tried == 1
@@ -164,6 +164,6 @@ def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_t
     assert len({(claim.node, claim.device_mask) for gang in gangs for claim in gang.claims}) == 4
 
 
-def test_a_pack_that_costs_nobody_anything_stays_though_there_is_room() -> None:
+def test_a_co_location_without_a_cost_stays_though_there_is_room() -> None:
     # Of the seeds by which two of them have room on one device.
     assert len(packs_of(after_room_appeared("vae", seed=1)).packs) == 1

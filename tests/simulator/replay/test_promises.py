@@ -75,15 +75,15 @@ def test_every_job_ends_and_nothing_is_promised_twice(
     if replay.windows is None:
         assert served == pytest.approx(outcomes.duration_s, abs=1e-3)
     else:
-        # Who shares a GPU goes slower there.
+        # Jobs that share a GPU are slower.
         assert (served >= outcomes.duration_s - 1e-3).all()
     assert not replay.state.live
     assert replay.state.free_devices == SERVERS.gpus
 
 
-# Under gandiva nobody waits for others to end: they take turns.
+# Under gandiva no job waits for others to end: jobs are time-sliced.
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "gandiva"])
-def test_in_a_crowd_of_those_who_have_waited_too_long_every_job_ends(policy: str) -> None:
+def test_every_job_ends_though_many_have_waited_too_long(policy: str) -> None:
     dice = np.random.default_rng(7)
     arrivals, sizes = np.sort(dice.integers(0, 600, 40)).tolist(), dice.choice([1, 1, 2, 3, 4, 8, 12], 40).tolist()
     rows = [(at, gpus, int(dice.integers(1, 300)), "ann", 0) for at, gpus in zip(arrivals, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Quotas in a replay: whatever the policy, no user holds more at any time, and who is bounded is in nobody's way."""
+"""Quotas in a replay: whatever the policy, no user holds more at any time, and jobs over quota block no other job."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def crowd(seed: int, jobs: int = 40) -> Workload:
 
 
 @pytest.mark.parametrize("policy", sorted({*NAMES, *EVERY}))
-def test_in_a_crowd_who_has_a_quota_uses_it_up_and_holds_no_more(policy: str) -> None:
+def test_on_an_oversubscribed_cluster_a_user_uses_its_quota_up_and_holds_no_more(policy: str) -> None:
     replay = Bounded(crowd(3), policy, ReplayOptions(), {"ann": 5})
     replay.run()
     assert (replay.most["ann"], replay.ledger.outcomes().finished.all()) == (5, True)
@@ -110,7 +110,7 @@ def test_in_a_crowd_who_has_a_quota_uses_it_up_and_holds_no_more(policy: str) ->
 
 @pytest.mark.parametrize("way", sorted(WAYS))
 @pytest.mark.parametrize("policy", NAMES)
-def test_quotas_that_nobody_reaches_change_nothing(policy: str, way: str) -> None:
+def test_quotas_that_no_user_reaches_change_nothing(policy: str, way: str) -> None:
     jobs, options = crowd(5, 30), WAYS[way]
     without = simulate(jobs, SERVERS, possible(policy, way), options)
     within = simulate(jobs, SERVERS, possible(policy, way), replace(options, quotas={"ann": 180, "*": 240}))
@@ -141,7 +141,7 @@ def test_two_users_share_a_cluster_as_their_quotas_say() -> None:
         assert ends(policy, {"ann": 3}) == [100.0, 200.0, 300.0, 400.0, 110.0, 110.0]
 
 
-def test_nobody_is_stopped_for_who_could_not_start() -> None:
+def test_no_job_is_preempted_for_a_job_that_could_not_start() -> None:
     """Under las ann's second job goes before bob's, which has run for longest."""
     jobs = workload(
         ["b", "a0", "a1"],
@@ -161,10 +161,10 @@ def test_nobody_is_stopped_for_who_could_not_start() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
-def test_of_very_many_beyond_their_quotas_the_next_starts_within_seconds_and_time_that_helps_nobody_is_passed_over(
+def test_of_very_many_jobs_over_quota_the_next_starts_within_seconds_and_futile_ticks_are_skipped(
     policy: str,
 ) -> None:
-    """Of more than are looked at at once the core asks others every second; but while nothing gets free nobody starts,
+    """Of more than are looked at at once the core asks others every second; but while nothing gets free no job starts,
     and the last job runs for a year."""
     anns, bobs = ["year", *[f"a{job}" for job in range(149)]], [f"b{job}" for job in range(50)]
     duration_s = dict(zip(anns + bobs, np.random.default_rng(2).uniform(20.0, 400.0, 200), strict=True))

@@ -43,7 +43,7 @@ def rate(model: str, made: Gang, gpus: int = 1, servers: Servers = SYNERGY, **co
         ("res50", 3, 20.83, 0.1),
         # Of unknown models more gains nothing.
         ("", 9, 125, 1.0),
-        ("nobody-knows", 1.5, 62.5, 0.5),
+        ("unpublished", 1.5, 62.5, 0.5),
     ],
 )
 def test_cores_and_memory_do_to_a_job_what_is_published_of_its_model(
@@ -104,7 +104,7 @@ def test_an_older_type_of_gpu_is_slower_unless_the_job_named_it() -> None:
 
 def test_a_policy_knows_only_the_profiles_of_jobs_that_were_profiled() -> None:
     jobs = workload(
-        ["0", "1", "2"], [0.0, 0.0, 0.0], [1, 1, 1], labels={"model": ["alexnet", "alexnet", "nobody-knows"]}
+        ["0", "1", "2"], [0.0, 0.0, 0.0], [1, 1, 1], labels={"model": ["alexnet", "alexnet", "unpublished"]}
     )
     known = TrueRates(jobs, SYNERGY).known(lambda numbers: numbers != 2)
     assert known.position(np.array([1, 2, 3])).tolist() == [0, -1, -1]

@@ -1,4 +1,4 @@
-"""The policy gandiva in a replay: more gangs than GPUs take turns, fairly, and nobody waits longer than a quantum."""
+"""The policy gandiva in a replay: more gangs than GPUs take turns, fairly, and no job waits longer than a quantum."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_a_quantum_is_as_long_as_fifty_switches_take_and_as_a_round_if_there_are
     assert set(found.first_start_s % 300.0) <= {0.0, COSTS.offload_s}
 
 
-def test_nobody_is_stopped_for_a_lower_priority() -> None:
+def test_no_job_is_preempted_for_a_lower_priority() -> None:
     rows = jobs((0.0, 4, 2000.0), (10.0, 4, 500.0)).with_columns(priority=[1, 0])
     found = simulate(rows, cluster(), "gandiva").outcomes
     assert found.preemptions[0] == 0
     assert found.first_start_s[1] > 2000.0
 
 
-def test_no_quantum_is_planned_while_everybody_has_room() -> None:
+def test_no_quantum_is_planned_while_all_jobs_have_room() -> None:
     replay = _Counted(jobs((0.0, 2, 5000.0), (5.0, 2, 5000.0)), cluster(), "gandiva", ReplayOptions(), None)
     replay.run()
     assert replay.plans == 2

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from experiments.synergy_traces import ROUNDS, public_trace
 
-MODELS = (*synergy_profiles(), "nobody-knows")
+MODELS = (*synergy_profiles(), "unpublished")
 # (trace, order, tuning): average JCT and makespan in hours by the authors' simulator (dossier, section 5b). All twelve
 # that hold in a pure replay (policies/test_tune_published.py) do here; these are the quickest.
 THEIRS = {
@@ -106,8 +106,8 @@ def _ends(run: Run) -> Any:
     return run.outcomes.end_s.tolist()
 
 
-def test_who_is_never_tuned_runs_at_the_recorded_pace_whatever_rates_are_asked_for() -> None:
-    names = ["alexnet", "m5", "gnmt", "", "res18", "nobody-knows"] * 5
+def test_a_job_that_is_never_tuned_runs_at_the_recorded_rate_with_any_rates() -> None:
+    names = ["alexnet", "m5", "gnmt", "", "res18", "unpublished"] * 5
     jobs = workload(
         [str(n) for n in range(30)],
         [60.0 * n for n in range(30)],
@@ -128,7 +128,7 @@ def test_who_is_never_tuned_runs_at_the_recorded_pace_whatever_rates_are_asked_f
     assert tuned.outcomes.jct_s.mean() < share.outcomes.jct_s.mean()
 
 
-def test_a_profile_that_comes_late_speeds_up_who_runs_already() -> None:
+def test_a_profile_that_comes_late_speeds_up_a_running_job() -> None:
     jobs = workload(["0"], [0.0], [1], [3_000.0], labels={"model": ["res18"]})
     servers = servers_from_flags(nodes=1, gpus_per_node=8)
     options = ReplayOptions(rates="profiles", costs=FREE, profile_s=600.0)

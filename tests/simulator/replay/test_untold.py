@@ -1,4 +1,4 @@
-"""A state that tells nobody what it decides decides the same."""
+"""A state that records no orders or history decides the same."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Heard(_Replay):
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill", "ganger", "las+defrag", "gandiva", "optimus"])
-def test_what_is_decided_does_not_depend_on_whether_anybody_is_told(policy: str) -> None:
+def test_decisions_do_not_depend_on_whether_orders_and_history_are_recorded(policy: str) -> None:
     untold, told = _Heard(policy, tells=False), _Heard(policy, tells=True)
     untold.run()
     told.run()
     assert untold.said == told.said
     assert not untold.state.take_changes().puts
-    assert untold.state.counters.next_event == 1, "nobody reads its history"
+    assert untold.state.counters.next_event == 1, "it records no history"
     assert told.state.take_changes().puts
     assert told.state.counters.next_event > len(told.jobs)
     assert told.state.desired

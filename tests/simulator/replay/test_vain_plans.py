@@ -1,4 +1,4 @@
-"""A plan that could start nobody is not made, and what is decided later is as if it had been."""
+"""A plan that could start no job is skipped, and later decisions are as if it had been made."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def crowd() -> Workload:
 
 
 # Three learn from what they see, one changes in jumps, one all the time. One looks at packs between two plans that may
-# stop somebody.
+# preempt.
 @pytest.mark.parametrize(
     ("policy", "share"),
     [("ganger", 0.8), ("ganger-alone", 0.75), ("tiresias-gittins", 0.7), ("las2d", 0.75), ("drf", 0.95)],
@@ -63,7 +63,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
     jobs = crowd()
     some = _Counted(jobs, policy)
     some.run()
-    with patch.object(Planning, "_is_vain", lambda self: False):
+    with patch.object(Planning, "_is_futile", lambda self: False):
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
@@ -80,7 +80,7 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     some.run()
     with (
         patch.object(Planning, "_carried_out", lambda self, now: NOTHING_PLANNED),
-        patch.object(Planning, "_starts_nobody", lambda self: False),
+        patch.object(Planning, "_starts_no_job", lambda self: False),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
@@ -90,37 +90,39 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
 
 @pytest.mark.parametrize("round_s", [None, 300.0])
 @pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
-def test_who_is_known_to_be_chosen_is_started_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
+def test_jobs_known_to_be_chosen_start_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
     jobs, options = crowd(), ReplayOptions(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(Planning, "_known_pass", lambda self, now, planned: None),
+        patch.object(Planning, "_shortcut_pass", lambda self, now, planned: None),
         patch.object(run, "BY_COUNTS", ANYWHERE),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
-    # Where nobody is stopped a round begins as the last one ended.
+    # Without preemption a round begins as the last one ended.
     assert some.passes < every.passes or (policy, round_s) in (("fifo", 300.0), ("fifo-backfill", 300.0))
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
-def test_who_stops_nobody_makes_no_plan_while_who_may_go_next_is_too_large_for_what_is_free(policy: str) -> None:
+def test_an_order_without_preemption_makes_no_plan_while_the_next_job_is_too_large_for_the_free_gpus(
+    policy: str,
+) -> None:
     jobs, options = crowd(), ReplayOptions(ideal=True)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(Planning, "_starts_nobody", lambda self: False):
+    with patch.object(Planning, "_starts_no_job", lambda self: False):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
-    assert some.passes < 0.7 * every.passes, "most of those in a crowd start nobody"
+    assert some.passes < 0.7 * every.passes, "most plans of an oversubscribed cluster start no job"
     never_ended = pytest.raises(AssertionError, match="never ended")
-    with never_ended, patch.object(Planning, "_starts_nobody", lambda self: True):
+    with never_ended, patch.object(Planning, "_starts_no_job", lambda self: True):
         _Counted(jobs, policy, options).run()
 
 
-def test_ganger_does_not_take_back_what_it_did_for_those_who_had_waited() -> None:
+def test_ganger_does_not_take_back_what_it_did_for_jobs_that_had_waited() -> None:
     """Each round is settled by few plans: one that stops, one that starts, and what those lead to."""
     replay = _Counted(crowd(), "ganger", ReplayOptions(ideal=True, round_s=300.0))
     replay.run()

@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a gang of the whole cluster starts soon after a week though jobs of one GPU keep coming."""
+"""No job waits for ever: a gang of the whole cluster starts soon after a week though jobs of one GPU keep coming."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy
 
 
 @pytest.mark.parametrize("policy", ["fifo-backfill", "tetris", "tetris-cos"])
-def test_as_other_simulators_have_it_the_gang_waits_until_nobody_comes_any_more(policy: str) -> None:
+def test_without_this_rule_the_gang_waits_until_no_more_jobs_come(policy: str) -> None:
     """So the test above can fail."""
     jobs = stream(12)
     run = simulate(jobs, SERVERS, policy, ReplayOptions(ideal=True))
     assert run.outcomes.start_delay_s[jobs.job_ids.index("large")] > 10 * DAY_S
 
 
-def test_those_who_are_stopped_for_a_gang_do_not_start_where_it_was_to_be() -> None:
+def test_jobs_preempted_for_a_gang_do_not_start_in_its_place() -> None:
     """Under Optimus the smallest is placed first: stopped ones came back every five minutes, and the gang never."""
     small, every_s = 60, 1_800.0
     jobs = workload(
@@ -63,8 +63,8 @@ def test_those_who_are_stopped_for_a_gang_do_not_start_where_it_was_to_be() -> N
 
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("policy", ["ftf", "tiresias-gittins", "ganger"])
-def test_who_waits_too_long_is_kept_room_beside_those_who_are_stopped_for_others(policy: str, seed: int) -> None:
-    """In one pass: what somebody holds has been given back, and taken again, when it is asked who could be where."""
+def test_a_job_that_waits_too_long_has_a_reservation_beside_preempted_jobs(policy: str, seed: int) -> None:
+    """In one pass: holdings have been released and claimed again when the places are computed."""
     dice = np.random.default_rng(seed)
     arrivals = np.sort(dice.integers(0, 2_000_000, 24))
     gpus = dice.choice([1, 1, 2, 3, 4, 8, 12], 24)

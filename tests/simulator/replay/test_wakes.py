@@ -59,7 +59,7 @@ def at_whatever_became_of_it(
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
-def test_a_lease_that_was_used_wakes_nobody(policy: str) -> None:
+def test_a_used_lease_causes_no_wake_up(policy: str) -> None:
     some = _Told(policy)
     some.run()
     with patch.object(Clock, "at", at_whatever_became_of_it):

@@ -77,7 +77,7 @@ def test_fairness_of_a_small_run_is_that_worked_out_by_hand() -> None:
     assert math.isnan(rho[2])
 
 
-def test_a_millisecond_of_rounding_makes_nobody_late_and_nobody_worse_off() -> None:
+def test_a_millisecond_of_rounding_makes_no_job_late_and_no_job_worse_off() -> None:
     # Times of a replay are sums of seconds after an epoch of a million.
     ends = [np.nextafter(10.0, 11.0), 10.0004, 10.1]
     alone = [workload("a", [0], [1], [10.0], numbers={"deadline_s": [10.0]}) for _ in ends]
@@ -95,7 +95,7 @@ def test_window_looks_at_its_jobs_and_at_the_cluster_meanwhile() -> None:
     assert math.isnan(found.core_utilization)
 
 
-def test_cores_nobody_recorded_are_not_reported_as_idle() -> None:
+def test_cores_that_were_not_recorded_are_not_reported_as_idle() -> None:
     jobs, _ = three()
     assert math.isnan(figures(run_of(outcomes(jobs, [0, 10, NAN], [10, 37, NAN], [10, 22, 0]))).core_utilization)
 

@@ -98,7 +98,7 @@ def test_split_of_synergy_is_never_further_off_than_one_job_and_models_take_turn
         assert max(of_kind) - min(of_kind) <= 1
 
 
-def test_seed_changes_who_trains_what_but_not_the_split() -> None:
+def test_seed_changes_the_model_of_each_job_but_not_the_split() -> None:
     one, other = (with_models(jobs(100), seed, SYNERGY_SPLIT) for seed in (1, 2))
     kinds = [[synergy_profiles()[text].model_class for text in made.model.texts()] for made in (one, other)]
     assert kinds[0] == kinds[1]

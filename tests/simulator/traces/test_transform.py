@@ -174,7 +174,7 @@ def test_columns_that_break_a_promise_are_refused() -> None:
         jobs(colour=[1] * 5)
 
 
-def test_labels_taken_forget_names_nobody_has() -> None:
+def test_labels_taken_forget_names_that_no_job_has() -> None:
     labels = Labels.of(["b", "a", "b", ""])
     assert (labels.names, labels.texts()) == (("", "a", "b"), ["b", "a", "b", ""])
     assert labels.take(np.array([0, 2])) == Labels.of(["b", "b"])

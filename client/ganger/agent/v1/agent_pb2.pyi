@@ -109,7 +109,7 @@ class CreateSessionRequest(google.protobuf.message.Message):
     def configuration_set(self) -> ganger.v1.resources_pb2.ConfigurationSet: ...
     @property
     def capabilities(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """cgroup, switch_user ("no": only jobs of its own user; "shared": everybody's, as its own user), virtual_devices,
+        """cgroup, switch_user ("no": only jobs of its own user; "shared": jobs of all users, as its own user), virtual_devices,
         shared_cores, ... by name.
         """
 
@@ -574,7 +574,7 @@ class DesiredGang(google.protobuf.message.Message):
 
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """Everybody; the first member holds rank 0 and leads."""
+        """All members; the first one holds rank 0 and leads."""
 
     @property
     def spec(self) -> ganger.v1.job_pb2.JobSpec:
@@ -679,7 +679,7 @@ class ParkedState(google.protobuf.message.Message):
     PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     alone: builtins.bool
-    """Nobody is started on a device before the source has given it up: it has no room for both."""
+    """No process starts on a device before the source has released it: the device has no room for both."""
     peak_device_bytes: builtins.int
     """Of one of the source's devices, so far; zero while unknown. Memory for that much, and a tenth, is allocated before
     the state comes; without it, all that is claimed for arenas.
@@ -958,7 +958,7 @@ class Outcome(google.protobuf.message.Message):
         KIND_STOPPED: Outcome._Kind.ValueType  # 5
         """Stopped by our order without a checkpoint."""
         KIND_UNKNOWN: Outcome._Kind.ValueType  # 6
-        """Nobody recorded the exit; charged to the preemption budget."""
+        """The exit was not recorded; charged to the preemption budget."""
         KIND_LAUNCH_FAILED: Outcome._Kind.ValueType  # 7
         """Could not be started: message says why; charged to the preemption budget, or to the user for a bad command."""
         KIND_FENCED: Outcome._Kind.ValueType  # 8
@@ -980,7 +980,7 @@ class Outcome(google.protobuf.message.Message):
     KIND_STOPPED: Outcome.Kind.ValueType  # 5
     """Stopped by our order without a checkpoint."""
     KIND_UNKNOWN: Outcome.Kind.ValueType  # 6
-    """Nobody recorded the exit; charged to the preemption budget."""
+    """The exit was not recorded; charged to the preemption budget."""
     KIND_LAUNCH_FAILED: Outcome.Kind.ValueType  # 7
     """Could not be started: message says why; charged to the preemption budget, or to the user for a bad command."""
     KIND_FENCED: Outcome.Kind.ValueType  # 8

@@ -229,7 +229,7 @@ Global___ReadPeerLogRequest: typing_extensions.TypeAlias = ReadPeerLogRequest
 
 @typing.final
 class RowOrder(google.protobuf.message.Message):
-    """Where a node set stands, complete: whoever missed earlier orders needs none of them."""
+    """The complete state of a node set: a daemon that missed earlier orders needs none of them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -250,7 +250,7 @@ class RowOrder(google.protobuf.message.Message):
     """Nothing is ordered."""
     @property
     def stops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stop]:
-        """Who rests, by the order that ended its turn: that one names the boundary agreement of its stop."""
+        """The parked gangs, by the order that ended their slice: it names the boundary agreement of their stop."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class RowState(google.protobuf.message.Message):
     """Every gang of the row that has a part here runs."""
     switch_seconds: builtins.float
     blocked: builtins.bool
-    """Somebody whose turn it is waits here for devices that others still have."""
+    """A gang of the active slice waits here for devices that other gangs still hold."""
     @property
     def order(self) -> Global___RowOrder:
         """The last order obeyed."""

@@ -21,7 +21,7 @@ class _Row:
     name: str
     figure: str
     shown: Callable[[float], str]
-    # Against the policy whose mean is the least.
+    # Relative to the policy with the smallest mean.
     by_best: bool = False
 
 

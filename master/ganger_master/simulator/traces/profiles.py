@@ -1,10 +1,10 @@
-"""Published profiles of models: how cores and memory feed them, how fast GPUs of each type step them; and who trains
-which, for traces that do not say.
+"""Published profiles of models: sensitivity to cores and memory, speed by GPU type; and random models for traces
+without any.
 
 The figures are Synergy's (OSDI 2022), Gavel's (OSDI 2020) and ElasticFlow's (ASPLOS 2023), from their public code; see
 ATTRIBUTION.md beside them.
 
-Classes of models, by the field that they come from: published profiles of one class look alike.
+Models are classed by their field (vision, language, speech): profiles of one class are similar.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RowLines:
 
     @property
     def next_line(self) -> int:
-        """Where the row begins that nobody has got yet."""
+        """Line at which the next row begins."""
         return self._last_row + 1
 
     def next_row(self) -> None:
@@ -113,7 +113,7 @@ def _refused(name: str, line: int, what: str) -> TraceError:
 _BLOCK_ROWS = 16_384
 _BUFFER_BYTES = 1 << 18
 _LONGEST_ID = 256
-# A file with more than these is no trace: nobody reads on.
+# A file with more mistakes is no trace, and reading stops.
 _MOST_MISTAKES = 10_000
 _MOST_GPUS = 1_000_000
 # Of a run: less is lost beside the time of day.

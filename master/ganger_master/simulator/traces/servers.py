@@ -5,9 +5,8 @@
       - {name: new, nodes: 8, gpus_per_node: 8, gpu_type: V100, topology: 2x4, nodes_per_rack: 4, fabric: a,
          dimensions: {disk_mb_per_s: 500}}
 
-Keys are the flags' names. Everything wrong is found at once, each with the flag or the place in the file it stands in.
-
-YAML that somebody wrote by hand, read strictly.
+Keys are the flags' names. The YAML is read strictly; all errors are reported together, each with its flag or its place
+in the file.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class LargestServer:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """`nodes` servers of one configuration set, named after it; `nodes_per_rack` 0: nobody says how they are racked."""
+    """`nodes` servers of one configuration set, named after it. `nodes_per_rack` 0: the racks are unknown."""
 
     configuration_set: ConfigurationSet
     nodes: int

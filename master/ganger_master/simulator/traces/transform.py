@@ -1,6 +1,6 @@
-"""A trace made into another: busier or calmer, a part of it, a sample of it, what a cluster can hold of it.
+"""Transformations of a trace: scale its load, select or sample jobs, drop jobs that a cluster cannot hold.
 
-Jobs nobody recorded: Synergy's synthetic workload, for runs at a chosen rate of arrivals.
+Also the synthetic workload of Synergy, for runs at a chosen arrival rate.
 
 Synergy (Mohan et al., OSDI 2022, section 5) and its public simulator (runner.py, utils.get_gavel_like_iter): Poisson
 arrivals; durations of 10^U(1.5, 3) minutes for four jobs in five and 10^U(3, 4) for the fifth; gangs of 1, 2, 4 and 8

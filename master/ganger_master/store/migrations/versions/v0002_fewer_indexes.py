@@ -1,6 +1,6 @@
-"""No index that only says what the key says already: each is one more page to write for every row.
+"""Drop indexes that repeat a key: each costs one more page to write per row.
 
-A job's number and a gang's epoch are their keys, and nobody looks a job up by its uid. History is appended to in the
+A job's number and a gang's epoch are their keys, and no query looks a job up by its uid. History is appended to in the
 order of its sequence, which in SQLite needs no index of its own if its type is INTEGER.
 """
 
