@@ -4,12 +4,12 @@ A cell is a trace at an offered load. Of the jobs with recorded run times one af
 time: drawn at random they would not stand beside the jobs they were submitted with. The cluster has eight servers of 8
 GPUs, or more, so that the largest gang takes half of it. Times between submissions are scaled to the load. Jobs ask for
 GPUs of any type and a part of a server in proportion, and all have one priority: the cores, types and priorities of
-another cluster mean nothing here. Every job runs to its end, every job counts from the first on, and nobody knows
-anything of the time before: there is no warm-up in which to learn. Costs of switching and the interval of plans are the
+another cluster mean nothing here. Every job runs to its end, every job counts from the first on, and no policy knows
+anything of the time before: there is no warm-up. Costs of switching and the interval of plans are the
 simulator's, for every policy.
 
-Not among the anchors is `edf`: where these traces have deadlines they were made from the recorded run times, so that
-who goes by them knows durations.
+Not among the anchors is `edf`: where these traces have deadlines they were made from the recorded run times, so
+a policy that uses them knows durations.
 """
 
 from __future__ import annotations

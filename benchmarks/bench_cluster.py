@@ -47,7 +47,7 @@ class BenchCluster:
         self._environment = {**os.environ, "GANGER_MASTER": str(self.master), "PYTHONUNBUFFERED": "1"}
 
     def __enter__(self) -> BenchCluster:
-        # who ends the benchmark ends what it started
+        # SIGTERM to the benchmark also ends what it started
         self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             (self.directory / "storage").mkdir()

@@ -2,8 +2,8 @@
 
 Real jobs of one GPU fill the nodes, one after the other. First on each node at least one of them ends: there is room
 enough for the gang, in pieces, and the fewest moves that bring it together are found by trying all. Then on a full
-cluster: on each node one job is of lower priority than the gang, and rests in host memory while it runs; the others
-make place for it by moves; and who rests goes on elsewhere once there is room. Each job notes every step that it does,
+cluster: on each node one job is of lower priority than the gang, and is parked in host memory while it runs; the others
+make room for it by moves; and parked jobs resume elsewhere once there is room. Each job notes every step that it does,
 with the clock: so a step that was done twice or never is seen, and how long it stood still.
 """
 
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from benchmarks.bench_cluster import BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
-from benchmarks.step_notes import NotedStep, steps_of
-from benchmarks.training_programs import NOTING
+from benchmarks.step_notes import NOTING, NotedStep, steps_of
 
 NODES, GPUS = 4, 4
 # How many jobs end on each node, round after round.
@@ -90,7 +89,7 @@ class DefragJob:
 @dataclass(frozen=True, slots=True)
 class DefragRound:
     """What one gang took. `moves` and `rests`: of other jobs, as the event log has them; `fewest`: as many as it takes.
-    `pauses_ms`: of who moved, as the jobs noted them, and as the daemons told."""
+    `pauses_ms`: of moved jobs, as the jobs noted them, and as the daemons reported."""
 
     moves: int
     rests: int
@@ -169,7 +168,7 @@ def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> DefragRound:
             cluster.ganger("cancel", job.name)
             jobs.remove(job)
     # What they held is free once their daemons have seen them go.
-    cluster.until(lambda: len(cluster.pages()) == len(jobs), WAIT_SECONDS, "who was cancelled is gone")
+    cluster.until(lambda: len(cluster.pages()) == len(jobs), WAIT_SECONDS, "cancelled jobs are gone")
     counts = Counter(homes[job.name] for job in jobs)
     before = [counts[node] for node in sorted(set(homes.values()))]
     gang = _start_gang(cluster)
@@ -177,7 +176,7 @@ def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> DefragRound:
 
 
 def _swap(cluster: BenchCluster) -> tuple[DefragRound, float]:
-    """The round, and how long it took until who rested for the gang had all done a step again."""
+    """Return the round, and the seconds until every job parked for the gang had made a step again."""
     # First fit: each fourth one is the first of its node.
     jobs = _fill(cluster, lambda number: 0 if number % GPUS else -1)
     low = jobs[::GPUS]
@@ -186,14 +185,14 @@ def _swap(cluster: BenchCluster) -> tuple[DefragRound, float]:
         raise BenchClusterError("not every node has a job of lower priority")
     gang = _start_gang(cluster)
     at_rest = {job.name: job.steps()[-1].number for job in low}
-    # Room for all who rest, on other nodes than the gang's.
+    # Room for all parked jobs, on other nodes than the gang's.
     homes = _nodes(cluster)
     others = [job for job in jobs if job not in low and homes[job.name] != homes[gang.name]]
     began = time.monotonic()
     for job in others[: len(low)]:
         cluster.ganger("cancel", job.name)
     cluster.until(
-        lambda: all(job.steps()[-1].number > at_rest[job.name] for job in low), WAIT_SECONDS, "who rested goes on"
+        lambda: all(job.steps()[-1].number > at_rest[job.name] for job in low), WAIT_SECONDS, "parked jobs resume"
     )
     back_seconds = time.monotonic() - began
     return _round(cluster, gang, jobs, fewest([GPUS - 1] * NODES, [1] * NODES, GPUS, GPUS)), back_seconds
@@ -206,7 +205,7 @@ def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) 
     for number in range(NODES * GPUS):
         jobs.append(_submit(cluster, 1, "--priority", str(priority(number))))
         if priority is not _no_priority:
-            # The next one goes where this one has left room, whoever ranks higher.
+            # The next one goes where this one has left room, whatever its rank.
             cluster.until(lambda: jobs[-1].name in _nodes(cluster), WAIT_SECONDS, f"{jobs[-1].name} has a place")
     # What they can is known by then, and memory is reserved for their state.
     cluster.until(lambda: all(len(job.steps()) >= 10 for job in jobs), WAIT_SECONDS, "all jobs train")
@@ -240,7 +239,7 @@ def _round(
     moved = [event["subject"] for event in told if event["kind"] == "move_begun"]
     rested = [event["subject"] for event in told if event["kind"] == "suspend_ordered"]
     movers = [job for job in jobs if job.name in moved]
-    cluster.until(lambda: all(job.pauses_ms() for job in movers), WAIT_SECONDS, "who moved goes on")
+    cluster.until(lambda: all(job.pauses_ms() for job in movers), WAIT_SECONDS, "moved jobs resume")
     events = json.loads(cluster.ganger("history", "--json"))
     done = [event["figures"] for event in events if event["kind"] == "move_done"]
     rests, moves = fewest_of

@@ -18,8 +18,8 @@ from pathlib import Path
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
 from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
-from benchmarks.page_watch import Watch
 from benchmarks.report import BenchReport, quantile
+from benchmarks.switch_timing import Watch
 
 GPUS = 4
 ROUNDS = 4

@@ -20,10 +20,9 @@ from pathlib import Path
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
 from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
-from benchmarks.page_watch import Watch
 from benchmarks.report import BenchReport, quantile
-from benchmarks.step_notes import NotedStep, steps_of
-from benchmarks.training_programs import HEAVY, NOTING
+from benchmarks.step_notes import HEAVY, NOTING, NotedStep, steps_of
+from benchmarks.switch_timing import Watch
 
 SIZES = (100 * 10**6, 10**9)
 QUICK_SIZES = (20 * 10**6,)

@@ -1,8 +1,8 @@
 """`ganger bench pack`: two jobs on one device, where that pays and where it does not.
 
-Real masters, daemons and jobs, on virtual GPUs each bound to a CPU quota of its own, so that nobody gains by cores that
-idle. A light pair waits for its data most of the time, and leaves its device to others meanwhile. A heavy pair looks
-the same to whoever measures processors, but holds an engine of its device while it waits, which lets one in at a time:
+Real masters, daemons and jobs, on virtual GPUs each bound to a CPU quota of its own, so that no job gains by idle
+cores. A light pair waits for its data most of the time, and leaves its device to others meanwhile. A heavy pair looks
+the same to a meter of processors, but holds an engine of its device while it waits, which lets one in at a time:
 two of them together do what one does alone. Each pair is measured in two ways: by the live planner under `gandiva`,
 which tries packs by itself, keeps one and undoes the other; and by plans of this benchmark, which let one of the pair,
 the other, and both run in turn on one device, round after round, so that what else the machine does hits all three

@@ -34,8 +34,8 @@ from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.model import Gang, JobRecord, JobSpec
@@ -164,7 +164,7 @@ _RESIZED: Final = "optimus"
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one pass took, and whom it found a place."""
+    """Duration of one pass, and the jobs that it placed."""
 
     seconds: float
     cpu_seconds: float

@@ -1,13 +1,13 @@
 """`ganger bench slice`: jobs that take turns on GPUs, and what that costs them.
 
 A real master, daemon and jobs, on virtual GPUs, each bound to a CPU quota of its own where the machine has quotas, so
-that nobody gains by cores that idle. Every job notes when each of its steps began and ended; the control pages tell
-when orders came and states changed. A switch is dead time: from the end of the last step of who leaves a device to the
-begin of the first one of who comes; a switch that takes long makes quanta longer, fifty times as long. What steps cost
-alone is measured on the same devices, by the first jobs before the others come and after they have left: as many at
-once, on the machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm
-does it, which frees nothing; and a queue, first come first served. Six jobs on four GPUs (figure 9 of Gandiva's paper,
-OSDI 2018) are two pairs and two alone whatever the rows: they have equal shares only because they are moved.
+that no job gains by idle cores. Every job notes when each of its steps began and ended; the control pages tell when
+orders came and states changed. A switch is dead time: from the end of the last step of one job on a device to the begin
+of the first step of the next job. Quanta are at least fifty times as long as a switch. What steps cost alone is
+measured on the same devices, by the first jobs before the others come and after they have left: as many at once, on the
+machine as it is then. Beside it, in the same run: the same jobs stopped and continued by signals, as Slurm does it,
+which frees nothing; and a queue, first come first served. Six jobs on four GPUs (figure 9 of Gandiva's paper, OSDI
+2018) are two pairs and two alone whatever the rows: they have equal shares only because they are moved.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from ganger_daemon.devices.virtual import anonymous_bytes_of
 from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
 from benchmarks.step_notes import (
+    HEAVY,
+    NOTING,
     jain,
     rate,
     share_outside,
@@ -41,7 +43,6 @@ from benchmarks.step_notes import (
     turns_of,
 )
 from benchmarks.switch_timing import PageWatch, slowest_switch, switched
-from benchmarks.training_programs import HEAVY, NOTING
 
 QUANTUM_SECONDS, QUICK_QUANTUM_SECONDS = 5.0, 1.0
 LONG_QUANTUM_SECONDS = 60.0
@@ -171,10 +172,10 @@ def _share(
     else:
         report.at_most(f"{name}_dead_share", share, DEAD_SHARE)
     if starting:
-        # A device waits for who was moved there: its program starts in its first turn.
+        # A device waits for a job that was moved there: its program starts in its first slice.
         report.figure(f"{name}_start_after_move_p50_seconds", quantile(starting, 0.5))
         report.figure(f"{name}_share_of_starts", sum(starting) / span / taking_turns)
-    # With what lies between two steps in a turn, as it does between those of who is alone.
+    # Including the gaps between two steps within a slice, as a job alone has them, too.
     idle = gpus - sum(map(stepping, steps)) / span
     report.figure(f"{name}_share_outside_steps", idle / taking_turns)
     long_share = quantile(dead, 0.9) / LONG_QUANTUM_SECONDS
@@ -200,7 +201,7 @@ def _share(
     if not quick:
         ratio = rate(steps) * len(alone) / sum(alone)
         report.at_least(f"{name}_steps_per_cpu_second_over_alone_ratio", ratio, 1.0 - RATE_WITHIN)
-    # Who comes to full devices has the next turn, and then its program starts: the one that waited longest.
+    # A job that comes to full devices has the next slice, and then its program starts: it has waited longest.
     report.figure(f"{name}_step_{EARLY_STEPS}_of_new_job_seconds", early)
     report.at_most(f"{name}_step_{EARLY_STEPS}_of_new_job_over_quantum_seconds", beyond, _START_AND_STEPS)
     report.at_least(f"{name}_offloaded_bytes", float(freed), float(expected))

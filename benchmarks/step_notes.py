@@ -1,6 +1,7 @@
-"""What the jobs of a benchmark noted of their steps, and what turns and shares of the time those make.
+"""Notes that benchmark jobs write of their steps, and the slices and shares of time computed from them.
 
-A note is five numbers (`programs.NOTE_FORMAT`), one for each step. A job that was moved goes on in another process.
+A note is five numbers (`NOTE_FORMAT`), one note for each step. A job that was moved continues in another process. The
+parts of training programs here are texts because they run in processes of jobs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import quantile
-from benchmarks.training_programs import NOTE_FORMAT
+
+# Process, number of the step, its begin and end (nanoseconds of the clock of control pages), and the processor time in
+# nanoseconds that the process had used by then.
+NOTE_FORMAT = "<QQQQQ"
+
+# `note = note_to(path)`, `begin = now()`, and `note(number, begin)` at the end of each step.
+NOTING = f"""
+import os, struct, time
+def now():
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+def note_to(path):
+    notes = open(path, "ab", buffering=0)
+    def note(number, begin):
+        notes.write(struct.pack("{NOTE_FORMAT}", os.getpid(), number, begin, now(), time.process_time_ns()))
+    return note
+"""
+
+# `Heavy(size)`: most of the state is buffers that no step touches, so that a step stays short at any size.
+HEAVY = """
+import torch
+class Heavy(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        for part in range(16):
+            self.register_buffer(f"part{part}", torch.full((size // 64,), float(part)))
+    def forward(self, x):
+        return self.layer(x)
+"""
+
 
 NOTE = struct.Struct(NOTE_FORMAT)
 # Between two steps of one turn nothing takes so long.
@@ -59,8 +89,8 @@ def rate(steps: Sequence[Sequence[NotedStep]]) -> float:
 
 
 def share_outside(steps: Sequence[Sequence[NotedStep]]) -> float:
-    """Of the processor time of those who take turns, what they used between two turns (to rest, to give up their state
-    and to bring it back) and not for steps: what goes from one step to the next beyond what that is otherwise."""
+    """Return the share of processor time that time-sliced jobs used between two slices (to stop, to offload their state
+    and to restore it): the time from one step to the next beyond the usual time."""
     outside = total = 0.0
     for life in [life for own in steps for life in _lives(own)]:
         used = [after.used - before.used for before, after in itertools.pairwise(life)]
@@ -84,13 +114,13 @@ def turns_of(steps: Sequence[Sequence[NotedStep]]) -> list[NotedSlice]:
 
 
 def switches(steps: Sequence[Sequence[NotedStep]], began: int, ended: int) -> tuple[list[float], list[float]]:
-    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until somebody
-    went on, and until a program had started there, as at a move. Nobody says who was on which device: as many begin as
-    end, so each end of a turn is paired with the next begin of one."""
+    """Seconds that the devices of these jobs idled at each switch between two moments (nanoseconds): until a job
+    resumed, and until a program had started there, as at a move. Notes do not name devices: as many slices begin as
+    end, so each end of a slice is paired with the next begin of one."""
     ends: list[int] = []
     begins: list[tuple[int, bool]] = []
     for own in steps:
-        # Who is moved as it runs hardly pauses, but leaves one device and had another waiting for it.
+        # A running job that is moved hardly pauses, but leaves one device, and another one waited for it.
         rests = [(a, b) for a, b in itertools.pairwise(own) if b.begin - a.end > _REST_NS or a.pid != b.pid]
         ends += [a.end for a, _ in rests] + [step.end for step in own[-1:] if step.end < ended - _REST_NS]
         begins += [(b.begin, a.pid != b.pid) for a, b in rests]

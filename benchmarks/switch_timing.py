@@ -1,18 +1,49 @@
-"""When orders of turns and states of control pages changed in a benchmark's cluster, and the parts of its switches."""
+"""Times of slice orders and page states in a benchmark's cluster, and the parts of its switches."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
 from benchmarks.bench_cluster import BenchCluster
-from benchmarks.page_watch import Watch
+
+# Between two looks.
+POLL_SECONDS = 0.0005
+
+_Self = TypeVar("_Self", bound="Watch")
+
+
+class Watch(ABC):
+    """Looks from `with` to its end."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self.look, name="pages", daemon=True)
+
+    def __enter__(self: _Self) -> _Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def goes_on(self) -> bool:
+        """After a moment, whether to look once more."""
+        return not self._is_over.wait(POLL_SECONDS)
+
+    @abstractmethod
+    def look(self) -> None:
+        """In the thread, until it does not go on."""
+
 
 # Each from the last of the one to the other: within a page, or from whatever page of its device.
 _PARTS = (
@@ -105,7 +136,7 @@ class PageWatch(Watch):
         self._switched = switched(self._cluster)
 
     def parts(self, device_of: Mapping[int, int]) -> dict[str, list[float]]:
-        """As `parts` has them. `device_of`: by epoch; those of who has one alone are of no interest."""
+        """As `parts` has them. `device_of`: by epoch, without jobs that have a device alone."""
         seen = [
             PageChange(moment, page, device_of[self._epochs[page]], what)
             for moment, page, what in self._seen

@@ -77,19 +77,19 @@ def asked_of(nodes: int, requests: int, seed: int) -> Row:
     held = approved = rejected = doubles = 0
     seconds: list[float] = []
     while len(seconds) < requests:
-        who, size = int(random.integers(_SCHEDULERS)), int(random.choice(_SIZES))
+        scheduler, size = int(random.integers(_SCHEDULERS)), int(random.choice(_SIZES))
         while held + size > _HELD * nodes * _DEVICES:
             for claim in held_by.popleft():
                 view.give(claim)
                 bitmaps[claim.node] &= ~claim.device_mask
                 held -= claim.device_mask.bit_count()
-        asked[who] += 1
-        if asked[who] % _UP_TO_DATE == 0:
-            views[who] = view.copy()
+        asked[scheduler] += 1
+        if asked[scheduler] % _UP_TO_DATE == 0:
+            views[scheduler] = view.copy()
         shape = GangShape((Role("worker", size, TaskShape(1, 1_000, 1 << 30)),))
-        candidates = places(views[who], shape, limit=_CANDIDATES)
+        candidates = places(views[scheduler], shape, limit=_CANDIDATES)
         if not candidates:
-            views[who] = view.copy()
+            views[scheduler] = view.copy()
             continue
         began = time.thread_time()
         verdict = approve(view, shape, candidates, job="jobs/1")
@@ -102,11 +102,11 @@ def asked_of(nodes: int, requests: int, seed: int) -> Row:
                 doubles += bool(bitmaps.get(claim.node, 0) & claim.device_mask)
                 bitmaps[claim.node] = bitmaps.get(claim.node, 0) | claim.device_mask
                 held += claim.device_mask.bit_count()
-                views[who].take(claim, size)
+                views[scheduler].take(claim, size)
             held_by.append(verdict.claims)
         else:
             for row in verdict.rows:
-                views[who].put(row)
+                views[scheduler].put(row)
         if held > _HELD * nodes * _DEVICES - max(_SIZES):
             seconds.append(spent)
             approved += isinstance(verdict, CandidateApproval)

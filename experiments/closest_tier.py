@@ -16,8 +16,8 @@ from functools import cache
 from itertools import combinations
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import Topology, parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS

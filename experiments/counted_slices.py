@@ -1,8 +1,8 @@
-"""Turns on a cluster of which any free GPUs serve: who runs is chosen by counts, as in the public simulator of Tiresias
-with its placement `count`.
+"""Time slices on a cluster of which any free GPUs serve: running jobs are chosen by counts, as in the public simulator
+of Tiresias with its placement `count`.
 
-At the beginning of each turn all jobs that have come are ranked and the first that fit together run; between turns
-nobody is stopped, and GPUs that are free go to the first in order that fits. Switching costs nothing. What decides are
+At the beginning of each turn all jobs that have come are ranked and the first that fit together run; between slices
+no job is stopped, and GPUs that are free go to the first in order that fits. Switching costs nothing. What decides are
 the production's orders.
 """
 
@@ -67,7 +67,7 @@ def in_turns(jobs: Workload, gpus: int, order: JobOrder, turn_s: float) -> Count
         started[entering] = np.minimum(started[entering], now)
         waits_since[leaving] = now
         runs = chosen
-        # Until somebody ends or comes; while somebody is live, a turn too.
+        # Until a job ends or comes; while a job is live, at most one slice.
         coming = jobs.submit_s[jobs.submit_s > now]
         upto = min(
             float((now + left[runs]).min(initial=np.inf)),

@@ -3,16 +3,16 @@ and report early (Gandiva, OSDI 2018: time slicing speeds up such searches by up
 
 Set-up: one node of four GPUs and a search of so many trials of one GPU, each of which trains for the stated time.
 Without slicing trials run four at a time to their ends, in the order in which the search drew them. With slicing the
-production decides who runs in each slice of a minute until every trial has shown a hundred mini-batches, which take 10
-to 60 s (uniform); then the search lets the four that look best run to their ends, then the next four. How early results
-tell is declared: final accuracies are normal, and early ones are those with so many of their standard deviations of
-noise. Compared is the time until the best trial has ended; its average over searches for each cell, of which the
-largest is the paper's `up to`. Without slicing the best trial is as likely to stand in any round of four as in any
-other, so the average is taken over all of them and not drawn. A slice that begins loses a switch: 0.1 s, which is what
-Gandiva states of models of images, as its searches train (LeNet- and ResNet-like on CIFAR-10); beside it stands 1 s,
-its slowest, of large models of language.
+production code decides which trials run in each slice of a minute until every trial has shown a hundred mini-batches,
+which take 10 to 60 s (uniform); then the search lets the four that look best run to their ends, then the next four. How
+early results tell is declared: final accuracies are normal, and early ones are those with so many of their standard
+deviations of noise. Compared is the time until the best trial has ended; its average over searches for each cell, of
+which the largest is the paper's `up to`. Without slicing the best trial is as likely to stand in any round of four as
+in any other, so the average is taken over all of them and not drawn. A slice that begins loses a switch: 0.1 s, which
+is what Gandiva states of models of images, as its searches train (LeNet- and ResNet-like on CIFAR-10); beside it stands
+1 s, its slowest, of large models of language.
 
-Beside it stands what a cluster gives everybody: how much sooner jobs of the Philly trace have run for a minute on 100
+For comparison, the gain of all jobs of a cluster: how much sooner jobs of the Philly trace have run for a minute on 100
 GPUs when they take turns than under FIFO, mean over jobs.
 """
 

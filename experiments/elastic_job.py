@@ -2,7 +2,7 @@
 figure 11; no figures are published with it).
 
 Set-up: one node of four GPUs; ResNet-50 at one global batch of 256, its rates with 1, 2 and 4 A100 and what a change of
-size takes as ElasticFlow measured them. Who grows, how far, and who shrinks is decided by the production's decisions,
+size takes as ElasticFlow measured them. The production's decisions grow and shrink jobs,
 from rates measured in windows of ten mini-batches that scatter by 3 %. When the job has settled a gang of three GPUs
 comes at a random instant; it has them when the job's mini-batch is over and its state parked, which takes what a
 suspension does: measured live on this code (docs/measurements/figures.md, 41 ms), and Gandiva's 0.1 and 1 s beside it.
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict

@@ -3,7 +3,7 @@ finish time alone on an equal part of the cluster, is 1.2 on its testbed).
 
 Set-up: 200 jobs of Synergy's generator (durations from half an hour to a week, gangs of 1, 2, 4 and 8) on 8 servers of
 8 GPUs, Poisson arrivals at loads 0.7, 1.0 and 1.3, switching costs at their defaults, plans at most every 5 minutes.
-`ftf-oracle` serves whoever is worst off first and knows what jobs have left, as Themis's jobs say so themselves; `ftf`
+`ftf-oracle` serves the job that is worst off first and knows the remaining work, which Themis's jobs report; `ftf`
 knows no durations; `las2d` and `fifo` stand beside. The figure compared is the largest rho of any job under
 `ftf-oracle`, mean over seeds, at the worst of the loads. Contention is the mean number of live jobs over a job's life,
 as in Themis. An equal part is one of the GPUs, in which a gang that fits runs at full speed; Themis itself allows the

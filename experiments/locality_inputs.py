@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from ganger.cluster.load import choose_mode
-from ganger.cluster.placement import candidates
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.placement import candidates, choose_mode
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.locality import LocalityPoint, fit_locality

@@ -14,9 +14,9 @@ Gandiva sends one replica.
 Set-up, use: a cluster of four nodes of four GPUs, as in figure 8, through the production core in virtual time
 (first-fit, `+defrag`). Sixteen jobs of one GPU fill it; one on each node ends soon, the others go on for hours (drawn).
 Then a gang of four comes, which wants one node. What it waits, and what those lose that are moved, with migrations at
-the measured pause of 1 GB, at Gandiva's 2 s and at the 35 s of a naive one, beside a cluster that moves nobody. The
+the measured pause of 1 GB, at Gandiva's 2 s and at the 35 s of a naive one, beside a cluster without moves. The
 same for 250 jobs of Synergy's generator (gangs of 1, 2, 4 and 8) on 16 nodes of four at load 1.2, backfilled: below 1
-hardly anybody waits.
+hardly any job waits.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
         return [gang[way, seed][figure] for seed in seeds]
 
     def against(figure: str, way: str) -> Interval:
-        """How many times what it is where nobody is moved."""
+        """Return the figure as a multiple of that without moves."""
         still, other = ([cluster[name, seed][figure] for seed in of_cluster] for name in ("still", way))
         return paired_ratio(other, still)
 
@@ -210,7 +210,7 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
         f"of Gandiva's 35 s {1.0 - downtime_s / _NAIVE_S:.1%} are hidden. A gang that wants a node waits "
         f"{np.mean(of('wait_s', 'moved')):.0f} s instead of {np.mean(of('wait_s', 'still')) / 3600.0:.1f} h, and at "
         f"load {_LOAD:g} gangs of four and more wait {against('large_wait_s', 'moved').mean:.0%} of what they do where "
-        "nobody is moved",
+        "no job is moved",
     )
 
 

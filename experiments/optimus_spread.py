@@ -39,7 +39,7 @@ def spread(counts: Integers, shapes: Floats, free: Floats) -> TaskSpread:
     server named first. On n servers, task i of each kind goes to server i mod n; n is the least that holds them.
 
     `counts` (jobs, kinds), `shapes` (jobs, kinds, resources), `free` (servers, resources). A server that cannot hold
-    the smallest such part is passed over, so that servers without GPUs, which have the most free cores, block nobody. A
+    the smallest such part is passed over, so that servers without GPUs, which have the most free cores, block no job. A
     job that no number of servers holds in this way is placed task by task, kinds in turn, each on the first server that
     has room, as far as that goes; if that is less than one task of each kind, it waits for the next interval and is not
     in the answer.

@@ -5,7 +5,7 @@ Set-up: utilisation alone and mini-batches a second alone and packed, as publish
 many there were is not published, so it is the fewest that could give the gain. Each resident then runs at the published
 rate, measured in windows that scatter by 3 %, and the production's trial decides: kept or undone. The same decision as
 the table's sign is counted. Before each trial the interference model foretells the sign; it begins with its prior for a
-GPU nobody packed on and learns from each trial, in the table's order.
+GPU without co-locations and learns from each trial, in the table's order.
 """
 
 from __future__ import annotations

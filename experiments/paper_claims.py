@@ -24,7 +24,7 @@ Criterion = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """`paper`: figures as published. `holds`, `beats`: what ours must be; an empty `beats`: nobody asks for more."""
+    """`paper`: figures as published. `holds`, `beats`: what ours must be; an empty `beats`: no more is required."""
 
     name: str
     title: str

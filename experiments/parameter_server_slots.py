@@ -179,7 +179,7 @@ def simulated(jobs: SlotJobs, servers: Floats, policy: SlotPolicy, seed: int = 0
                 mode = jobs.modes[job]
                 held[job] = where.server[rows].tobytes() + where.counts[rows].tobytes()
                 rate = batches_per_second(jobs.models[job], where.counts[rows], mode)
-                # who has never run starts, and that is the same for all policies
+                # a job that has never run starts, which costs the same under all policies
                 lost = RESTART_S if job in before and before[job] != held[job] else 0.0
                 seconds = min(INTERVAL_S - lost, left[job] / rate)
                 restarting, running = restarting + lost, running + lost + seconds

@@ -45,7 +45,7 @@ HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
 @dataclass(frozen=True)
 class Result:
     """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `cpu_s`: processor
-    time of all parts, whenever they were measured; NaN: nobody noted it."""
+    time of all parts, whenever they were measured; NaN: not recorded."""
 
     claim: PaperClaim
     found: MeasuredRows | None = None
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def beats(self) -> bool | None:
-        """None also where nobody asks for more than to hold."""
+        """None also where a claim only has to hold."""
         return None if self.found is None or not self.claim.beats else meets(self.claim.beats, self.found.ours)
 
 

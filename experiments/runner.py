@@ -137,7 +137,7 @@ def _from_saved(claim: PaperClaim, experiment: Experiment, path: Path, setting: 
 
 
 def _concluded(claim: PaperClaim, experiment: Experiment, rows: Sequence[Row], setting: Setting) -> Result:
-    """A mistake in one conclusion takes nobody else's rows with it."""
+    """Return the result of one claim; an error in its conclusion does not affect other claims."""
     try:
         cpu_s = float(sum(row.get("cpu_s", math.nan) for row in rows))
         return Result(claim, experiment.conclude(rows), is_quick=setting.is_quick, cpu_s=cpu_s)

@@ -1,7 +1,7 @@
 """B5. Six jobs of one GPU each take turns on four (Gandiva, OSDI 2018, figure 9: each gets four sixths of the time,
 and switching costs no more than 2 %).
 
-Set-up: one node of four GPUs, slices of 60 s, two hours. Who runs next is decided by the production's slicing; what is
+Set-up: one node of four GPUs, slices of 60 s, two hours. The production's slicing decides which jobs run next; what is
 modelled is time: a job that enters a slice trains after the switch, which is suspending one job and resuming another
 with its state offloaded to host memory. Those costs are not simulated but measured live on this code
 (docs/measurements/figures.md, medians of the demo on processors: 41 ms and 24 ms); Gandiva's are beside them

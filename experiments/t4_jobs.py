@@ -109,7 +109,7 @@ class Application:
 
     def split(self, batch: int, gpus: int, one_accumulates: bool) -> T4Batch:
         """How a whole batch is trained on so many GPUs. `one_accumulates`: one GPU with more than the initial batch
-        does so in two parts at least, without which nobody knows the noise."""
+        does so in two parts at least, without which the noise is unknown."""
         _, largest = self.local_range
         each = math.ceil(batch / gpus - _ROUNDING)
         accumulated = math.ceil(each / largest - _ROUNDING) - 1

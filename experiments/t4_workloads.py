@@ -5,8 +5,8 @@ Set-up: those four of the eight published workloads that are at hand, each of 16
 servers of 4 T4; the authors' simulator is built again (see `t4_jobs`): decisions every minute, a change of places costs
 30 s, no interference. Tiresias has one threshold, 16 GPU-hours, and gives each job the GPUs and the batch its user
 asked for; Optimus knows how long a step takes on how many GPUs and how many are left, and keeps the user's batch. What
-decides are the production's queues of `tiresias` and its `allocated`, the latter without its least gain. In a queue who
-joined it first goes first, as ported; that our own order lets who runs keep its place stands beside as `tiresias_own`.
+decides are the production's queues of `tiresias` and its `allocated`, the latter without its least gain. In a queue the
+job that joined first goes first, as ported; our own order, in which running jobs keep their place, is `tiresias_own`.
 Jobs of the smallest application have one GPU, as there. The figures compared are those the authors publish for the same
 workloads (summary of results-jobload, load 1.0; their means over all eight are 4,038, 5,682 and 2,751 s); what is drawn
 has been drawn by them, so nothing here is left to chance and there are no seeds.
@@ -150,7 +150,7 @@ def _users_batch(job: T4Job) -> T4Batch:
 
 
 def _tiresias(is_ported: bool) -> Way:
-    """The production's queues, by counts; it stops whom it likes at every decision."""
+    """The production's queues, by counts; any job may be stopped at every decision."""
     queues = Queues((_THRESHOLD,))
     counters = _Counters(queues)
 
@@ -321,7 +321,7 @@ class _Kind:
             self.noise[job.epoch] = job.noise
 
     def goodput(self, job: T4Job) -> _Goodput | None:
-        """None: nobody has trained it."""
+        """Return the goodput of a job; None before it has trained."""
         noise = job.noise or self.noise.get(job.epoch)
         if noise is None:
             return None
@@ -377,7 +377,7 @@ class _GoodputPolicy:
 
 
 def _rates(one: _Goodput | None, most: int) -> Floats:
-    """By the number of GPUs, from none on; who was never seen is believed to make as much more as it has more."""
+    """By the number of GPUs, from none on; a job without a measurement is assumed to scale linearly."""
     if one is None:
         return np.arange(most + 1.0)
     while len(one.known) <= most:

@@ -89,12 +89,13 @@ def simulated(jobs: TaskJobs, nodes: int, rule: Rule) -> tuple[float, Floats]:
 
 
 def fifo(is_strict: bool) -> Rule:
-    """First come first served, each task on the first node it fits. Strict: who does not fit blocks all others."""
+    """First come first served, each task on the first node it fits. Strict: a task that does not fit blocks the
+    rest."""
     return _one_by_one(lambda free, demand: np.zeros(len(free)), is_strict)
 
 
 def best_node(kind: Alignment) -> Rule:
-    """First come first served, who does not fit is passed over; each task on the node it is best aligned with."""
+    """First come first served; a task that does not fit is skipped; each task on the node it is best aligned with."""
     return _one_by_one(lambda free, demand: aligned(demand[None], free, kind)[0], is_strict=False)
 
 

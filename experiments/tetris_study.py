@@ -10,8 +10,8 @@ baseline alone: those in which the strict FIFO is within a tenth of the report's
 of these the figures are of the one in which the least is gained. Beside it stands the share of all declared
 distributions in which the claim holds.
 
-As reported, each task goes to the node with the most similar (cosine) availability, first come first served, who does
-not fit being passed over. Tetris's own pass (SIGCOMM 2014), in which each node takes the task that suits it best,
+As reported, each task goes to the node with the most similar (cosine) availability, first come first served; tasks
+that do not fit are skipped. Tetris's own pass (SIGCOMM 2014), in which each node takes the task that suits it best,
 stands beside it: without knobs (packing alone), and with its defaults for remaining work and fairness. Of the report's
 figure 1, the distribution of completion times under both, its deciles are told; each job's time is in the rows.
 """

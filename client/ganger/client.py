@@ -45,7 +45,7 @@ from ganger.wire.resource_names import (
 Answer = TypeVar("Answer")
 
 _RECONNECT_SECONDS = 0.5
-# What gRPC says where somebody listens who does not go on with it, as one does who expects TLS.
+# gRPC's message where a server accepts the connection and drops it, as a server that expects TLS does.
 _HUNG_UP = ("Socket closed", "Connection reset by peer")
 # What a master may take to finish the file of a recording.
 _PUBLISH_SECONDS = 60.0
@@ -177,7 +177,7 @@ class Client:
         labels: Mapping[str, str] | None = None,
     ) -> Iterator[job_pb2.Job]:
         """Newest first, pages as they are needed. `array`: its members only; `fold_arrays`: no members of any; `name`
-        and `labels`: those submitted with that name and all of these labels (others' labels nobody sees)."""
+        and `labels`: those submitted with that name and all of these labels (not visible on other users' jobs)."""
         request = job_service_pb2.ListJobsRequest(
             page_size=min(limit or 1_000, 1_000),
             states=states,

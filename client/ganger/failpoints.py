@@ -1,4 +1,4 @@
-"""Named places at which a test may have a service killed with SIGKILL, or stopped to kill somebody else meanwhile.
+"""Named places at which a test may have a service killed with SIGKILL, or stopped while the test kills another process.
 
 Off unless the environment variable GANGER_FAILPOINTS is set. `before-commit` dies at the first passage,
 `before-commit:3` at the third, `before-commit=stop` stops there with SIGSTOP until a SIGCONT; several are separated by

@@ -1,6 +1,6 @@
 """What a change of a running job was for, and what it gained: sentences made of the figures of an event. Pure.
 
-What happened to one job, told from its events: what was done, by whom and why, how long it took, what came of it.
+What happened to one job, from its events: each action with its cause, reason, duration and outcome.
 
 Pure: the same events give the same story. A kind of event that is not known here is told as it stands, so that a newer
 master's events are not lost.
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ganger.units import format_duration
 
-# By goal: what a change with it is for, without and with the job for whom it is done.
+# By goal: what a change with it is for, without and with the job that it is for.
 _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "LOCALITY": ("to have its GPUs closer together", ""),
     "HOLE": ("to make room for a gang that waits", "to make room for {job}"),
@@ -36,7 +36,7 @@ _MILLISECONDS: Final = 1_000.0
 
 def purpose(figures: Mapping[str, str]) -> str:
     """What a change is for and is expected to bring: "to make room for jobs/9, to save 120 GPU-seconds"; "" if it was
-    nobody's plan. A goal that is not known here is named as it stands."""
+    in no plan. A goal that is not known here is named as it stands."""
     goal = figures.get("goal", "")
     if not goal:
         return ""
@@ -246,7 +246,7 @@ def _running(teller: _Teller, event: Happening) -> str:
     took = event.time - teller.starting_since if teller.starting_since else 0.0
     teller.leave(event.time)
     teller.running_since = event.time
-    # It has stepped; or, where nobody sees its steps, its processes are there.
+    # It has stepped; or, where its steps are not visible, its processes are there.
     return f"runs, after {_seconds(took)}" if took else "runs"
 
 
@@ -283,7 +283,7 @@ def _move_begun(teller: _Teller, event: Happening) -> str:
 def _move_committed(teller: _Teller, event: Happening) -> str:
     step = event.figures.get("step", "?")
     took = f", {_seconds(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
-    # Who took turns may have rested all the while, or run: nobody but its nodes knows.
+    # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
     ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
     # Its next step is told of as that of a start.
     teller.leave(event.time)

@@ -281,18 +281,7 @@ def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
         tasks = tasks or 1
     else:
         shape_gpus = per_task or (gpus // tasks if tasks and gpus % tasks == 0 else 1)
-        if gpus % shape_gpus:
-            reader.complain("gpus_per_task", f"{gpus} GPUs cannot be shared out by {shape_gpus} to a task")
-        elif tasks and tasks != gpus // shape_gpus:
-            reader.complain(
-                "tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {gpus // shape_gpus} tasks, not {tasks}"
-            )
-        if most and reader.has("tasks"):
-            reader.complain("tasks", "does not go with a range of GPUs: say how many a task has (--gpus-per-task)")
-        if most % shape_gpus:
-            reader.complain("gpus", f"{most} GPUs cannot be shared out by {shape_gpus} to a task")
-        if most and reader.has("nodes"):
-            reader.complain("nodes", "does not go with a range of GPUs: where it grows is found out as it runs")
+        _check_split(reader, gpus, most, shape_gpus, tasks)
         tasks = max(1, gpus // shape_gpus)
     if per_gpu and per_cpu_task:
         reader.complain("cpus_per_task", "does not go with the cores per GPU: give one of them")
@@ -305,6 +294,20 @@ def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
         millicores = 1_000
     shape = TaskShape(gpus=shape_gpus, millicores=millicores, memory_bytes=memory)
     return [Role(name="worker", tasks=tasks, shape=shape)], ((gpus, most) if most else (0, 0))
+
+
+def _check_split(reader: _Reader, gpus: int, most: int, shape_gpus: int, tasks: int) -> None:
+    """Check that `gpus` (up to `most` of an elastic job) make whole tasks of `shape_gpus`; `tasks`: as given, or 0."""
+    if gpus % shape_gpus:
+        reader.complain("gpus_per_task", f"{gpus} GPUs cannot be shared out by {shape_gpus} to a task")
+    elif tasks and tasks != gpus // shape_gpus:
+        reader.complain("tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {gpus // shape_gpus} tasks, not {tasks}")
+    if most and reader.has("tasks"):
+        reader.complain("tasks", "does not go with a range of GPUs: say how many a task has (--gpus-per-task)")
+    if most % shape_gpus:
+        reader.complain("gpus", f"{most} GPUs cannot be shared out by {shape_gpus} to a task")
+    if most and reader.has("nodes"):
+        reader.complain("nodes", "does not go with a range of GPUs: where it grows is found out as it runs")
 
 
 def _listed_roles(reader: _Reader) -> list[Role]:

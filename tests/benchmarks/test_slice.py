@@ -56,7 +56,7 @@ def test_what_a_device_waits_for_a_program_to_start_there_is_no_switch() -> None
     assert (going_on, starting) == (pytest.approx([1.0, 1.0, 1.0]), pytest.approx([5.0]))
 
 
-def test_a_device_that_waited_for_who_ran_elsewhere_meanwhile_counts_too() -> None:
+def test_a_device_that_waited_for_a_job_running_elsewhere_counts_too() -> None:
     # the mover runs on until it is handed over; its host rests for it from 10, its neighbour has its device from 17 on
     mover = [*stepping_in((0, 16)), *stepping_in((16, 30), pid=2)]
     host, neighbour = stepping_in((0, 10)), stepping_in((17, 30))

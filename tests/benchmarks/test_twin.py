@@ -32,7 +32,7 @@ def test_costs_are_what_the_events_of_the_run_say() -> None:
     assert costs_of(EVENTS, {"jobs/1": 49.8, "jobs/2": 59.7}) == COSTS
 
 
-def test_a_run_in_which_nobody_was_suspended_tells_no_costs() -> None:
+def test_a_run_without_suspensions_yields_no_costs() -> None:
     with pytest.raises(TwinError, match="2 starts, 0 suspensions, 0 resumes, 0 moves"):
         costs_of(EVENTS[:4], {})
 
@@ -68,7 +68,7 @@ def test_the_trace_has_what_a_simulation_needs_and_no_time_that_the_run_took() -
     )
 
 
-def test_the_simulator_suspends_who_was_suspended_and_every_job_takes_as_long(tmp_path: Path) -> None:
+def test_the_simulator_suspends_the_same_jobs_and_every_job_takes_as_long(tmp_path: Path) -> None:
     # On one node of four: first runs from 1.5 on, is stopped at 4 and free at 4.5; urgent steps from 6 to 11.25; then
     # first goes on after 1.5 + 0.5, and has 10.25 - 2.5 left, or half a second less: the simulator has a job train
     # until it is gone.
@@ -81,7 +81,7 @@ def test_the_simulator_suspends_who_was_suspended_and_every_job_takes_as_long(tm
     assert [row["error"] for row in rows] == pytest.approx([-0.17, -0.046], abs=0.011)
 
 
-def test_the_simulator_moves_who_has_to_make_room_and_takes_as_long_for_it_as_it_is_told(tmp_path: Path) -> None:
+def test_the_simulator_moves_jobs_that_make_room_at_the_given_cost(tmp_path: Path) -> None:
     # Steps of a tenth of a second from 1.0 on; the wide ones end at 27.1 and 31.1, and then one is moved: prepared in
     # 1.0, at rest after 0.2, and on after 0.3.
     costs = Costs(1.0, 0.0, 0.0, 0.0, 5, 0, 0, 0.3, 0.2, 1)

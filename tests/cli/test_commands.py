@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ganger.cli import job_lines, logs
+from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.client import Client
 from ganger.console.tables import aligned, fitted
@@ -178,7 +178,7 @@ def test_the_first_line_states_whether_a_job_runs_or_has_ended(
     assert capsys.readouterr().out.splitlines()[0] == "job 1 has failed: EXIT: rank 0 exited with code 3"
 
 
-def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_the_queue_ends_with_pending_jobs_in_their_order(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     for number, place in ((2, 3), (3, 1), (4, 2)):
         spec = job_pb2.JobSpec(command=["sh", "-c", "x" * 500 + "\n训练"])
@@ -192,9 +192,7 @@ def test_the_queue_ends_with_those_who_wait_in_their_order(call: Call, master: C
     assert lines[3].endswith("(2 ahead)")
 
 
-def test_a_queue_that_is_cut_says_so_and_has_who_holds_something(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
+def test_a_truncated_queue_says_so_and_lists_jobs_with_a_gang(call: Call, master: CannedMaster, capsys: Output) -> None:
     for number in range(5, 1, -1):
         master.jobs[f"jobs/{number}"] = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING)
     # newest first, as a master lists them
@@ -350,7 +348,7 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "node n1 is draining: new fan"
-    assert [line.partition(":")[0] for line in others] == ["  job 1"], "nobody else is on it"
+    assert [line.partition(":")[0] for line in others] == ["  job 1"], "no other job is on it"
     assert call("uncordon", "n1") == 0
     assert "node n1 is ready" in capsys.readouterr().out
 
@@ -380,7 +378,7 @@ def test_declaring_a_node_lost_asks_first(
     assert "node n1 is lost" in capsys.readouterr().out
     master.failing = errors.NodeNotFound("there is no nodes/n9")
     assert call("lost", "n9") == 3
-    assert "powered off" not in capsys.readouterr().err, "nobody is asked about it"
+    assert "powered off" not in capsys.readouterr().err, "no confirmation is requested"
 
 
 @pytest.mark.parametrize(
@@ -404,7 +402,7 @@ def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it
         getattr(job, f"{name}_time").CopyFrom(times.timestamp(second))
     if run_s:
         job.run.CopyFrom(times.duration(run_s))
-    assert job_lines.elapsed(job, now=150.0) == shown
+    assert job_table.elapsed(job, now=150.0) == shown
 
 
 def test_a_node_is_removed_without_asking(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -450,10 +448,10 @@ def test_events_are_cut_to_the_newest_and_go_on_from_there(call: Call, master: C
     assert told("1", "-n", "3", "--after", "1") == [42, 43]
     assert told("1", "-n", "9") == [1, 42, 43]
     for command in ("events", "history"):
-        assert call(command, "") == 2, "which is nobody's name"
+        assert call(command, "") == 2, "no job has an empty name"
 
 
-def test_who_follows_events_does_so_across_a_restart_of_the_master(tmp_path: Path) -> None:
+def test_following_events_continues_across_a_restart_of_the_master(tmp_path: Path) -> None:
     with CannedMaster(tmp_path) as first:
         client = Client(str(tmp_path))
         first.events = [job_pb2.Event(sequence=1)]
@@ -503,7 +501,7 @@ def test_a_log_as_json_has_its_ranks_and_every_byte(call: Call, master: CannedMa
     assert [one["data_base64"] for one in told] == [None, None, "/wo="]
 
 
-def test_who_follows_a_job_that_waits_is_told_what_for(
+def test_following_a_pending_job_prints_its_reason(
     call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_QUIET_SECONDS", 0.2)
@@ -586,7 +584,9 @@ def test_a_certificate_that_does_not_do_is_not_permitted(
     assert "there is no" in capsys.readouterr().err
 
 
-def test_who_hangs_up_on_a_bare_call_may_want_a_certificate(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_dropped_without_tls_suggests_a_certificate(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GANGER_TLS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -603,11 +603,13 @@ def test_who_hangs_up_on_a_bare_call_may_want_a_certificate(capsys: Output, monk
     assert "or does it ask for a certificate?" in capsys.readouterr().err
 
 
-def test_nobody_there_is_its_own_exit_code(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_master_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GANGER_MASTER", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["queue"]) == 5
-    assert run(["--master", f"unix:{tmp_path}/nobody", "queue"]) == 5
+    assert run(["--master", f"unix:{tmp_path}/absent", "queue"]) == 5
     assert run(["--master", "what ever:x", "queue"]) == 5
     assert "Traceback" not in capsys.readouterr().err
 

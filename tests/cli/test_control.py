@@ -79,7 +79,7 @@ def test_a_time_that_is_none_is_found_before_the_order(
 
 
 @pytest.mark.parametrize("command", [("suspend", "1", "--level", "offload"), ("resume", "1"), ("move", "1")])
-def test_who_waits_is_told_at_once_that_no_order_reaches_the_node(
+def test_a_waiting_command_fails_at_once_when_no_order_reaches_the_node(
     call: Call, master: CannedMaster, capsys: Output, command: tuple[str, ...]
 ) -> None:
     master.explanation.blockers.add(reason="NODE_SILENT", message=SILENT)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.cli import job_lines
-from ganger.cli import job_table as array_lines
+from ganger.cli import job_table
 from ganger.cli.show import pairs
 from ganger.console.safe_text import bounded, cells, visible
 from ganger.console.tables import without_spare
@@ -23,23 +22,23 @@ def ended(**fields: object) -> job_pb2.Job:
 def test_a_job_that_has_ended_says_what_became_of_its_time() -> None:
     job = ended(progress=job_pb2.Progress(step=72_000, data_wait_share=0.04))
     job.run.FromSeconds(7_200)
-    assert job_lines.efficiency(job) == (
+    assert job_table.efficiency(job) == (
         "ran 2h of 2h 30m since its submission; 72000 steps, 10/s; waited for data 4% of the last attempt; 8 GPU-hours"
     )
 
 
 def test_a_job_that_never_ran_or_still_runs_says_nothing_of_it() -> None:
-    assert job_lines.efficiency(ended()) == ""
+    assert job_table.efficiency(ended()) == ""
     job = ended()
     job.run.FromSeconds(7_200)
     job.state = job_pb2.Job.STATE_HOLDING
-    assert job_lines.efficiency(job) == ""
+    assert job_table.efficiency(job) == ""
 
 
 def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(concern="no step for 5m"))
     job.gang.claims.add(node="nodes/n1", device_mask=3)
-    assert job_lines.note(job) == "n1[0-1] (no step for 5m)"
+    assert job_table.note(job) == "n1[0-1] (no step for 5m)"
 
 
 def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
@@ -51,22 +50,22 @@ def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
 
 def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     job = elastic(job_pb2.Job.STATE_PENDING)
-    assert job_lines.sizes_text(job) == (
+    assert job_table.sizes_text(job) == (
         "2 to 8 GPUs; whether it grows and shrinks as it runs it says itself, once it steps"
     )
     assert ("tasks", "2 to 8 × worker: 1 GPU, cores by measurement, a share of memory") in pairs(job)
     assert "has waited" in dict(pairs(job))
     job = elastic(job_pb2.Job.STATE_HOLDING)
     job.gang.claims.add(node="nodes/n1", device_mask=3)
-    assert job_lines.sizes_text(job).endswith(
+    assert job_table.sizes_text(job).endswith(
         "keeps the number that it has, for it has not reported that it can change it"
     )
     job.capabilities.missing["RESIZE"] = "it does not attach"
-    assert job_lines.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
+    assert job_table.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
     job.capabilities.resize = True
-    assert job_lines.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
+    assert job_table.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
     job.gang.turn = job_pb2.Gang.TURN_RUNS
-    assert job_lines.sizes_text(job).endswith("grows and shrinks once it has GPUs to itself, without turns")
+    assert job_table.sizes_text(job).endswith("grows and shrinks once it has GPUs to itself, without turns")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_a_job_in_turns_says_whether_it_has_the_turn(phase: str, turn: str, text
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
     job.gang.phase = job_pb2.Gang.Phase.Value(f"PHASE_{phase}")
     job.gang.turn = job_pb2.Gang.Turn.Value(f"TURN_{turn}")
-    assert job_lines.state_text(job) == text
+    assert job_table.state_text(job) == text
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_the_cause_of_a_wait_comes_first_and_is_short(
 ) -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_PENDING, queue_rank=rank)
     job.blockers.add(reason=reason, message="as the master says", figures=figures)
-    assert job_lines.note(job) == told
+    assert job_table.note(job) == told
 
 
 def test_a_narrow_terminal_goes_without_user_and_place_before_the_reason_is_cut() -> None:
@@ -123,7 +122,7 @@ def test_a_parked_gang_whose_next_place_is_being_prepared_is_not_shown_as_parked
     job.gang.claims.add(node="nodes/n1", device_mask=0b11)
     if becomes:
         job.gang.move_claims.add(node="nodes/n2", device_mask=becomes)
-    assert job_lines.state_text(job) == state
+    assert job_table.state_text(job) == state
 
 
 @pytest.mark.parametrize("word", ["\x01" * 4_000, "\u2028\x01" * 2_000, "\u4e2d" * 4_000, "a\u0301" * 4_000])
@@ -132,10 +131,10 @@ def test_a_name_that_a_user_gave_takes_at_most_63_columns_however_it_is_written_
     job = job_pb2.Job(user=word if field == "user" else "")
     job.spec.command.append(word if field == "command" else "train")
     job.spec.display_name = word if field == "display_name" else ""
-    shown = job_lines.column(job.user) if field == "user" else job_lines.label(job)
+    shown = job_table.column(job.user) if field == "user" else job_table.label(job)
     assert 0 < cells(visible(shown)) <= 63
     array = array_pb2.Array(name="arrays/1", display_name=word, user=word)
-    assert max(cells(visible(text)) for text in array_lines.row(array)) <= 63
+    assert max(cells(visible(text)) for text in job_table.array_row(array)) <= 63
 
 
 def test_a_sign_that_is_written_out_is_shown_whole_or_not_at_all() -> None:

@@ -1,4 +1,4 @@
-"""The story of a job: who did what and why, how long it took, what it came to."""
+"""The history of a job: actions, their causes, durations and outcomes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORY = [
 ]  # fmt: skip
 
 
-def test_every_chapter_says_who_why_and_how_long() -> None:
+def test_every_entry_names_cause_reason_and_duration() -> None:
     chapters, _ = tell(STORY)
     assert [chapter.text for chapter in chapters] == [
         "submitted by user:ann: 2 GPUs",
@@ -87,7 +87,7 @@ def test_of_a_job_that_lives_the_sums_count_until_now() -> None:
     assert tell(STORY, now=9_999.0) == tell(STORY)
 
 
-def test_a_kind_that_nobody_here_knows_is_told_as_it_stands() -> None:
+def test_an_unknown_kind_of_event_is_printed_as_it_is() -> None:
     (chapter,), _ = tell([happened(1.0, "gang_packed", "planner", "with jobs/4", gain="1.3")])
     assert chapter.text == "gang packed by planner: with jobs/4; gain=1.3"
 
@@ -109,7 +109,7 @@ IN_TURNS = [
 ]  # fmt: skip
 
 
-def test_of_one_that_takes_turns_nobody_claims_that_it_ran_until_it_was_handed_over() -> None:
+def test_a_time_sliced_job_is_not_reported_as_running_until_its_move() -> None:
     chapters, _ = tell(IN_TURNS)
     assert [chapter.text for chapter in chapters][2:] == [
         "takes turns on its GPUs with others, 1 of 2 turns of 10 s in nodeSets/1 by planner",
@@ -128,8 +128,8 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
     _, totals = tell(IN_TURNS, now=1_060.0)
     assert (totals.ran_s, totals.turns_s, totals.parked_s) == (10.0 + 8.0, 29.0 + 10.0, 1.0)
     assert "ran 18.00 s; took turns 39.00 s" in summary(totals)
-    assert totals.suspensions == 0, "nobody suspended it"
-    # Who rests because a user said so has left its turns.
+    assert totals.suspensions == 0, "no user suspended it"
+    # A job that a user suspends leaves its time-slice group.
     rested = [happened(45.0, "gang_parked", level="OFFLOAD", step="1"), happened(46.0, "gang_running")]
     assert tell([*IN_TURNS[:-1], *rested], now=1_048.0)[1].ran_s == 10.0 + 2.0
 

@@ -21,7 +21,7 @@ from kit.canned import Call, CannedMaster, running_job
 Output = pytest.CaptureFixture[str]
 
 
-def test_top_fills_the_screen_with_who_runs_first(master: CannedMaster) -> None:
+def test_top_fills_the_screen_with_running_jobs_first(master: CannedMaster) -> None:
     running_job(master)
     for number in range(2, 60):
         pending = job_pb2.Job(name=f"jobs/{number}", state=job_pb2.Job.STATE_PENDING, queue_rank=100 - number)
@@ -104,7 +104,7 @@ def test_top_reads_the_changes_that_came_since_it_looked_last(master: CannedMast
         assert len(master.requests) == asked
 
 
-def test_top_tells_in_one_line_of_all_whom_one_change_befell(master: CannedMaster) -> None:
+def test_top_prints_one_line_for_all_jobs_of_one_change(master: CannedMaster) -> None:
     turns = {"node_set": "1", "of_rows": "2", "quantum_seconds": "60"}
     for number, row in ((1, "0"), (2, "0"), (3, "1")):
         event = job_pb2.Event(

@@ -104,7 +104,7 @@ def test_a_bug_of_the_server_is_a_number_and_nothing_else(client: Client, master
     assert caught.value.metadata["id"] in str(caught.value)
 
 
-def test_without_the_token_nobody_is_let_in(master: CannedMaster) -> None:
+def test_calls_without_the_token_are_rejected(master: CannedMaster) -> None:
     address = read_endpoint(master.directory).address
     for token in ("", "wrong"):
         with Client(Endpoint(address, token)) as stranger, pytest.raises(errors.TokenInvalid):
@@ -182,9 +182,9 @@ def test_waiting_ends_with_the_job_and_says_how(client: Client, master: CannedMa
     assert job.wait(check=False) is JobState.FAILED
 
 
-def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
-    nobody = Endpoint(f"unix:{tmp_path}/nobody")
-    with Client(nobody) as client, pytest.raises(errors.Unreachable, match="ganger up"):
+def test_an_unreachable_master_is_reported_with_its_address(tmp_path: Path) -> None:
+    absent = Endpoint(f"unix:{tmp_path}/absent")
+    with Client(absent) as client, pytest.raises(errors.Unreachable, match="ganger up"):
         client.get_cluster()
 
 

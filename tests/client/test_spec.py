@@ -364,7 +364,7 @@ def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
         (True, "True is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
     ],
 )
-def test_a_deadline_that_nobody_can_mean_is_refused(deadline: object, why: str) -> None:
+def test_an_absurd_deadline_is_refused(deadline: object, why: str) -> None:
     assert wrong(command=["true"], deadline=deadline) == {"deadline": why}
 
 

@@ -1,4 +1,4 @@
-"""Memory of devices: what parked gangs keep of them is not there for others, and nobody is given more than is left."""
+"""Memory of devices: what parked gangs keep is not free, and no gang gets more than is left."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_parked_gang_may_go_on_beside_others_but_counts_its_own_only_once() ->
     assert fit(view, gang(2, device_gib=3), [ON_FIRST_TWO], holding=[own]) == ()
 
 
-def test_who_runs_on_a_device_is_not_asked_again_for_other_cores() -> None:
+def test_a_gang_on_a_device_is_not_checked_again_for_other_cores() -> None:
     view = cluster(1)
     view.take(ON_FIRST_TWO)
     more = replace(ON_FIRST_TWO, millicores=(2000, 0))
     assert fit(view, gang(2, device_gib=9), [more], holding=[ON_FIRST_TWO], retune=True) == ()
 
 
-def test_nobody_asks_for_what_only_parked_gangs_keep() -> None:
+def test_memory_of_parked_gangs_is_never_requested() -> None:
     (refusal,) = fit(cluster(1), gang(2), [replace(ON_FIRST_TWO, parked_bytes=(1, 0, 0, 0))])
     assert refusal.reason is Reason.CLAIM_MISMATCH
 
@@ -183,7 +183,7 @@ def test_a_place_is_found_whenever_a_node_has_enough_devices_with_enough_left(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["start", "park", "resume", "end"]), st.integers(0, 40)), max_size=30))
-def test_no_device_is_given_more_than_it_has_and_whoever_parked_last_can_go_on(acts: list[tuple[str, int]]) -> None:
+def test_no_device_is_overcommitted_and_the_gang_parked_last_can_resume(acts: list[tuple[str, int]]) -> None:
     view = cluster(2)
     running: list[tuple[GangShape, tuple[Claim, ...]]] = []
     resting: list[tuple[GangShape, tuple[Claim, ...], tuple[Claim, ...]]] = []

@@ -201,7 +201,7 @@ def test_unset_cores_and_memory_become_the_proportional_share() -> None:
     assert 0 < needed.memory_bytes < 100 * GIB
 
 
-def test_memory_that_is_not_named_is_left_for_others_who_may_come_to_its_devices() -> None:
+def test_memory_that_is_not_named_is_left_for_other_gangs_on_its_devices() -> None:
     for gib in (8, 1024):
         of = server("4", cores=10, gib=gib)
         whole, half = [

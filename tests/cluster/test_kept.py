@@ -71,7 +71,7 @@ def test_what_stands_in_the_way_is_said_from_the_sums_kept(shape: GangShape, rea
     assert kept(history.view, (Census, shape, shape.locality.widest), lambda: pytest.fail("nothing was kept"))
 
 
-def test_no_node_is_scanned_again_for_who_asks_soon_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_soon_after_the_first_scans_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(cluster(64))
     shape = gang(2, widest=LocalityLevel.NODE)
     for at in range(3):
@@ -82,7 +82,7 @@ def test_no_node_is_scanned_again_for_who_asks_soon_after_another(monkeypatch: p
     assert candidates(history.view, shape).candidates
 
 
-def test_who_asks_after_many_changes_is_answered_by_a_scan() -> None:
+def test_a_request_after_many_changes_scans_all_nodes() -> None:
     history = History(cluster(4))
     shape = gang(1)
     made: list[Ranking] = []
@@ -103,7 +103,7 @@ def test_who_asks_after_many_changes_is_answered_by_a_scan() -> None:
     assert len(made) == 2
 
 
-def test_kinds_that_nobody_asked_for_the_longest_are_forgotten() -> None:
+def test_the_least_recently_requested_kinds_are_dropped() -> None:
     view = cluster(2000, server())
     shapes = [gang(1, gib=1 + at % 60, cores=1 + at // 60) for at in range(200)]
     for shape in shapes:

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from ganger.cluster import feasibility
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.node_classes import each, each_from_last, together
 from ganger.cluster.placement import places
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.scan import Scan
 from ganger.cluster.search import fitting_spans
 from ganger.cluster.view import View

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import demand
 from ganger.cluster.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS, Want, placement_named
 from ganger_master.policies.placements.optimus import traffic_per_card, traffic_per_server_task

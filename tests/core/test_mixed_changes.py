@@ -8,8 +8,8 @@ from core.elastic_worlds import World, elastic
 from core.test_colocation import Packing
 from core.test_refused_suspends import FULL
 from core.test_time_slices import Turns
+from ganger.cluster.placement import resized
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resized import resized
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
     Change,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from core.elastic_worlds import SMALL, World, elastic
+from ganger.cluster.placement import resized
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resized import resized
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.approval import rules

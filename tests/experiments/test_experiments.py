@@ -78,13 +78,13 @@ def test_synergys_static_trace_takes_as_long_proportionally_as_with_its_authors(
 
 
 def of_moves(seed: int) -> Sequence[Row]:
-    """Who is moved waits half as long."""
+    """A moved job waits half as long."""
     ways = (("still", 100.0), ("moved", 50.0), ("gandiva", 50.0), ("naive", 60.0))
     figures = ("jct_s", "large_wait_s", "small_jct_s")
     return [{"kind": "cluster", "seed": seed, "way": way, "moves": 3, **dict.fromkeys(figures, s)} for way, s in ways]
 
 
-def test_a_move_costs_its_measured_pause_and_a_gang_waits_for_nobody() -> None:
+def test_a_move_costs_its_measured_pause_and_a_gang_does_not_wait() -> None:
     """The whole of one gang; what it does to a cluster is made up."""
     experiment = EXPERIMENTS["B8"]
     parts = [part for part in experiment.parts(QUICK) if part["kind"] == "cost" or part == {"kind": "gang", "seed": 0}]
@@ -104,7 +104,7 @@ def test_a_pause_grows_with_the_state_as_it_was_measured() -> None:
     assert pause_s(5e8, "crowded") == pytest.approx(0.2 + 1.42 * 4 / 9)
 
 
-# What a part of an experiment that takes long might have measured: everything the same for everybody.
+# What a part of an experiment that takes long might have measured: the same for all.
 def of_slots(part: Row) -> Sequence[Row]:
     figures = {"jct_s": 100.0, "makespan_s": 6.7 * 3600 * part["load"], "restart_share": 0.0}
     variants = ("usual", "no_errors", "poisson") if part["load"] == 1.0 else ("usual",)

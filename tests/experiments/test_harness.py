@@ -25,7 +25,7 @@ NOWHERE = Setting(Path("nowhere"), Path("nowhere"))
 
 def claim(name: str) -> PaperClaim:
     return PaperClaim(
-        name, "a claim", "nobody", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}}
+        name, "a claim", "a paper", {"figure": 3.0}, {"figure": {"at_least": 3.0}}, {"figure": {"above": 4.0}}
     )
 
 
@@ -135,7 +135,7 @@ def test_a_criterion_is_met_by_means_within_all_its_limits(
     assert meets(criterion, {"a": 1.0, "b": Interval(2.0, 5.0, 3)}) is is_met
 
 
-def test_a_figure_nobody_measured_is_our_mistake() -> None:
+def test_a_figure_without_a_measurement_is_an_error() -> None:
     with pytest.raises(KeyError):
         meets({"c": {"at_least": 1.0}}, {"a": 1.0})
 
@@ -148,15 +148,15 @@ def test_no_figure_that_is_not_known_meets_anything() -> None:
     json.dumps(told, allow_nan=False)
 
 
-def test_nobody_beats_what_nobody_asks_for() -> None:
-    modest = PaperClaim("x", "a claim", "nobody", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
+def test_no_result_beats_a_claim_without_a_bound() -> None:
+    modest = PaperClaim("x", "a claim", "a paper", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
     assert as_json(Result(modest, MeasuredRows({"figure": 2.0}, 1)))["beats"] is None
 
 
 def test_table_and_page_say_what_was_left_out() -> None:
     made = [
         Result(claim("ran"), MeasuredRows({"figure": 3.5}, 5, load={"one": 0.5})),
-        Result(claim("left"), skipped="nobody | knows how"),
+        Result(claim("left"), skipped="no way | to run it"),
     ]
     assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")
     assert as_cells(made[1])[2:4] == ("skipped", "skipped")

@@ -97,7 +97,7 @@ def test_turns_are_taken_and_ends_leave_room_at_once() -> None:
     st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 4), st.integers(1, 2000)), min_size=1, max_size=10),
     st.sampled_from(["tiresias", "round-robin", "fifo", "srtf"]),
 )
-def test_no_turn_gives_more_than_there_is_and_everybody_ends(jobs: list[tuple[int, int, int]], name: str) -> None:
+def test_no_slice_overcommits_and_every_job_ends(jobs: list[tuple[int, int, int]], name: str) -> None:
     jobs.sort(key=lambda job: job[0])
     arrival, gpus, seconds = (np.array(column) for column in zip(*jobs, strict=True))
     found = in_turns(workload(map(str, range(len(jobs))), arrival, gpus, seconds), 4, ORDERS[name], 60.0)
@@ -107,8 +107,9 @@ def test_no_turn_gives_more_than_there_is_and_everybody_ends(jobs: list[tuple[in
 
 
 def test_all_trials_have_shown_something_after_as_many_slices_as_it_takes() -> None:
-    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. Who needs all of
-    a slice needs a second one for what the switch took."""
+    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. A trial that
+    needs
+    all of a slice needs a second one for what the switch took."""
     assert feedback_s(np.full(8, 30.0), 1.0) == 60.0 + 1.0 + 30.0
     assert feedback_s(np.full(4, 30.0), 1.0) == 31.0
     assert feedback_s(np.full(8, 60.0), 0.0) == 120.0

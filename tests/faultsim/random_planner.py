@@ -11,8 +11,7 @@ from random import Random
 
 from ganger.cluster.claims import resplit_cores, split_cores
 from ganger.cluster.fit import demand
-from ganger.cluster.placement import places
-from ganger.cluster.resized import resized
+from ganger.cluster.placement import places, resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from faultsim.fault_cluster import FaultCluster
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Reason, RefusalKind
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused

@@ -3,7 +3,7 @@
 Each rank's host begins a step, which enqueues it on its device; the host passes the next boundary at once, unless its
 queue is full or the script waits for the device (`loss.item()`). A device finishes a step only when every rank has
 begun it, for that is the collective. Ranks of one node see each other's pages; pages of other nodes are mirrors that
-follow when a relayed message arrives. Orders reach ranks one by one. Who moves next is drawn from a seed.
+follow when a relayed message arrives. Orders reach ranks one by one. The next actor is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OverrunError(AssertionError):
 
 
 class DeadlockError(AssertionError):
-    """Nobody can move, and the order is not carried out."""
+    """No actor can move, and the order is not carried out."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Gang:
         }
 
     def run(self) -> None:
-        """Move until nobody can; raises OverrunError or DeadlockError if the last order is not carried out then."""
+        """Move until no actor can; raises OverrunError or DeadlockError if the last order is not carried out then."""
         for _ in range(200_000):
             moves = self._moves()
             if not moves:
@@ -205,7 +205,7 @@ class Gang:
             if len({rank.step for rank in self.ranks}) != 1:
                 raise OverrunError(f"ranks hold at {[rank.step for rank in self.ranks]}")
             return
-        raise DeadlockError(f"nobody can move: {self.ranks}")
+        raise DeadlockError(f"no actor can move: {self.ranks}")
 
 
 def fixed_allowance(points: Sequence[RankPoint], rank: int) -> BoundaryDecision:

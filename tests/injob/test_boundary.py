@@ -40,7 +40,7 @@ from injob.gang_model import DeadlockError, Gang, LeaderGang, OverrunError, Sett
         pytest.param(
             [RankPoint(9, 9), RankPoint(9, None), RankPoint(10, None, True)],
             BoundaryDecision(10, None, True),
-            id="one has ended, so nobody will stop, acknowledged or not",
+            id="one has ended, so no rank will stop, acknowledged or not",
         ),
         pytest.param([RankPoint(20, None, True)], BoundaryDecision(20, 20, True), id="alone and ended"),
     ],

@@ -153,7 +153,7 @@ def test_levels_deepen_during_one_stop_and_run_restores(page: Page, control: Con
     assert told == [("stop", 10), ("offload", "row switch"), ("hand over", True), ("restore", 10)]
 
 
-def test_level_nobody_can_offer_is_reported_and_the_rank_stays(page: Page, control: Control, tmp_path: Path) -> None:
+def test_unsupported_level_is_reported_and_the_rank_stays(page: Page, control: Control, tmp_path: Path) -> None:
     control.start(0)
     page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.OFFLOAD)
 
@@ -510,7 +510,7 @@ def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, t
     path = str(tmp_path / "job.sock")
     control = Control(Page.open(page.path), socket_path=path)
     control.hello(1, torch="2.0")
-    control.note("said while nobody listened")
+    control.note("noted without a daemon")
     for _ in range(2):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(path)
@@ -536,7 +536,7 @@ def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, t
     control.close()
 
 
-def test_who_rests_looks_at_nothing_until_its_daemon_says_that_there_is_something(
+def test_a_parked_rank_does_not_poll_until_its_daemon_sends_a_message(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(obedience, "_TOLD_SLEEP", 1_000.0)
@@ -569,7 +569,7 @@ def test_who_rests_looks_at_nothing_until_its_daemon_says_that_there_is_somethin
         connection.close()
         page.write_order(5, PageOrderKind.RUN)
 
-    # who has no daemon left to tell it looks by itself
+    # a rank without a daemon polls by itself
     thread = _meanwhile(dying_daemon)
     control.boundary()
     thread.join()

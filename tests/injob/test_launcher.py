@@ -1,4 +1,4 @@
-"""The launcher with real processes: fast starts, exits nobody forgets, and a death that harms no rank."""
+"""The launcher with real processes: fast starts, durable exit records, and a death that harms no rank."""
 
 from __future__ import annotations
 
@@ -430,7 +430,7 @@ def test_launch_that_cannot_work_says_why(plain: Place, change: dict[str, Any], 
         assert _ended(launch)["source"] == "launch"
 
 
-def test_nonsense_is_refused_and_harms_nobody(plain: Place) -> None:
+def test_nonsense_is_refused_and_does_no_harm(plain: Place) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(20)
         raw.connect(plain.socket)
@@ -629,7 +629,7 @@ def test_ranks_survive_their_launcher_and_the_page_knows_their_end(mortal: Place
     assert (killed["code"], killed["source"]) == (None, "unknown")
 
 
-def test_rank_that_ended_while_nobody_was_there_is_recorded_on_adoption(mortal: Place) -> None:
+def test_rank_that_ended_without_a_launcher_is_recorded_on_adoption(mortal: Place) -> None:
     launch = mortal.script(
         mortal.launch([sys.executable, "train.py"]), "import sys; open('go').read(); print('x'); sys.exit(6)"
     )
@@ -758,7 +758,7 @@ def test_what_is_executed_comes_from_the_small_starter_and_without_it_from_the_l
     assert not starter.is_running()
 
 
-def test_a_starter_that_gets_no_word_from_its_launcher_starts_nobody(tmp_path: Path) -> None:
+def test_a_starter_without_word_from_its_launcher_starts_no_process(tmp_path: Path) -> None:
     def run(content: Any, write_end: int, arena: int | None) -> NoReturn:
         Path(content["path"]).touch()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What a script reports by name: read as it was written, bounded, and nobody's nonsense gets through."""
+"""What a script reports by name: read as it was written, bounded, and nonsense is rejected."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def test_a_name_that_is_none_and_a_value_that_is_no_number_are_said_everywhere()
         ganger.report(a="many")  # type: ignore[operator]
 
 
-def test_a_report_goes_to_the_page_of_this_process_and_to_nobody_elses(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_goes_to_the_page_of_this_process_and_to_no_other(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GANGER_PAGE", raising=False)
     metrics.report(accuracy=0.1)
     monkeypatch.setenv("GANGER_PAGE", page.path)

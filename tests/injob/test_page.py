@@ -95,7 +95,7 @@ def test_a_daemon_sees_that_a_job_wrote_over_what_is_not_its_own(page: Page, wor
     assert "overwritten by its job" in page.damage(*whose)
 
 
-def test_a_page_that_its_job_cuts_off_does_no_harm_to_who_reads_it_as_a_file(filed: Page) -> None:
+def test_a_page_that_its_job_truncates_does_no_harm_to_readers_of_the_file(filed: Page) -> None:
     identity = filed.identity()
     os.truncate(filed.path, 0)
     assert "cut off by its job" in filed.damage(identity.epoch, identity.rank, identity.world)
@@ -107,7 +107,7 @@ def test_a_page_that_its_job_cuts_off_does_no_harm_to_who_reads_it_as_a_file(fil
     assert "cut off by its job" in filed.damage(identity.epoch, identity.rank, identity.world)
 
 
-def test_a_job_that_never_stops_changing_its_ack_keeps_nobody_looking_for_ever(page: Page) -> None:
+def test_a_job_that_never_stops_changing_its_ack_keeps_no_reader_in_a_loop(page: Page) -> None:
     class Restless:
         """Another number at every look."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.test_colocation import small
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import live_policy_named

@@ -7,10 +7,10 @@ from dataclasses import replace as replaced
 
 import numpy as np
 import pytest
-from ganger.cluster.anywhere import BY_COUNTS
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import FreeDevices, is_counted
+from ganger.cluster.preferences import BY_COUNTS
 from ganger.cluster.resources import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 from ganger_master.core.model import (
     Gang,

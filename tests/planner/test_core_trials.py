@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from core.drive import GIB, job_of
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Capabilities, JobSpec

@@ -6,8 +6,8 @@ import math
 
 from core.drive import job_of
 from core.elastic_worlds import World, elastic
-from ganger.cluster.best_fit import BEST_FIT
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from core.drive import job_of
 from core.elastic_worlds import RESIZABLE, World, elastic
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal

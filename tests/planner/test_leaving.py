@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from core.drive import SERVER
 from core.test_colocation import small
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
-from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.change_reason import Goal

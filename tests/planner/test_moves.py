@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 from core.drive import GIB, job_of
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from core.drive import GIB, job_of
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase

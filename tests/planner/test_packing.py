@@ -6,8 +6,8 @@ import pytest
 from core.drive import GIB
 from core.test_colocation import Packing as Drive
 from core.test_colocation import small
-from ganger.cluster.best_fit import BEST_FIT
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import CancelJob

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 from core.drive import GIB, Drive, job_of
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
-from ganger.cluster.room import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, Drive, job_of
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import JobAnswer, PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
 from ganger_master.core.model import GangIntent, ObservedPhase, SuspendLevel

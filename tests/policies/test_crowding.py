@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.interference_relief import Crowded, at_most, relieved

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
 from ganger_master.policies.trial_test import TrialRates, TrialVerdict

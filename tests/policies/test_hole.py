@@ -9,11 +9,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, in_order
 from ganger_master.policies.placements import Want

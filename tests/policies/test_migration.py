@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.locality import LocalityModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger.cluster.load import choose_mode
+from ganger.cluster.placement import choose_mode
 from ganger.cluster.view import LoadMode
 from ganger_master.core import state
 from ganger_master.simulator.inputs import ReplayOptions

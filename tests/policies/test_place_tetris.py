@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 from ganger_master.policies.placements.tetris import (
     TETRIS,

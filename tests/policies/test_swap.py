@@ -6,9 +6,9 @@ import heapq
 import math
 from itertools import combinations
 
-from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for

@@ -177,7 +177,7 @@ def test_job_whose_scheduler_hangs_is_placed_by_the_default(tmp_path: Path) -> N
     on_a_master(tmp_path, story)
 
 
-def test_scheduler_that_spams_out_of_turn_keeps_nobody_from_starting(tmp_path: Path) -> None:
+def test_scheduler_that_spams_without_a_lease_keeps_no_job_from_starting(tmp_path: Path) -> None:
     async def story(served: Served) -> None:
         target = await served.submit(spec_of(1, scheduler="mine:Spam"))
 
@@ -218,7 +218,7 @@ def test_host_finds_a_master_that_was_restarted(tmp_path: Path) -> None:
     asyncio.run(told())
 
 
-def test_who_was_refused_on_an_old_view_looks_at_the_one_its_turn_was_given_for_before_it_passes() -> None:
+def test_a_scheduler_refused_on_an_old_view_reads_the_view_of_its_lease_before_it_passes() -> None:
     """The only place it knew of is closed to it, and that another has come free is still under way to it."""
     server = parse_topology("2x2", name="v4")
 

@@ -107,7 +107,7 @@ class Rank:
             path = directory / f"rank-{rank}.page"
             self.page = Page.create(str(path), epoch=1, rank=rank, world=world, local_rank=rank)
             self.page.write_order(1, order)
-            # Nobody publishes here: a shard that is durable is all there is to a checkpoint.
+            # No daemon publishes here: a shard that is durable is all there is to a checkpoint.
             self.page.let_leave(1 << 40)
             variables.update(GANGER_PAGE=str(path), GANGER_JOB_DIR=str(directory))
             if restore is not None:

@@ -97,7 +97,7 @@ def test_worlds_of_two_one_three_and_two_do_the_steps_of_one_that_never_changed(
     assert {(rank.page.progress().training_epoch, rank.page.progress().training_epochs) for rank in three} == {(1, 3)}
     assert all(rank.page.get(Word.CAPABILITIES) & Capability.RESIZE for rank in three)
 
-    # Two take over from the arenas of the first two; who was parked never steps again.
+    # Two take over from the arenas of the first two; parked ranks never step again.
     restore = {"kind": "arena", "step": step, "size": 0}
     last = [
         Rank(tmp_path / "last", script, rank=rank, world=2, rendezvous=store2, restore=restore,
@@ -115,7 +115,7 @@ def test_worlds_of_two_one_three_and_two_do_the_steps_of_one_that_never_changed(
 
     assert batches(*two, one, *three, *last) == expected, "the same samples in the same steps"
     assert weight(last[0]) == weight(last[1]) == pytest.approx(weight(alone), rel=1e-12)
-    # Whoever was there before draws on; who was not draws what nobody else does.
+    # Earlier ranks continue their random streams; new ranks draw streams of their own.
     assert noise(two[0]) + noise(one) + noise(three[0]) + noise(last[0]) == noise(alone)
     drawn = [*noise(alone)[5:step], *noise(three[1]), *noise(three[2])]
     assert len(set(drawn)) == len(drawn)

@@ -109,7 +109,7 @@ train(DataLoader(Noisy(16), batch_size=3, sampler=Counted(16), generator=generat
 }
 
 
-# Of whom workers have copies.
+# Workers have copies of it.
 IN_WORKERS = ("a dataset", "a sampler without a length", "a collate function", "passes that are left early")
 
 
@@ -153,7 +153,7 @@ def test_an_unfinished_pass_that_is_held_while_others_go_on_is_not_taken_for_a_p
     assert Rank(tmp_path / "again", script, agent=True, restore=restore).end() == EXIT_NO_STATE
 
 
-def test_an_iterator_that_nothing_was_taken_from_is_in_nobody_s_way(tmp_path: Path) -> None:
+def test_an_iterator_that_nothing_was_taken_from_does_not_interfere(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HEAD + HELD.format(before="held = iter(checks)", after="held = iter(checks)"))
     run_to_end(tmp_path / "alone", script, [], managed=False)

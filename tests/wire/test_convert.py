@@ -93,7 +93,7 @@ def test_the_shape_of_a_gang_comes_back(shape: GangShape) -> None:
 
 
 @given(st.lists(claims, max_size=3), sizes)
-def test_what_is_parked_comes_back_to_who_asks_for_it_and_never_in_a_request(claims: list[Claim], kept: Sizes) -> None:
+def test_parked_bytes_are_in_answers_and_never_in_requests(claims: list[Claim], kept: Sizes) -> None:
     parked = tuple(replace(claim, parked_bytes=kept) for claim in claims)
     messages = convert.claims_to_wire(parked)
     assert convert.parked_claims_from_wire(messages) == parked

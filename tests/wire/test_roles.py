@@ -1,4 +1,4 @@
-"""Every method of every service names the roles that may call it, and nobody else may."""
+"""Every method of every service names the roles that may call it, and no other role may."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_table_names_exactly_the_methods_of_the_services() -> None:
 
 @pytest.mark.parametrize("method", sorted(ROLES))
 def test_a_method_is_for_its_roles_and_for_no_other(method: str) -> None:
-    assert ROLES[method], "a method that nobody may call"
+    assert ROLES[method], "a method that no role may call"
     for role in CallerRole:
         caller = CallerIdentity(role, "x")
         if role in ROLES[method]:
@@ -75,7 +75,7 @@ def test_what_a_role_never_may(role: CallerRole, method: str) -> None:
     assert role not in ROLES[method]
 
 
-def test_a_refusal_says_who_may() -> None:
+def test_a_refusal_names_the_permitted_role() -> None:
     with pytest.raises(RoleNotPermitted, match=r"DrainNode is for operators; this certificate is of user 'ann'") as it:
         check_call(f"{NODES}/DrainNode", ANN)
     heard = from_status(to_status(it.value))
@@ -85,7 +85,7 @@ def test_a_refusal_says_who_may() -> None:
     )
 
 
-def test_a_refusal_names_all_who_may() -> None:
+def test_a_refusal_names_all_permitted_roles() -> None:
     with pytest.raises(RoleNotPermitted, match=r"ListJobs is for users, operators, schedulers and planners; "):
         check_call(f"{JOBS}/ListJobs", CallerIdentity(CallerRole.MASTER, "m"))
 
@@ -109,7 +109,7 @@ def test_the_token_does_for_all_but_what_daemons_say() -> None:
     "identity",
     [ANN, CallerIdentity(CallerRole.DAEMON, "n-1.rack_2"), CallerIdentity(CallerRole.USER, "ann@lab.example")],
 )
-def test_a_certificate_names_whom_it_was_made_for(identity: CallerIdentity) -> None:
+def test_a_certificate_names_its_holder(identity: CallerIdentity) -> None:
     assert identity_of(["https://elsewhere", identity.uri, "spiffe://lab/ann"]) == identity
 
 
@@ -128,7 +128,7 @@ def test_a_certificate_names_whom_it_was_made_for(identity: CallerIdentity) -> N
         ([f"ganger://user/{'a' * 64}"], "ganger://ROLE/NAME"),
     ],
 )
-def test_a_certificate_that_names_nobody_is_said_to(uris: list[str], said: str) -> None:
+def test_a_certificate_without_an_identity_is_refused(uris: list[str], said: str) -> None:
     with pytest.raises(CertificateInvalid, match=said):
         identity_of(uris)
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_issued_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def test_who_has_no_authority_is_told_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_authority_is_reported_with_the_command_that_makes_one(tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="`ganger certs init"):
         issue(tmp_path, CallerIdentity(CallerRole.USER, "x"), (), 1.0, tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""`ganger certs`: an authority of the cluster's own, and certificates for those who take part."""
+"""`ganger certs`: create the cluster's own certificate authority and issue certificates."""
 
 from __future__ import annotations
 

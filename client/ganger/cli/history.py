@@ -80,7 +80,7 @@ def history(
 
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
     """Print the history of one job or array; of anything else its events."""
-    from ganger.cli.change_lines import happening
+    from ganger.cli.job_table import happening
     from ganger.console.json_output import print_json
     from ganger.console.safe_text import print_line
     from ganger.history import summary, tell
@@ -127,7 +127,7 @@ def _print_failure(client: Client, name: str) -> None:
 
 def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
-    from ganger.cli.change_lines import happening
+    from ganger.cli.job_table import happening
     from ganger.console.json_output import plain
     from ganger.history import tell
 

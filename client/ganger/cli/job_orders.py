@@ -273,7 +273,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
     """Wait until jobs, or all members of arrays, have ended.
 
     Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
-    from ganger.cli.job_lines import sentence
+    from ganger.cli.job_table import job_sentence
     from ganger.console.json_output import print_json
     from ganger.job import Job as Handle
     from ganger.job import JobState
@@ -288,7 +288,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
                 is_good &= handle.wait(remaining, check=False) in (JobState.SUCCEEDED, JobState.STOPPED)
             except TimeoutError as error:
-                raise CommandError(f"{sentence(handle.message)}, not over, after {timeout}") from error
+                raise CommandError(f"{job_sentence(handle.message)}, not over, after {timeout}") from error
             messages.append(handle.message)
     if as_json:
         print_json(messages)
@@ -321,7 +321,7 @@ def _runs_or_holds_nothing(job: Job) -> bool:
 
 def _check_suspended(now: Job, level: str | None) -> None:
     """A suspend that was given up, or undone by another command meanwhile, is no success."""
-    from ganger.cli.job_lines import state_text
+    from ganger.cli.job_table import state_text
     from ganger.job import FINISHED
     from ganger.v1.job_pb2 import SuspendLevel
 
@@ -348,7 +348,7 @@ def _check_went_on(before: Job, after: Job, how: str) -> None:
 
 def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:
     """On which cores it runs now; its daemon tells when it has carried the order out, or there are no others."""
-    from ganger.cli.job_lines import cores
+    from ganger.cli.job_table import cores
 
     deadline = time.monotonic() + _CORES_SECONDS
     while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
@@ -359,7 +359,7 @@ def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
 
 
 def _tell(message: Job, as_json: bool, what: str = "") -> None:
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.console.json_output import print_json
     from ganger.console.safe_text import print_line
     from ganger.job import FINISHED
@@ -372,6 +372,6 @@ def _tell(message: Job, as_json: bool, what: str = "") -> None:
         if message.gang.stop_step and message.state == message.STATE_SUSPENDED
         else ""
     )
-    place = job_lines.place(message)
+    place = job_table.place(message)
     where = f" on {place}" if place and message.state not in FINISHED else ""
-    print_line(f"{job_lines.sentence(message)}{at}{where}{what}")
+    print_line(f"{job_table.job_sentence(message)}{at}{where}{what}")

@@ -1,32 +1,335 @@
-"""How a job array reads: in one line, and with its members below each other."""
+"""Lines of jobs, of job arrays with their members, and of recent changes of running jobs."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
-from ganger.cli import job_lines
 from ganger.cli.options import number
+from ganger.console.json_output import short_enum
+from ganger.console.safe_text import bounded
+from ganger.history import Happening, sentence
+from ganger.job import FINISHED
 from ganger.units import format_duration
-from ganger.v1 import array_pb2, job_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
+from ganger.v1.job_pb2 import Event
 from ganger.wire import times
+
+_NAME_WIDTH = 63
+
+
+def state_text(job: job_pb2.Job) -> str:
+    """ "running" rather than "holding": the phase of the gang where it has one; of one in turns, whether it is its."""
+    if job.state == job_pb2.Job.STATE_HOLDING:
+        is_to_run = job.gang.phase in (job_pb2.Gang.PHASE_STARTING, job_pb2.Gang.PHASE_RUNNING)
+        if is_to_run and job.gang.turn == job_pb2.Gang.TURN_WAITS:
+            return "waiting for its turn"
+        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.turn == job_pb2.Gang.TURN_RUNS:
+            return "running, in turn"
+        phase = short_enum(job_pb2.Gang.Phase.Name(job.gang.phase), "Phase").lower()
+        if phase == "parked" and job.gang.move_claims:
+            return "moving" if _devices(job.gang.move_claims) == _devices(job.gang.claims) else "resizing"
+        level = level_text(job.gang.parked_level)
+        return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"
+    state = short_enum(job_pb2.Job.State.Name(job.state), "State").lower()
+    if job.state == job_pb2.Job.STATE_SUSPENDED:
+        if job.gang.phase == job_pb2.Gang.PHASE_STOPPING:
+            return "stopping"
+        level = level_text(job.suspended_level)
+        return f"suspended({level})" if level else state
+    return "held" if state == "pending" and job.array.held else state
+
+
+def _devices(claims: Iterable[resources_pb2.Claim]) -> int:
+    return sum(claim.device_mask.bit_count() for claim in claims)
+
+
+def job_sentence(job: job_pb2.Job) -> str:
+    """ "job 7 is running", "job 7 has failed: EXIT: rank 0 exited with code 3"."""
+    subject = f"job {called(job)}"
+    if job.state == job_pb2.Job.STATE_SUCCEEDED:
+        return f"{subject} has succeeded"
+    if job.state == job_pb2.Job.STATE_FAILED:
+        return f"{subject} has failed: {note(job)}"
+    if job.state == job_pb2.Job.STATE_STOPPED:
+        return f"{subject} was stopped by the rule of its array: {job.end_reason}"
+    return f"{subject} is {state_text(job)}"
+
+
+def called(job: job_pb2.Job) -> str:
+    """ "7", or "7_3" for the member of index 3 of array 7."""
+    if job.HasField("array"):
+        return f"{job.array.array.rpartition('/')[2]}_{job.array.member.index}"
+    return job.name.rpartition("/")[2]
+
+
+def level_text(level: job_pb2.SuspendLevel.ValueType) -> str:
+    return "" if level == 0 else short_enum(job_pb2.SuspendLevel.Name(level), "SuspendLevel").lower()
+
+
+def locality_text(level: resources_pb2.Level.ValueType) -> str:
+    return "" if level == 0 else short_enum(resources_pb2.Level.Name(level), "Level").lower()
+
+
+def gpus(spec: job_pb2.JobSpec) -> int:
+    return sum(role.tasks * role.shape.gpus for role in spec.roles)
+
+
+def gpus_text(job: job_pb2.Job) -> str:
+    """How many it has or asks for; of an elastic job with its bounds: "4 (2-8)"."""
+    spec = job.spec
+    if not spec.gpus_max:
+        return str(gpus(spec))
+    held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)
+    return f"{held or gpus(spec)} ({spec.gpus_min}-{spec.gpus_max})"
+
+
+def sizes_text(job: job_pb2.Job) -> str:
+    """Of an elastic job, how many GPUs it may have, and whether it can change their number as it runs."""
+    spec, can = job.spec, job.capabilities
+    if not spec.gpus_max:
+        return ""
+    each = spec.roles[0].shape.gpus if spec.roles else 1
+    whole = f", whole tasks of {each}" if each > 1 else ""
+    divides = f"; tasks that divide a batch of {can.resize_divides}" if can.resize_divides else ""
+    return f"{spec.gpus_min} to {spec.gpus_max} GPUs{whole}{divides}; {_resizes(job)}"
+
+
+def _resizes(job: job_pb2.Job) -> str:
+    """Whether an elastic job can change its number of GPUs, as far as is known now."""
+    why = job.capabilities.missing.get("RESIZE", "")
+    if job.state in FINISHED:
+        return "has ended"
+    if job.capabilities.resize and job.gang.turn != job_pb2.Gang.TURN_UNSPECIFIED:
+        return "grows and shrinks once it has GPUs to itself, without turns"
+    if job.capabilities.resize:
+        return "grows and shrinks as it runs"
+    if why:
+        return f"keeps the number it was started with: {why}"
+    if not job.gang.claims:
+        return "whether it grows and shrinks as it runs it says itself, once it steps"
+    return "keeps the number that it has, for it has not reported that it can change it"
+
+
+def bounds(spec: job_pb2.JobSpec) -> str:
+    """Of an elastic job, how many tasks it may have; "" of others."""
+    each = spec.roles[0].shape.gpus if spec.roles else 0
+    return f"{spec.gpus_min // each} to {spec.gpus_max // each}" if spec.gpus_max and each else ""
+
+
+def tasks(spec: job_pb2.JobSpec) -> int:
+    return sum(role.tasks for role in spec.roles)
+
+
+def label(job: job_pb2.Job) -> str:
+    """Return its name, else the last path component of what it runs, within the width of a column."""
+    return column(job.spec.display_name or _script(job))
+
+
+def column(name: str) -> str:
+    """Return what a user named, no wider than a column once it is written out."""
+    return bounded(name, _NAME_WIDTH)
+
+
+def order(job: job_pb2.Job) -> tuple[int, int]:
+    """Sorts jobs for people: those that wait come last, in the order in which they go."""
+    return job.queue_rank, int(job.name.rpartition("/")[2])
+
+
+def _script(job: job_pb2.Job) -> str:
+    scripts = [word for word in job.spec.command if word.endswith(".py")]
+    word = scripts[0] if scripts else job.spec.command[0] if job.spec.command else ""
+    return " ".join(word.rpartition("/")[2].split())
+
+
+def devices(mask: int) -> str:
+    """Bit masks as people write them: "0-3,6"."""
+    parts: list[str] = []
+    first: int | None = None
+    for bit in range(mask.bit_length() + 1):
+        if mask >> bit & 1:
+            first = bit if first is None else first
+        elif first is not None:
+            parts.append(f"{first}" if first == bit - 1 else f"{first}-{bit - 1}")
+            first = None
+    return ",".join(parts)
+
+
+def place(job: job_pb2.Job) -> str:
+    """ "n1[0-3] n2[0-3]", and where it is going; of a gang whose devices others may have, the nodes."""
+    gang, given_back = job.gang, has_given_back(job)
+    here = " ".join(claim.node.removeprefix("nodes/") if given_back else _claim(claim) for claim in gang.claims)
+    there = " ".join(_claim(claim) for claim in job.gang.move_claims)
+    return f"{here} → {there}" if there else here
+
+
+def beside(job: job_pb2.Job) -> str:
+    """Return ", beside 4 9": the jobs that are co-located with this one on its devices; "" for none."""
+    names = " ".join(name.rpartition("/")[2] for name in job.gang.beside)
+    return f", beside {names}" if names else ""
+
+
+def has_given_back(job: job_pb2.Job) -> bool:
+    """Whether others may have the devices and cores on which it was."""
+    return job.gang.phase == job_pb2.Gang.PHASE_PARKED and job.gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
+
+
+def cores(job: job_pb2.Job) -> list[str]:
+    """The hardware threads of its ranks, "0-3" or, of several, "rank 1: 4-7"; empty before its daemons have told."""
+    alone = len(job.gang.cores) == 1
+    if has_given_back(job):
+        return []
+    return [text if alone else f"rank {rank}: {text}" for rank, text in enumerate(job.gang.cores) if text]
+
+
+def progress_text(progress: job_pb2.Progress) -> str:
+    parts = [f"step {progress.step}"] if progress.step else []
+    if progress.steps_per_second > 0:
+        parts.append(f"{progress.steps_per_second:.3g}/s")
+    if progress.step and math.isfinite(progress.loss) and progress.loss:
+        parts.append(f"loss {progress.loss:.4g}")
+    return " ".join(parts)
+
+
+def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
+    """How long the job ran, without the time that it was suspended or waited again; before its first step, how long
+    it has waited. Empty for a job that ended before it began."""
+    has_begun, has_ended = job.HasField("start_time"), job.HasField("end_time")
+    now = time.time() if now is None else now
+    if not has_begun:
+        return "" if has_ended else format_duration(max(0.0, now - times.unix_seconds(job.create_time)))
+    run_s = times.seconds(job.run)
+    if job.HasField("run_time"):
+        run_s += max(0.0, now - times.unix_seconds(job.run_time))
+    elif has_ended and not run_s:
+        # It was over before the master saw a step of it.
+        run_s = max(0.0, times.unix_seconds(job.end_time) - times.unix_seconds(job.start_time))
+    return format_duration(run_s)
+
+
+def efficiency(job: job_pb2.Job) -> str:
+    """What became of the time of a job that has ended: how much of it it ran, how fast, on how many GPU-hours."""
+    if job.state not in FINISHED or not job.HasField("run"):
+        return ""
+    run = times.seconds(job.run)
+    whole = times.unix_seconds(job.end_time) - times.unix_seconds(job.create_time)
+    parts = [f"ran {format_duration(run)} of {format_duration(max(run, whole))} since its submission"]
+    if job.progress.step:
+        parts.append(f"{job.progress.step} steps, {job.progress.step / run:.3g}/s")
+    if job.progress.data_wait_share:
+        parts.append(f"waited for data {job.progress.data_wait_share:.0%} of the last attempt")
+    if gpus(job.spec):
+        parts.append(f"{gpus(job.spec) * run / 3600:.3g} GPU-hours")
+    return "; ".join(parts)
+
+
+def note(job: job_pb2.Job) -> str:
+    """Place, or why it has none; one line."""
+    if job.state == job_pb2.Job.STATE_FAILED:
+        return " ".join(f"{job.failure.reason}: {job.failure.message}".split())
+    if job.state in FINISHED:
+        # What its user ordered its user knows.
+        return job.end_reason if job.state == job_pb2.Job.STATE_STOPPED else ""
+    if job.state == job_pb2.Job.STATE_PENDING:
+        if job.blockers:
+            return " ".join(f"({job.blockers[0].reason}) {_cause(job, job.blockers[0])}".split())
+        # Why a job far behind waits is not computed for the list; `ganger why` does that.
+        return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
+    concern = f" ({job.progress.concern})" if job.progress.concern else ""
+    return place(job) + beside(job) + concern
+
+
+def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
+    """Return what a job waits for, short: "4 GPUs wanted, 1 free, 2 ahead"."""
+    figures = blocker.figures
+    ahead = f"{job.queue_rank - 1} ahead" if job.queue_rank > 1 else ""
+    if blocker.reason == "RANKED":
+        return ahead or ("first in line" if job.queue_rank else blocker.message)
+    if blocker.reason != "GPUS" or not {"needed", "free"} <= figures.keys():
+        return blocker.message
+    needed, free, largest = figures["needed"], figures["free"], figures.get("largest_free", 0)
+    parts = [f"{needed} GPU{'s' if needed > 1 else ''} wanted", f"{free} free"]
+    if 0 < largest < needed <= free:
+        parts[-1] += f" of which {largest} together"
+    if figures.get("draining"):
+        parts.append(f"{figures['draining']} on draining nodes")
+    return ", ".join([*parts, ahead] if ahead else parts)
+
+
+def mover(one: job_service_pb2.OnTheWay) -> str:
+    """ "jobs/3 moves from nodes/n2 to nodes/n1"."""
+    where = f"from {', '.join(one.from_nodes)}"
+    does = f"moves {where} to {', '.join(one.to_nodes)}" if one.to_nodes else f"rests in host memory, {where}"
+    return f"{one.job} {does}"
+
+
+def _claim(claim: resources_pb2.Claim) -> str:
+    node = claim.node.removeprefix("nodes/")
+    return f"{node}[{devices(claim.device_mask)}]" if claim.device_mask else node
+
+
+_KINDS: Final = frozenset(
+    {
+        "move_begun",
+        "move_done",
+        "move_aborted",
+        "move_back",
+        "resize_begun",
+        "resize_done",
+        "resize_aborted",
+        "gang_joined",
+        "rows_changed",
+        "turns_ended",
+        "turn_refused",
+        "change_kept",
+        "change_undone",
+        "stop_ordered",
+        "mode_changed",
+    }
+)
+
+
+def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
+    """Return rows (time, jobs, sentence) of changes of running jobs, appended to the rows `before`.
+
+    Jobs with the same sentence at the same time share a row. Events of other kinds are skipped.
+    """
+    shown = list(before)
+    for event in events:
+        if event.kind not in _KINDS or not event.subject.startswith(("jobs/", "cluster")):
+            continue
+        when = times.local_datetime(event.time).strftime("%H:%M:%S")
+        subject, told = event.subject.removeprefix("jobs/"), sentence(happening(event))
+        last = shown[-1] if shown else ()
+        if last and (last[0], last[2]) == (when, told):
+            shown[-1] = (when, f"{last[1]} {subject}", told)
+        else:
+            shown.append((when, subject, told))
+    return shown
+
+
+def happening(event: Event) -> Happening:
+    """The event as plain values."""
+    return Happening(times.unix_seconds(event.time), event.kind, event.cause, event.message, dict(event.figures))
+
 
 # What people look for first.
 _STATES = ("holding", "pending", "held", "suspended", "succeeded", "stopped", "failed", "cancelled", "forgotten")
 
 
-def row(array: array_pb2.Array) -> tuple[str, ...]:
+def array_row(array: array_pb2.Array) -> tuple[str, ...]:
     """A line of `ganger queue`."""
     return (
         f"{number(array.name)}[{array.size}]",
-        job_lines.column(array.display_name),
-        job_lines.column(array.user),
+        column(array.display_name),
+        column(array.user),
         "ended" if array.HasField("end_time") else "array",
         str(array.gpus * array.states["holding"]),
-        elapsed(array),
+        array_elapsed(array),
         "",
-        job_lines.column(best(array, "")),
+        column(best(array, "")),
         states(array),
     )
 
@@ -49,7 +352,7 @@ def pairs(parameters: Mapping[str, str]) -> str:
     return " ".join(f"{name}={text}" for name, text in sorted(parameters.items()))
 
 
-def elapsed(array: array_pb2.Array) -> str:
+def array_elapsed(array: array_pb2.Array) -> str:
     end = times.unix_seconds(array.end_time) if array.HasField("end_time") else time.time()
     return format_duration(max(0.0, end - times.unix_seconds(array.create_time)))
 
@@ -68,7 +371,7 @@ def rule_text(rule: array_pb2.StopRule) -> str:
     return ", ".join(parts)
 
 
-def facts(array: array_pb2.Array) -> list[tuple[str, str]]:
+def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
     """What `ganger show` prints above the members."""
 
     def instant(when: object) -> str:
@@ -84,11 +387,11 @@ def facts(array: array_pb2.Array) -> list[tuple[str, str]]:
         ("best", best(array, "").removeprefix("best ")),
         ("submitted", instant(array.create_time)),
         ("ended", instant(array.end_time) if array.HasField("end_time") else ""),
-        ("time", elapsed(array)),
+        ("time", array_elapsed(array)),
     ]
 
 
-def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def members_table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and rows, a member each: parameters and what it reported in columns of their own."""
     parameters = sorted({name for job in members for name in job.array.member.parameters})
     metrics = sorted({metric.name for job in members for metric in job.progress.metrics})
@@ -98,14 +401,14 @@ def table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[s
         told = {metric.name: value_text(metric.value) for metric in job.progress.metrics}
         rows.append(
             (
-                job_lines.called(job),
+                called(job),
                 number(job.name),
-                job_lines.state_text(job),
-                job_lines.elapsed(job),
-                *(job_lines.column(job.array.member.parameters.get(name, "")) for name in parameters),
-                job_lines.progress_text(job.progress),
+                state_text(job),
+                elapsed(job),
+                *(column(job.array.member.parameters.get(name, "")) for name in parameters),
+                progress_text(job.progress),
                 *(told.get(name, "") for name in metrics),
-                job_lines.note(job),
+                note(job),
             )
         )
     return headings, rows

@@ -101,7 +101,7 @@ def _print_log(
         return offset if tail is None else tail_offset(client, job, rank, tail)
 
     if rank is None:
-        from ganger.cli.job_lines import tasks
+        from ganger.cli.job_table import tasks
 
         return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json, raw)
     chunks = client.read_log(job, rank, begin(rank), follow=follow)
@@ -115,7 +115,7 @@ def _print_log(
 
 def _tell_why_nothing(client: Client, job: str) -> None:
     """Report on stderr, of a job with an empty log, whether it was ever launched, and if not, why."""
-    from ganger.cli.job_lines import sentence
+    from ganger.cli.job_table import job_sentence
     from ganger.console.safe_text import print_line
     from ganger.wire.errors import ApiError
 
@@ -123,15 +123,15 @@ def _tell_why_nothing(client: Client, job: str) -> None:
         answer = client.explain_job(job)
         kinds = {event.kind for event in client.list_events(answer.job.name)}
         if answer.job.HasField("start_time") or "gang_running" in kinds:
-            print_line(f"ganger: {sentence(answer.job)} and has written nothing", sys.stderr)
+            print_line(f"ganger: {job_sentence(answer.job)} and has written nothing", sys.stderr)
             return
         because = f" because {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
         if answer.job.HasField("end_time"):
-            why = f"the job was never launched; {sentence(answer.job)}{because}"
+            why = f"the job was never launched; {job_sentence(answer.job)}{because}"
             print_line(f"ganger: there is no log: {why}", sys.stderr)
             return
         hint = f"`ganger logs -f {number(job)}` prints it from its first line on"
-        print_line(f"ganger: there is no log yet: {sentence(answer.job)}{because}; {hint}", sys.stderr)
+        print_line(f"ganger: there is no log yet: {job_sentence(answer.job)}{because}; {hint}", sys.stderr)
 
 
 def follow_job(client: Client, job: str) -> int:
@@ -161,17 +161,17 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
     """Says on stderr, after a while, why nothing comes from a job that is followed: it may wait for hours."""
 
     def tell() -> None:
-        from ganger.cli.job_lines import sentence
+        from ganger.cli.job_table import job_sentence
         from ganger.console.safe_text import print_line
         from ganger.v1.job_pb2 import Job
         from ganger.wire.errors import ApiError
 
-        # Of no consequence to who reads the log.
+        # A failure here does not matter to the reader of the log.
         with contextlib.suppress(ApiError, ValueError):
             answer = client.explain_job(job)
             if answer.job.state in (Job.STATE_PENDING, Job.STATE_SUSPENDED):
                 because = f", {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
-                print_line(f"ganger: {sentence(answer.job)}{because}", sys.stderr)
+                print_line(f"ganger: {job_sentence(answer.job)}{because}", sys.stderr)
 
     timer = threading.Timer(_QUIET_SECONDS, tell)
     timer.daemon = True

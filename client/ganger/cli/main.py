@@ -64,7 +64,7 @@ ENTRY_POINTS = "ganger.commands"
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
-class _NobodyReads(Exception):  # noqa: N818 - no error of anybody's
+class _ClosedPipe(Exception):  # noqa: N818 - a reader that closes the pipe is no error
     """Carries a BrokenPipeError past click, which would end with 1: the code of a job that failed."""
 
 
@@ -73,13 +73,13 @@ class _Commands(click.Group):
         try:
             return super().make_context(*arguments, **options)
         except BrokenPipeError as error:
-            raise _NobodyReads from error
+            raise _ClosedPipe from error
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except BrokenPipeError as error:
-            raise _NobodyReads from error
+            raise _ClosedPipe from error
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(set(_added()) - set(COMMANDS))]
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a command and exits. Never shows a traceback."""
     # gRPC's own lines ("add_port.cc:83 ...") before our one sentence help no reader.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # Closed by who started us: what is said goes nowhere, as it was meant to.
+    # The parent process closed these streams, so output is discarded.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal without a sign for "→" shall show "?" rather than nothing at all.
@@ -176,7 +176,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         from ganger.cli.failures import report
 
-        return report(error.__cause__ or error if isinstance(error, _NobodyReads) else error)
+        return report(error.__cause__ or error if isinstance(error, _ClosedPipe) else error)
     return result if isinstance(result, int) else 0
 
 

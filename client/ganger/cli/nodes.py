@@ -67,7 +67,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
 def _leaves(answer: Explanation) -> str:
     """Where a job of a node that is drained goes, or what it waits for."""
-    from ganger.cli.job_lines import state_text
+    from ganger.cli.job_table import state_text
     from ganger.v1.job_pb2 import SUSPEND_LEVEL_CHECKPOINT
 
     job = answer.job
@@ -122,7 +122,7 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
 @json_option
 def show(node: str, as_json: bool) -> None:
     """Show all that is known of a node."""
-    from ganger.cli.job_lines import devices
+    from ganger.cli.job_table import devices
     from ganger.console.json_output import print_json
     from ganger.console.tables import print_pairs
     from ganger.units import format_cores, format_memory

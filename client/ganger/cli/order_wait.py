@@ -45,7 +45,7 @@ class _Explained:
 
 def obstacle(job: Job, now: float | None = None) -> str:
     """Return what an order to this job waits for, as a sentence. now: Unix time in seconds, default the clock."""
-    from ganger.cli.job_lines import called, state_text
+    from ganger.cli.job_table import called, state_text
     from ganger.v1.job_pb2 import Gang
     from ganger.wire import times
 
@@ -77,7 +77,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
 
     Polls: the interesting changes of a gang come every few milliseconds or not at all. Raises CommandError after
     `timeout`, and at once when the order cannot reach the job's nodes."""
-    from ganger.cli.job_lines import state_text
+    from ganger.cli.job_table import state_text
     from ganger.job import FINISHED
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 

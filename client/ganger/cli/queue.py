@@ -1,4 +1,4 @@
-"""`ganger queue`: the jobs that live, or all: who has its gang or has ended by number, then who waits, in its order."""
+"""`ganger queue`: list live jobs, or all: jobs with a gang and finished ones by number, then pending jobs in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATES = {
     "failed": ("FAILED",),
     "cancelled": ("CANCELLED",),
     "stopped": ("STOPPED",),
-    # Whoever has a gang, whatever that does.
+    # Every job with a gang, in any phase.
     "holding": _HOLDING,
 }
 
@@ -67,8 +67,7 @@ def queue(
     as_json: bool,
 ) -> None:
     """List jobs; without options those that have not ended. A job array is one line."""
-    from ganger.cli import job_lines
-    from ganger.cli import job_table as array_lines
+    from ganger.cli import job_table
     from ganger.console.json_output import print_json
     from ganger.console.tables import print_table
     from ganger.v1.job_pb2 import Job
@@ -80,7 +79,7 @@ def queue(
         [Job.State.Value(f"STATE_{each}") for each in sorted({each for state in states for each in _STATES[state]})]
     ]
     if not states and not everything:
-        # Those who have something first: however many wait, they are listed.
+        # Jobs that hold devices come first, so that a long queue never cuts them off.
         wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
     # What is asked for is said of jobs: of an array some members may be so.
     members = members or bool(states or name or asked)
@@ -92,7 +91,7 @@ def queue(
             listed = client.list_jobs(group, user, fold_arrays=not members, name=name, labels=asked)
             fitting = (job for job in listed if not states or _is_in(job, states))
             found += islice(fitting, max(0, room + 1 - len(found)))
-        jobs = sorted(found[:room], key=job_lines.order)
+        jobs = sorted(found[:room], key=job_table.order)
     if len(found) + len(arrays) > limit:
         print(f"only {limit} are listed, those that wait or have ended from the newest: --limit N", file=sys.stderr)
     arrays = sorted(arrays[:limit], key=lambda array: int(number(array.name)))
@@ -101,26 +100,26 @@ def queue(
         return
     rows: list[tuple[str, ...]] = [
         (
-            job_lines.called(job),
-            job_lines.label(job),
-            job_lines.column(job.user),
-            job_lines.state_text(job),
-            job_lines.gpus_text(job),
-            job_lines.elapsed(job),
+            job_table.called(job),
+            job_table.label(job),
+            job_table.column(job.user),
+            job_table.state_text(job),
+            job_table.gpus_text(job),
+            job_table.elapsed(job),
             str(job.queue_rank or ""),
-            job_lines.progress_text(job.progress),
-            job_lines.note(job),
+            job_table.progress_text(job.progress),
+            job_table.note(job),
         )
         for job in jobs
     ]
-    rows += [array_lines.row(array) for array in arrays]
+    rows += [job_table.array_row(array) for array in arrays]
     is_chosen = everything or states or name or asked
     empty = "no jobs" if is_chosen else "no jobs that live; --all shows the others"
     print_table(_HEADINGS, rows, empty, _SPARE)
 
 
 def _is_in(job: Job, states: tuple[str, ...]) -> bool:
-    from ganger.cli.job_lines import state_text
+    from ganger.cli.job_table import state_text
 
     # "parked(OFFLOAD)", "running, in turn", "waiting for its turn"
     word = re.split(r"\W", state_text(job), maxsplit=1)[0]

@@ -61,22 +61,22 @@ def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
 
 
 def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) -> None:
-    from ganger.cli import job_table as array_lines
+    from ganger.cli import job_table
     from ganger.console.tables import print_pairs, print_table
 
     if one.DESCRIPTOR.name == "Job":
         print_pairs([*pairs(cast("Job", one)), *report])
         return
-    print_pairs(array_lines.facts(cast("Array", one)))
+    print_pairs(job_table.array_facts(cast("Array", one)))
     print()
-    print_table(*array_lines.table(members))
+    print_table(*job_table.members_table(members))
 
 
 def pairs(job: Job) -> list[tuple[str, str]]:
     """What `show` prints, as names and texts; empty texts are not shown."""
     import shlex
 
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.units import format_duration, format_memory
     from ganger.wire import times
 
@@ -85,14 +85,14 @@ def pairs(job: Job) -> list[tuple[str, str]]:
 
     gang, spec = job.gang, job.spec
     can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, level)]
-    sizes = job_lines.sizes_text(job)
+    sizes = job_table.sizes_text(job)
     missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
         ("name", spec.display_name),
         ("array", _member(job)),
         ("user", job.user),
-        ("state", job_lines.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
+        ("state", job_table.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
         ("failure", _failure(job)),
         ("because", job.end_reason),
         ("trouble", job.trouble),
@@ -100,17 +100,17 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),
-        ("tasks", "\n".join(_role(role, job_lines.bounds(spec)) for role in spec.roles)),
+        ("tasks", "\n".join(_role(role, job_table.bounds(spec)) for role in spec.roles)),
         ("wants", _wants(job)),
         ("elastic", sizes),
-        ("gang", "\n".join(_claim(claim, job_lines.has_given_back(job)) for claim in gang.claims)),
+        ("gang", "\n".join(_claim(claim, job_table.has_given_back(job)) for claim in gang.claims)),
         ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
-        ("cores", "\n".join(job_lines.cores(job))),
-        ("locality", job_lines.locality_text(gang.level)),
+        ("cores", "\n".join(job_table.cores(job))),
+        ("locality", job_table.locality_text(gang.level)),
         ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
         ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
-        ("progress", job_lines.progress_text(job.progress)),
+        ("progress", job_table.progress_text(job.progress)),
         ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("can suspend", "\n".join([", ".join(can), *missing]).strip()),
@@ -120,8 +120,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("submitted", instant(job.create_time)),
         ("started", instant(job.start_time)),
         ("ended", instant(job.end_time)),
-        ("time" if job.HasField("start_time") else "has waited", job_lines.elapsed(job)),
-        ("efficiency", job_lines.efficiency(job)),
+        ("time" if job.HasField("start_time") else "has waited", job_table.elapsed(job)),
+        ("efficiency", job_table.efficiency(job)),
         ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
         ("deadline", instant(spec.deadline)),
         ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
@@ -130,8 +130,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
 
 
 def _member(job: Job) -> str:
-    from ganger.cli.job_lines import called
-    from ganger.cli.job_table import pairs
+    from ganger.cli.job_table import called, pairs
 
     if not job.HasField("array"):
         return ""
@@ -170,7 +169,7 @@ def _role(role: object, bounds: str) -> str:
 
 
 def _wants(job: Job) -> str:
-    from ganger.cli.job_lines import locality_text
+    from ganger.cli.job_table import locality_text
     from ganger.units import format_duration
     from ganger.v1.resources_pb2 import LEVEL_CLUSTER
     from ganger.wire import times
@@ -197,7 +196,7 @@ def _wants(job: Job) -> str:
 
 
 def _claim(claim: object, has_given_back: bool = False) -> str:
-    from ganger.cli.job_lines import devices
+    from ganger.cli.job_table import devices
     from ganger.units import format_cores, format_memory
     from ganger.v1.resources_pb2 import Claim
 
@@ -225,7 +224,7 @@ def _checkpoint(job: Job) -> str:
 @json_option
 def why(job: str, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
-    from ganger.cli import failures, job_lines
+    from ganger.cli import failures, job_table
     from ganger.console.json_output import print_json
     from ganger.console.safe_text import print_line
     from ganger.job import FINISHED
@@ -239,8 +238,8 @@ def why(job: str, as_json: bool) -> None:
         print_json(answer)
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
-    where = f" on {job_lines.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
-    print_line(f"{job_lines.sentence(answer.job)}{where}{rank}")
+    where = f" on {job_table.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
+    print_line(f"{job_table.job_sentence(answer.job)}{where}{rank}")
     for line in report:
         print_line(line)
     if answer.job.trouble:
@@ -250,7 +249,7 @@ def why(job: str, as_json: bool) -> None:
     if answer.kept_nodes:
         print_line(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
     for mover in answer.movers:
-        print_line(f"room is being made: {job_lines.mover(mover)}")
+        print_line(f"room is being made: {job_table.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         # Of an order on its way: what it waits for.
         if where and answer.job.gang.phase in (Gang.PHASE_STARTING, Gang.PHASE_STOPPING):

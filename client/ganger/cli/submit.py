@@ -334,14 +334,14 @@ def _update(
 
 
 def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
-    from ganger.cli.job_lines import sentence
+    from ganger.cli.job_table import job_sentence
     from ganger.console.safe_text import print_line
     from ganger.v1.job_pb2 import Job
 
     what = "".join(f", {key.replace('_', ' ')} {value}" for key, value in given.items())
     if isinstance(message, Job):
         place = f", place {message.queue_rank} in the queue" if message.queue_rank else ""
-        print_line(f"{sentence(message)}{place}{what}")
+        print_line(f"{job_sentence(message)}{place}{what}")
         return
     print_line(f"array {number(message.array.name)}: {_jobs(message.updated)} updated{what}")
 

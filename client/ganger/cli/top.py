@@ -38,8 +38,8 @@ _ONCE_LINES = 100
 
 
 class Picture(NamedTuple):
-    """A moment: one line of figures, rows of nodes and of jobs, and how many of each had no room; the rows of those who
-    take turns, and the last changes of running jobs."""
+    """One refresh: a headline, rows of nodes and jobs, the number of each that did not fit on the screen, rows of the
+    slice matrices, and the last changes of running jobs."""
 
     headline: str
     nodes: list[tuple[str, ...]]
@@ -68,7 +68,7 @@ class RecentChanges:
         self._shown: list[tuple[str, ...]] = []
 
     def read(self, client: Client, newest: int) -> list[tuple[str, ...]]:
-        from ganger.cli.change_lines import rows
+        from ganger.cli.job_table import change_rows
         from ganger.wire.errors import EventsCompacted
 
         if self._after < 0:
@@ -77,10 +77,10 @@ class RecentChanges:
             try:
                 events = list(client.list_events("", self._after, _EVENTS_BACK))
             except EventsCompacted:
-                # So old that nobody keeps it.
+                # The master has compacted these events.
                 events = []
             self._after = events[-1].sequence if events else newest
-            self._shown = rows(events, self._shown)[-_CHANGES_SHOWN:]
+            self._shown = change_rows(events, self._shown)[-_CHANGES_SHOWN:]
         return self._shown
 
 
@@ -107,7 +107,7 @@ def top(interval: float, once: bool, as_json: bool) -> None:
 
 
 def _leave(number: int, _: object) -> None:
-    """Ends by way of whoever has to put the terminal right."""
+    """Exit by an exception, so that the handlers that restore the terminal run."""
     raise SystemExit(128 + number)
 
 
@@ -121,22 +121,22 @@ def _print_json(client: Client) -> None:
             **plain(client.list_nodes()),
             "jobs": [plain(job) for job in _live_jobs(client, _MAX_JOBS)],
             "changes": [
-                {"time": when, "subjects": whom.split(), "text": text}
-                for when, whom, text in RecentChanges().read(client, cluster.event_sequence)
+                {"time": when, "subjects": subjects.split(), "text": text}
+                for when, subjects, text in RecentChanges().read(client, cluster.event_sequence)
             ],
         }
     )
 
 
 def _live_jobs(client: Client, enough: int) -> list[Job]:
-    """Who has a gang first, then who rests, then who waits, until there are enough."""
-    from ganger.cli import job_lines
+    """Return up to about `enough` live jobs: those with a gang, then suspended ones, then pending ones."""
+    from ganger.cli import job_table
     from ganger.v1.job_pb2 import Job
 
     jobs: list[Job] = []
     for states in ((Job.STATE_HOLDING,), (Job.STATE_SUSPENDED,), (Job.STATE_PENDING,)):
         if len(jobs) < enough:
-            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_lines.order)
+            jobs += sorted(client.list_jobs(states, limit=_MAX_JOBS), key=job_table.order)
     return jobs[:enough]
 
 
@@ -192,7 +192,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 def picture(client: Client, lines: int, changes: RecentChanges | None = None) -> Picture:
     """This moment in so many lines: nodes, and rows of turns, take a quarter at most each; jobs with a gang come first,
-    then who waits longest."""
+    then the jobs that have waited longest."""
     cluster = client.get_cluster()
     answer = client.list_nodes()
     nodes = _node_rows(answer)
@@ -223,28 +223,28 @@ def _mode(cluster: Cluster) -> str:
 
 
 def _job_row(job: object) -> tuple[str, ...]:
-    from ganger.cli import job_lines
+    from ganger.cli import job_table
     from ganger.v1.job_pb2 import Job
 
     assert isinstance(job, Job)
     progress = job.progress
     return (
-        job_lines.called(job),
-        job_lines.label(job),
-        job_lines.state_text(job),
-        job_lines.gpus_text(job),
-        job_lines.elapsed(job),
+        job_table.called(job),
+        job_table.label(job),
+        job_table.state_text(job),
+        job_table.gpus_text(job),
+        job_table.elapsed(job),
         str(progress.step or ""),
         f"{progress.steps_per_second:.3g}" if progress.steps_per_second else "",
         f"{progress.loss:.4g}" if progress.loss and math.isfinite(progress.loss) else "",
         f"{progress.data_wait_share:.0%}" if progress.step else "",
-        job_lines.note(job),
+        job_table.note(job),
     )
 
 
 def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
-    """The slot matrix of each node set, a line a row: whether it runs now, of how many, how long, and who is in it."""
-    from ganger.cli import job_lines
+    """Return one row per time slice of each time-slice group: active or not, index, length and its jobs."""
+    from ganger.cli import job_table
     from ganger.units import format_duration
     from ganger.wire import times
 
@@ -259,7 +259,7 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
                     f"{place + 1}{mark}",
                     f"1 of {len(node_set.rows)}",
                     format_duration(times.seconds(node_set.quantum)),
-                    job_lines.level_text(node_set.level),
+                    job_table.level_text(node_set.level),
                     # a job that moves is in it twice
                     " ".join(number(job) for job in dict.fromkeys(row.jobs)),
                 )

@@ -1,4 +1,4 @@
 """The resource abstraction: what servers are, what is free, what fits.
 
-Light to import: `values` and `reasons` are plain; `view` needs NumPy and is imported by who scans.
+Light to import: `resources` and `refusals` are plain Python; only `view` and the modules that scan it need NumPy.
 """

@@ -1,15 +1,28 @@
-"""What was worked out of every node for one kind of gang, kept while few nodes change: most gangs ask what others of
-their kind have just asked, and between the two a handful of nodes came free or were taken.
+"""An index of nodes by free capacity, and values derived from a view that follow its changes.
 
-Kept with a view for as long as that lives; a copy begins with nothing. What is not asked again soon is worked out from
-nothing, by scans of all nodes at once, and so is what a gang asks for the first time.
+`CapacityIndex`: nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each
+node says which they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only
+finds nodes; `fit` alone decides whether a claim fits. Claims are taken and given back on a trial.
+
+Derived values are computed from all nodes for one kind of gang, and kept while few nodes
+change, since most gangs request what others of their kind have just requested. They live with their view; a copy of the
+view begins without any. Values that are not requested again soon are computed by scans of all nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Final, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger.cluster.feasibility import Answers, Ask, CapacityTotals, TaskKind, TaskRoom, closest
+from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.topology import Topology
 from ganger.cluster.view import DerivedValue, View
 
 
@@ -32,7 +45,7 @@ def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed 
     one = shelf.pop(key, None)
     if one is None:
         while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
-            # Who was not asked for the longest is at the front.
+            # Least recently used first.
             del shelf[next(iter(shelf))]
         shelf[key] = DerivedValue(view.changes)
         return None
@@ -56,3 +69,380 @@ _FEW_OF: Final = 64
 # Kinds of gangs of a view, and nodes times kinds: some 20 MB.
 _MOST: Final = 128
 _MOST_ROWS: Final = 1 << 18
+
+
+# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
+_State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
+
+# Bounds of what is remembered, so that a room may live as long as the cluster.
+_MOST_STATES: Final = 1 << 13
+_MOST_ASKS: Final = 1 << 10
+_MOST_TALLIES: Final = 256
+_MOST_CHANGES: Final = 1 << 18
+# Nodes that are looked at together.
+_STRETCH: Final = 512
+
+
+class CapacityIndex:
+    """`view` is taken from and given back to directly: hand over a copy if it is not to change.
+
+    Only nodes that take gangs are found in it, and only those named in `only` if that is told; pieces can be given back
+    to all. When all is given back, the last gang first, everything is as it was.
+    """
+
+    def __init__(self, view: View, only: Collection[str] | None = None) -> None:
+        self.view = view
+        # Of the view's changes, how many there were when it was last followed.
+        self._followed: int = view.changes
+        self._only = only if only is None else frozenset(only)
+        self._build()
+
+    def take(self, claims: Iterable[Claim], affinity: int = 0) -> None:
+        """Take the claims of one gang. The caller has them from a placement, or has checked them with `fit`.
+
+        `affinity`: the affinity to give idle nodes, if it differs from the gang's number of devices, as it does when
+        claims that were given back are restored.
+        """
+        claims = tuple(claims)
+        gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
+        for run in self.view.take_all(claims, gpus):
+            self._run_changed(run)
+
+    def give(self, claims: Iterable[Claim]) -> None:
+        """The inverse of `take`; claims of nodes that left are ignored."""
+        view = self.view
+        self._passed_over.clear()
+        changed = []
+        for claim in claims:
+            view.give(claim)
+            if claim.node in view.slots:
+                changed.append(view.slots[claim.node])
+        self._all_changed(changed)
+
+    def refresh(self) -> None:
+        """Follows what others did to the view meanwhile."""
+        view = self.view
+        if self._followed == view.changes:
+            return
+        if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
+            self._build()
+            return
+        self._passed_over.clear()
+        changed = view.changed_since(self._followed)
+        seen_at, changed_at = self._seen_at, view.changed_at
+        for slot in range(len(changed_at)) if changed is None else changed:
+            if seen_at[slot] != changed_at[slot]:
+                nodes, racks, fabrics = self._places
+                if (nodes[slot], racks[slot], fabrics[slot]) != (
+                    view.nodes[slot],
+                    view.racks[slot],
+                    view.fabrics[slot],
+                ):
+                    self._build()
+                    return
+                self._changed(slot)
+        self._followed = view.changes
+
+    @contextmanager
+    def without(self, names: Collection[str]) -> Iterator[None]:
+        """Meanwhile nothing is found on these nodes."""
+        slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
+        for slot in slots:
+            if self._alike[slot] is not None:
+                self._put((slot,), 1 << slot, self._alike[slot], None)
+        try:
+            yield
+        finally:
+            self._passed_over.clear()
+            for slot in slots:
+                self._changed(slot)
+
+    def ask(self, shape: GangShape) -> Ask:
+        """What the gang means to nodes alike."""
+        found = self._asks.get(shape)
+        if found is None:
+            if len(self._asks) >= _MOST_ASKS:
+                self._asks.clear()
+            found = self._asks[shape] = Ask(self.view, shape, self._task_room, self._levels)
+        return found
+
+    def first(self, which: NDArray[np.bool_], asked: Hashable) -> int | None:
+        """The first node, in the order in which nodes came, that is one of these entries, by number; None: there is no
+        such node. `asked`: names what these have room for, so that nodes which had none are passed over until something
+        is given back."""
+        numbers, slot = self._numbers, self._passed_over.get(asked, 0)
+        if not slot and len(self._passed_over) >= _MOST_TALLIES:
+            self._passed_over.clear()
+        while slot < len(numbers):
+            here = which[numbers[slot : slot + _STRETCH]]
+            at = int(here.argmax())
+            if here[at]:
+                self._passed_over[asked] = slot + at
+                return slot + at
+            slot += len(here)
+        self._passed_over[asked] = slot
+        return None
+
+    def families(self, least_free: int) -> Iterator[Family]:
+        """Nodes that have at least so many free devices, those with the fewest first."""
+        return chain.from_iterable(self._by_free[least_free:])
+
+    def families_with(self, free: int) -> Iterable[Family]:
+        """Nodes that have exactly so many free devices, which are no more than `most_free`."""
+        return self._by_free[free]
+
+    def families_of(self, affinity: int) -> Iterable[Family]:
+        """Nodes whose gangs have so many devices; 0: idle ones."""
+        return self._by_affinity.get(affinity, ())
+
+    @property
+    def affinities(self) -> list[int]:
+        """Sizes of the gangs that are on nodes, ascending."""
+        return sorted(self._by_affinity)
+
+    @property
+    def free_devices(self) -> int:
+        """Of all its nodes."""
+        return self._free_devices
+
+    @property
+    def most_free(self) -> int:
+        """Devices of the largest node."""
+        return len(self._by_free) - 1
+
+    def alike(self, slot: int) -> Alike | None:
+        """None for nodes that take no gangs."""
+        return self._alike[slot]
+
+    @property
+    def entries(self) -> Entries:
+        """Of the index, those without nodes too."""
+        return self._entries
+
+    def entries_in(self, level: LocalityLevel, number: int) -> NDArray[np.int32]:
+        """For each node of a span the number of its entry, 0 where it has none; not to be written to.
+
+        Racks and fabrics count from 0 in the order in which their first nodes came; there is one cluster.
+        """
+        if level is LocalityLevel.CLUSTER:
+            return self._numbers
+        return self._numbers[self.slots_in(level, number)]
+
+    def slots_in(self, level: LocalityLevel, number: int) -> NDArray[np.intp]:
+        """The nodes of a span, ascending, as `entries_in` has them."""
+        if level is LocalityLevel.CLUSTER:
+            return np.arange(len(self._alike))
+        found = self._members.get((level, number))
+        if found is None:
+            spans = self._racks if level is LocalityLevel.RACK else self._fabrics
+            found = self._members[level, number] = np.flatnonzero(spans == number)
+        return found
+
+    def span(self, level: LocalityLevel, number: int) -> Slots:
+        """The nodes of a rack or a fabric, or of the whole cluster."""
+        if level is LocalityLevel.CLUSTER:
+            return self._everywhere
+        found = self._spans.get((level, number))
+        if found is None:
+            slots = self.slots_in(level, number).tolist()
+            found = self._spans[level, number] = together(slots, len(self._alike))
+        return found
+
+    def tally(self, ask: Ask, role: int) -> CapacityTotals:
+        """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
+        if len(self._journal) > _MOST_CHANGES:
+            self._journal.clear()
+            self._tallies.clear()
+        tasks = ask.rooms[role]
+        gpus = tasks.kind.task.gpus
+        # More than a node has devices for need not be told apart.
+        most = min(ask.everything[role], self.most_free // gpus) if gpus else ask.everything[role]
+        tally = self._tallies.get((tasks.kind, most))
+        if tally is None:
+            if len(self._tallies) >= _MOST_TALLIES:
+                self._tallies.clear()
+            tally = self._tallies[tasks.kind, most] = CapacityTotals(most, self._racks, self._fabrics)
+        tally.follow(self._journal, self._numbers, tasks.by_number(self._entries))
+        return tally
+
+    def _task_room(self, kind: TaskKind) -> TaskRoom:
+        found = self._task_rooms.get(kind)
+        if found is None:
+            if len(self._task_rooms) >= _MOST_TALLIES:
+                self._task_rooms.clear()
+            found = self._task_rooms[kind] = TaskRoom(kind)
+        return found
+
+    def _levels(self, shape: GangShape) -> Answers[Family, int]:
+        of = (shape.gpus, *((shape.device_type, shape.device_memory_bytes) if shape.gpus else ("", 0)))
+        found = self._levels_of.get(of)
+        if found is None:
+            if len(self._levels_of) >= _MOST_TALLIES:
+                self._levels_of.clear()
+            found = self._levels_of[of] = Answers(lambda family: closest(family, *of))
+        return found
+
+    def _build(self) -> None:
+        view = self.view
+        size = len(view.nodes)
+        self._asks: dict[GangShape, Ask] = {}
+        self._task_rooms: dict[TaskKind, TaskRoom] = {}
+        # By devices, their type and what each must have left.
+        self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
+        self._tallies: dict[tuple[TaskKind, int], CapacityTotals] = {}
+        # By what was asked for: no node before this one had room for it, and none has got any since.
+        self._passed_over: dict[Hashable, int] = {}
+        self._by_state: dict[_State, Alike] = {}
+        self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
+        self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}
+        self._entries = Entries()
+        # Slots whose entry changed, for the tallies to follow.
+        self._journal: list[int] = []
+        # By slot: the last change of the view that the index shows.
+        self._seen_at = list(view.changed_at)
+        self._followed = view.changes
+        devices = max((item.devices for item in view.sets.values()), default=0)
+        # By number of free devices, each an ordered set.
+        self._by_free: list[dict[Family, None]] = [{} for _ in range(devices + 1)]
+        self._by_affinity: dict[int, dict[Family, None]] = {}
+        self._alike: list[Alike | None] = [None] * size
+        self._numbers = np.zeros(size, np.int32)
+        self._free_devices = 0
+        self._allowed = self._which_allowed(size)
+        self._find_spans()
+        members: dict[Alike, list[int]] = {}
+        known, allowed = self._by_state, self._allowed
+        for slot, state in enumerate(self._states(size)):
+            if view.available[slot] and (allowed is None or slot in allowed):
+                alike = known.get(state) or self._met(state, slot)
+                self._alike[slot] = alike
+                if alike in members:
+                    members[alike].append(slot)
+                else:
+                    members[alike] = [slot]
+        for alike, slots in members.items():
+            self._flip(alike, together(slots, size))
+            self._numbers[slots] = alike.number
+            self._free_devices += alike.family.free * len(slots)
+
+    def _which_allowed(self, size: int) -> frozenset[int] | None:
+        if self._only is None:
+            return None
+        return frozenset(self.view.slots[name] for name in self._only if name in self.view.slots)
+
+    def _find_spans(self) -> None:
+        """Slots without a node may be in one: nothing is found there."""
+        view = self.view
+        self._places = (view.nodes.copy(), view.racks.copy(), view.fabrics.copy())
+        codes: dict[tuple[str, str], int] = {}
+        places = np.array([codes.setdefault(place, len(codes)) for place in zip(view.fabrics, view.racks, strict=True)])
+        racks = _numbered([(fabric, rack) if rack else None for fabric, rack in codes])
+        fabrics = _numbered([fabric or None for fabric, _ in codes])
+        self._racks, self._fabrics = (numbers[places] if len(places) else numbers for numbers in (racks, fabrics))
+        self._members: dict[tuple[LocalityLevel, int], NDArray[np.intp]] = {}
+        self._spans: dict[tuple[LocalityLevel, int], Slots] = {}
+        self._everywhere: Slots = (1 << len(view.nodes)) - 1
+
+    def _states(self, size: int) -> Iterator[_State]:
+        view = self.view
+        kept: list[tuple[int, ...]] = [()] * size
+        for slot, sizes in view.parked.items():
+            kept[slot] = sizes
+        columns = (view.topologies, view.free, view.millicores, view.memory, view.socket_jobs, view.affinity, kept)
+        return zip(*columns, strict=True)
+
+    def _met(self, state: _State, slot: int) -> Alike:
+        """The entry of a state that was not seen before, in which a node is."""
+        topology, free, millicores, memory, socket_jobs, affinity, kept = state
+        of = (topology, free, affinity, kept)
+        family = self._family_of.get(of)
+        if family is None:
+            left = self.view.device_memory_left(slot)
+            family = self._family_of[of] = Family(topology, free, affinity, left)
+        key = (family, sum(millicores), memory, sum(socket_jobs))
+        alike = self._by_key.get(key)
+        if alike is None:
+            alike = self._by_key[key] = self._entries.add(*key)
+        self._by_state[state] = alike
+        return alike
+
+    def _found(self, slot: int) -> Alike | None:
+        view = self.view
+        if not view.available[slot] or (self._allowed is not None and slot not in self._allowed):
+            return None
+        kept = view.parked.get(slot, ()) if view.parked else ()
+        state = (
+            view.topologies[slot],
+            view.free[slot],
+            view.millicores[slot],
+            view.memory[slot],
+            view.socket_jobs[slot],
+            view.affinity[slot],
+            kept,
+        )
+        return self._by_state.get(state) or self._met(state, slot)
+
+    def _changed(self, slot: int) -> None:
+        self._seen_at[slot] = self.view.changed_at[slot]
+        before, alike = self._alike[slot], self._found(slot)
+        if before is not alike:
+            self._put((slot,), 1 << slot, before, alike)
+
+    def _run_changed(self, slots: Sequence[int]) -> None:
+        """Nodes that were alike and are alike again, but for those that are not to be found at all."""
+        if len(slots) == 1:
+            self._changed(slots[0])
+            return
+        seen_at, changed_at = self._seen_at, self.view.changed_at
+        for slot in slots:
+            seen_at[slot] = changed_at[slot]
+        found = [slot for slot in slots if self._alike[slot] is not None]
+        if found:
+            before, alike = self._alike[found[0]], self._found(found[0])
+            if before is not alike:
+                self._put(found, together(found, len(self._alike)), before, alike)
+
+    def _all_changed(self, slots: Sequence[int]) -> None:
+        """Most nodes of a large gang were alike and are alike again: those go from one entry to another at once."""
+        if len(slots) == 1:
+            self._changed(slots[0])
+            return
+        moved: dict[tuple[Alike | None, Alike | None], list[int]] = {}
+        for slot in dict.fromkeys(slots):
+            self._seen_at[slot] = self.view.changed_at[slot]
+            moved.setdefault((self._alike[slot], self._found(slot)), []).append(slot)
+        for (before, alike), some in moved.items():
+            if before is not alike:
+                self._put(some, together(some, len(self._alike)), before, alike)
+
+    def _put(self, slots: Sequence[int], nodes: Slots, before: Alike | None, alike: Alike | None) -> None:
+        """Moves nodes, told twice, from one entry to another one; None: from or to nowhere."""
+        if before is not None:
+            self._flip(before, nodes)
+            self._free_devices -= before.family.free * len(slots)
+        if alike is not None:
+            self._flip(alike, nodes)
+            self._free_devices += alike.family.free * len(slots)
+        number = 0 if alike is None else alike.number
+        for slot in slots:
+            self._alike[slot] = alike
+            self._numbers[slot] = number
+        self._journal.extend(slots)
+
+    def _flip(self, alike: Alike, slots: Slots) -> None:
+        """Nodes of an entry come, or go."""
+        family = alike.family
+        was_there = bool(family.members)
+        self._entries.flip(alike, slots)
+        if not was_there:
+            self._by_free[family.free][family] = None
+            self._by_affinity.setdefault(family.affinity, {})[family] = None
+        elif not family.members:
+            del self._by_free[family.free][family]
+            del self._by_affinity[family.affinity][family]
+
+
+def _numbered(spans: Sequence[Hashable]) -> NDArray[np.int32]:
+    """The number of each, as the first of its kind came; -1 for None."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([-1 if span is None else numbers.setdefault(span, len(numbers)) for span in spans], np.int32)

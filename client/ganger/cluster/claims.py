@@ -69,8 +69,10 @@ def split_cores(
 
 
 def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> tuple[int, ...]:
-    """Other cores by socket for who holds some: as it holds them, then wherever some are free beside them, lowest
-    socket first. What is not there is asked for all the same, of the first socket: the refusal has the true figures."""
+    """Split `millicores` over the sockets: first as the gang holds them, then free ones, lowest socket first.
+
+    A remainder that no socket has is requested of the first socket, so that the refusal reports the true figures.
+    """
     room = [have + own for have, own in zip(free, held, strict=True)]
     given = [min(own, room_here) for own, room_here in zip(held, room, strict=True)]
     excess = sum(given) - millicores

@@ -194,7 +194,7 @@ _MANY = 8
 
 
 class CapacityTotals:
-    """`racks` and `fabrics`: by slot, the number of its span; -1 where nobody named it. `most`: tasks counted on one
+    """`racks` and `fabrics`: by slot, the number of its span; -1 where it is not named. `most`: tasks counted on one
     node, however many more it could take."""
 
     def __init__(self, most: int, racks: NDArray[np.int32], fabrics: NDArray[np.int32]) -> None:
@@ -202,7 +202,7 @@ class CapacityTotals:
         self._racks = racks
         self._fabrics = fabrics
         self._counts = np.zeros(0, np.int64)
-        # What belongs to no span is summed up behind the last one, where -1 points; None until somebody asks.
+        # What belongs to no span is summed up behind the last one, where -1 points; None until first needed.
         self._by_rack: Counts | None = None
         self._by_fabric: Counts | None = None
         self._whole = np.zeros(1, np.int64)

@@ -23,9 +23,9 @@ _MOST_REFUSALS = 16
 _CORE = 1000
 # Of a device, what gangs that share it may use together: the rest is contexts and what allocators keep beside.
 MEMORY_SHARE: Final = 0.95
-# By node and device: bytes that those need who hold the device and let others in; negative where nobody may join them.
+# By node and device: bytes needed by the gangs that share the device; negative where no gang may be co-located.
 Company: TypeAlias = Mapping[str, Sequence[int]]
-_NOBODY: Final[Company] = MappingProxyType({})
+_NO_COMPANY: Final[Company] = MappingProxyType({})
 
 
 class Demand(Struct, frozen=True, gc=False):
@@ -88,12 +88,12 @@ def fit(
     *,
     holding: Sequence[Claim] = (),
     retune: bool = False,
-    company: Company = _NOBODY,
+    company: Company = _NO_COMPANY,
 ) -> tuple[Refusal, ...]:
     """Why the claims cannot be held on this view; empty when they can.
 
     `holding`: pieces the gang holds already and would give up for these. With `retune` cores and memory may differ from
-    what the shape asks for, but memory is never less than what it names. `company`: whom it may join on the devices of
+    what the shape asks for, but memory is never less than what it names. `company`: gangs it may join on devices of
     its claims' `shared_mask`, which all of them must fit into. Mistakes come first, then what is missing node by node,
     then the gang's locality.
     """
@@ -150,7 +150,7 @@ def _why_not(
     claims: Sequence[Claim],
     holding: Sequence[Claim],
     retune: bool,
-    company: Company = _NOBODY,
+    company: Company = _NO_COMPANY,
 ) -> tuple[Refusal, ...]:
     if not claims or len({claim.node for claim in claims}) != len(claims):
         return (Refusal(Reason.CLAIM_MISMATCH, {"claims": len(claims)}, detail="a gang claims each node once"),)
@@ -180,7 +180,7 @@ def _why_not(
 def gang_level(view: View, claims: Sequence[Claim]) -> LocalityLevel:
     """Worst pair of the gang's devices; without devices, of its nodes. Nodes must be known.
 
-    Nodes whose rack or fabric nobody named are only known to be in one cluster.
+    Nodes without a named rack or fabric count as far apart: only the cluster is common to them.
     """
     placed = claims if len(claims) == 1 else [claim for claim in claims if claim.device_mask] or claims
     if len(placed) == 1:
@@ -284,7 +284,7 @@ def _fit_node(
 def _fit_together(
     view: View, slot: int, needed: int, joined: int, own: Sequence[int], company: Sequence[int]
 ) -> list[Refusal]:
-    """Whether all who share devices fit into their memory together, beside what parked gangs keep there."""
+    """Check that all gangs on the shared devices fit into device memory together, with what parked gangs keep."""
     node = view.nodes[slot]
     capacity = view.topologies[slot].configuration_set.device_memory_bytes
     if not needed or not capacity:
@@ -302,8 +302,10 @@ def _fit_together(
 
 
 def memory_beside(view: View, slot: int, devices: int, company: Sequence[int], own: Sequence[int] = ()) -> int:
-    """Bytes that one more may use of each of these devices, beside those who hold them, who need `company` bytes by
-    device, and what parked gangs keep there; `own` bytes of that count as free. Negative where they need too much."""
+    """Return the bytes of each of these devices that one more gang may use; negative where they are overcommitted.
+
+    `company`: bytes by device that the gangs there need. Bytes of parked gangs are taken; `own` of them count as free.
+    """
     left = view.device_memory_left(slot, own)
     capacity = view.topologies[slot].configuration_set.device_memory_bytes
     spare = capacity - int(MEMORY_SHARE * capacity)

@@ -40,7 +40,7 @@ class GangMix:
     memory_bytes: Floats
     accepts: NDArray[np.bool_]
     shares: Floats
-    # The types, where whoever asks goes by their names.
+    # Names of the device types, for callers that look them up by name.
     device_types: tuple[str, ...] = ()
 
 

@@ -59,7 +59,7 @@ class Family:
         return self._lowest
 
     def takable(self, needed_bytes: int) -> int:
-        """The free devices with so many bytes left each; all where nobody said how much memory they have."""
+        """Return the free devices with at least `needed_bytes` left each; all where device memory is not reported."""
         if not needed_bytes or not self.topology.configuration_set.device_memory_bytes:
             return self.mask
         return self.mask & sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
@@ -113,8 +113,8 @@ class Alike:
 
 
 class Entries:
-    """What nodes of a room can be like; some have no nodes now. Columns are by number, with nobody at 0, and not to be
-    written to."""
+    """The classes of equal nodes in an index; some have no nodes now. Columns are by number, with an empty class at 0,
+    and read-only."""
 
     def __init__(self) -> None:
         # The first is number 1.

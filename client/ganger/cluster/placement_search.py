@@ -1,6 +1,6 @@
 """A gang over several nodes given in order: evenly over exactly so many, over as few as will do, or node by node.
 
-The order is somebody else's question; nodes are slots of the view.
+The caller gives the order of the nodes; nodes are slots of the view.
 """
 
 from __future__ import annotations

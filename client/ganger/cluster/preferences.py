@@ -1,65 +1,223 @@
-"""Which of the nodes that could hold a gang it prefers: the classes of Algorithm 1, then closeness, then load.
+"""Placement preferences: which of the nodes with room a gang takes.
 
-Smaller is better, and ties go in the order in which nodes came. For many nodes at once, and for one.
+* `first-fit`: the first node, in order of arrival, that has room. A spread gang takes the first nodes among those that
+  make it the fewest, in the first rack or fabric with room if its tolerance requires one.
+* `best-fit`: the node where the least is left over: devices on the node, then in the switches and sockets that are cut,
+  then cores and memory. A gang without devices goes where the fewest free devices could lack its cores.
+* `locality`: the closest level at which the gang fits, and there the best fit (Xiao, "All You Need to Know about
+  Scheduling Deep Learning Jobs", SOSP 2017, student research). All racks and fabrics are tried, so a worse level is
+  never taken while a better one has room. What a job tolerates, and its patience, are in its shape.
+* `anywhere`: any free devices, the first node first: the placement of ideal runs.
+* `gandiva`: Algorithm 1 (Xiao et al., OSDI 2018): nodes whose jobs are of this size, then idle ones, then any. It gives
+  the same answers as `ganger.cluster.placement`, which names the two corrections of the paper, through the index.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ganger.cluster.scan import Scan
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.claims import make_claim
+from ganger.cluster.counted import FreeDevices
+from ganger.cluster.feasibility import Ask
+from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.node_classes import Alike, Family
+from ganger.cluster.placement_search import evenly, greedily
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    SpreadSearch,
+    any_node,
+    at_once,
+    by_free_devices,
+    fitting_spans,
+    in_span,
+    on_first_node,
+    on_one_node,
+    over_nodes,
+    walk,
+)
 from ganger.cluster.view import LoadMode
 
-SLOT_BITS: Final = 20
-# Loads are compared up to these.
-_MOST_JOBS: Final = 255
-_MOST_CORES: Final = 4095
+
+def alike_good(alike: Alike, ask: Ask) -> int:
+    return 0
 
 
-def single_keys(scan: Scan, slots: NDArray[np.intp], mode: LoadMode, affinity: bool) -> NDArray[np.int64]:
-    """Of nodes that are to hold the whole gang."""
-    columns, gpus = scan.columns, scan.shape.gpus
-    jobs = np.minimum(columns.jobs[slots], _MOST_JOBS)
-    if not gpus:
-        # Cores beside devices are left to gangs that use the devices.
-        devices = scan.device_counts[slots]
-        cores = np.minimum(columns.millicores[slots] // 1000, _MOST_CORES)
-        load = (jobs << 12) + _MOST_CORES - cores if mode is LoadMode.SPREAD else cores
-        return (devices << 24) + load
-    left = scan.free_devices[slots] - gpus
-    load = (63 - left << 8) + jobs if mode is LoadMode.SPREAD else (left << 8) + jobs
-    levels = scan.closest(gpus)[slots].astype(np.int64)
-    return ((classes(scan, slots, affinity) * 16 + levels) << 16) + load
+def _first_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    return on_first_node(room, ask, widest) or over_nodes(room, ask, widest, _FIRST_FIT_SPREAD)
 
 
-def single_key(
-    gpus: int, devices: int, free_devices: int, millicores: int, jobs: int, has: int, level: int, mode: LoadMode
-) -> int:
-    """The same of one node: its devices, those that it could give, its free cores, its jobs, its affinity (that of the
-    gang where all servers are alike), and the level of the best `gpus` of its free devices."""
-    jobs = min(jobs, _MOST_JOBS)
-    if not gpus:
-        cores = min(millicores // 1000, _MOST_CORES)
-        return (devices << 24) + ((jobs << 12) + _MOST_CORES - cores if mode is LoadMode.SPREAD else cores)
-    left = free_devices - gpus
-    load = (63 - left << 8) + jobs if mode is LoadMode.SPREAD else (left << 8) + jobs
-    return (((0 if has == gpus else 1 if has == 0 else 2) * 16 + level) << 16) + load
+_FIRST_FIT_SPREAD = SpreadSearch(alike_good, closest_first=False, most_spans=None)
+FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the order in which nodes came", _first_fit)
 
 
-def classes(scan: Scan, slots: NDArray[np.intp], affinity: bool) -> NDArray[np.int64]:
-    """Lines of Algorithm 1: 0 the same affinity, 1 no jobs yet, 2 any."""
-    if not affinity:
-        return np.zeros(slots.size, np.int64)
-    has = scan.columns.affinity[slots]
-    return np.where(has == scan.shape.gpus, 0, np.where(has == 0, 1, 2)).astype(np.int64)
+def cut(family: Family, ask: Ask) -> tuple[int, int]:
+    """Devices left over, and those of them beside the gang's in groups that it cuts."""
+    topology = family.topology
+    if not ask.gpus:
+        return (family.free, topology.devices)
+    free = ask.takable(family)
+    mask = topology.best(free, ask.gpus)
+    assert mask is not None
+    beside = sum((free & ~mask & circle).bit_count() for circle in topology.circles if circle & mask)
+    return (free.bit_count() - ask.gpus, beside)
 
 
-def best_first(slots: NDArray[np.intp], keys: NDArray[np.int64], limit: int) -> list[int]:
-    """The slots with the smallest keys."""
-    whole = (keys << SLOT_BITS) | slots
-    if whole.size > limit:
-        whole = np.partition(whole, limit - 1)[:limit]
-    return [int(key) & ((1 << SLOT_BITS) - 1) for key in np.sort(whole)]
+def left_over(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+    """Then cores and memory."""
+    return (*bound, alike.millicores, alike.memory)
+
+
+def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
+    """Of nodes with room for equally many tasks."""
+    return (ask.takable(alike.family).bit_count(), alike.millicores, alike.memory)
+
+
+def _best_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    return on_one_node(room, ask, widest, _BEST_FIT_SINGLE) or over_nodes(room, ask, widest, _BEST_FIT_SPREAD)
+
+
+_BEST_FIT_SINGLE = Single(cut, left_over, parts=by_free_devices)
+_BEST_FIT_SPREAD = SpreadSearch(least)
+BEST_FIT = PlacementPreference(
+    "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", _best_fit
+)
+
+
+def _anywhere(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    if ask.gpus > room.free_devices:
+        return None
+    if widest <= LocalityLevel.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
+        return on_first_node(room, ask, widest)
+    for number in fitting_spans(room, ask, widest, tightest_first=False):
+        found = _from_the_first(room, ask, widest, number)
+        if found is not None:
+            return found
+    return None
+
+
+def has_room(alike: Alike, ask: Ask) -> int | None:
+    return 0 if ask.spread_room(alike) else None
+
+
+def _from_the_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Claims | None:
+    view, shape = room.view, ask.shape
+    if shape.nodes or len(shape.roles) > 1:
+        key_of: dict[Alike, Any] = ask.memo(has_room, lambda alike: has_room(alike, ask))
+        nodes = list(in_span(room, ask, level, number, key_of))
+        even = evenly(view, shape, walk(nodes), LoadMode.PACK) if shape.nodes else None
+        return even if even is not None else greedily(view, shape, walk(nodes), LoadMode.PACK)
+    remaining = ask.tasks
+    claims: list[Claim] = []
+    rooms = ask.rooms[0].by_number(room.entries)[room.entries_in(level, number)]
+    slots = room.slots_in(level, number)
+    for position in np.flatnonzero(rooms).tolist():
+        count = min(remaining, int(rooms[position]))
+        claim = make_claim(view, slots.item(position), shape, (count,), LoadMode.PACK)
+        assert claim is not None, f"the index has room on {view.nodes[slots[position]]} where there is none"
+        claims.append(claim)
+        remaining -= count
+        if not remaining:
+            return tuple(claims)
+    return None
+
+
+ANYWHERE = PlacementPreference("anywhere", "any free devices, the first node first, for ideal runs", _anywhere)
+# Of servers that have nothing but devices.
+BY_COUNTS = replace(ANYWHERE, by_counts=True, counts=FreeDevices)
+
+
+_MOST_JOBS = 255
+_MOST_CORES = 4095
+
+
+def line_then_most(family: Family, ask: Ask) -> tuple[int, ...]:
+    """Line of the algorithm and level, then the most left; cores beside devices are left to gangs that use those."""
+    if not ask.gpus:
+        return (family.topology.devices,)
+    return (line(family, ask), ask.level[family], -ask.takable(family).bit_count())
+
+
+def apart(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+    """Then the fewest jobs."""
+    jobs = min(alike.jobs, _MOST_JOBS)
+    return (*bound, jobs) if ask.gpus else (*bound, jobs, -_cores(alike))
+
+
+def line_then_least(family: Family, ask: Ask) -> tuple[int, ...]:
+    """Line of the algorithm and level, then the least left."""
+    if not ask.gpus:
+        return (family.topology.devices,)
+    return (line(family, ask), ask.level[family], ask.takable(family).bit_count())
+
+
+def packed(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+    """Then the fewest jobs, or cores."""
+    return (*bound, min(alike.jobs, _MOST_JOBS) if ask.gpus else _cores(alike))
+
+
+def line(family: Family, ask: Ask) -> int:
+    """Of the algorithm: 0 the same affinity, 1 no jobs yet, 2 any."""
+    return 0 if family.affinity == ask.gpus else 2 if family.affinity else 1
+
+
+def by_line(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
+    if not ask.gpus:
+        return at_once(room, ask)
+    others = [affinity for affinity in room.affinities if affinity not in (0, ask.gpus)]
+    return (
+        room.families_of(ask.gpus),
+        room.families_of(0),
+        chain.from_iterable(room.families_of(affinity) for affinity in others),
+    )
+
+
+def few_jobs(alike: Alike, ask: Ask) -> int:
+    return alike.jobs
+
+
+def keeps_holes(alike: Alike, ask: Ask) -> bool:
+    """Of this affinity, or idle: servers whose holes no other size of gang waits for."""
+    return line(alike.family, ask) < 2
+
+
+def _gandiva(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    mode = room.view.mode
+    return on_one_node(room, ask, widest, _SINGLE[mode]) or over_nodes(room, ask, widest, _SPREAD[mode])
+
+
+def _cores(alike: Alike) -> int:
+    return min(alike.millicores // 1000, _MOST_CORES)
+
+
+_SINGLE = {
+    LoadMode.SPREAD: Single(line_then_most, apart, LoadMode.SPREAD, by_line),
+    LoadMode.PACK: Single(line_then_least, packed, LoadMode.PACK, by_line),
+}
+_SPREAD = {mode: SpreadSearch(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in LoadMode}
+GANDIVA = PlacementPreference(
+    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", _gandiva
+)
+
+
+def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
+    return (ask.level[family], *cut(family, ask))
+
+
+def _locality(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+    return on_one_node(room, ask, widest, _LOCALITY_SINGLE) or over_nodes(room, ask, widest, _LOCALITY_SPREAD)
+
+
+_LOCALITY_SINGLE = Single(level_and_cut, left_over)
+_LOCALITY_SPREAD = SpreadSearch(least, most_spans=None)
+LOCALITY = PlacementPreference(
+    "locality", "the closest devices that are free, within what the job tolerates", _locality
+)

@@ -103,7 +103,7 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     tasks: tuple[int, ...] = ()
     # What a gang parked at OFFLOAD keeps of each of the node's devices, though it holds none; no request has it.
     parked_bytes: tuple[int, ...] = ()
-    # Of the devices, those that others may hold too: whoever is packed says so, and whoever it joins is marked so.
+    # The devices of this claim that other gangs may hold too: set for every gang of a co-location.
     shared_mask: int = 0
     # Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`; no request has it.
     parked_memory_bytes: int = 0

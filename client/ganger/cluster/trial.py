@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Claim
-from ganger.cluster.room import CapacityIndex
 
 Claims: TypeAlias = tuple[Claim, ...]
 

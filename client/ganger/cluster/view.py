@@ -1,7 +1,7 @@
 """The cluster as one table: what is free on every node, in lists for single questions and NumPy columns for scans.
 
 Lists are the truth (a NumPy scalar costs ten times a list element, and verdicts touch few nodes); columns follow when a
-scan asks for them. Whoever owns a view may change it; a what-if works on `copy()`, or takes and gives back.
+scan asks for them. The owner of a view may change it; a trial works on `copy()`, or takes and gives back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LoadMode(Enum):
 
 @dataclass(slots=True)
 class DerivedValue:
-    """What somebody worked out of a view. `at`: the changes there had been when it was last asked for; `what`: None
-    until it is asked for again after a change."""
+    """A value computed from a view. `at`: the number of changes when it was last requested; `what`: None until it is
+    requested again after a change."""
 
     at: int
     what: Any = None
@@ -75,7 +75,7 @@ class View:
         self._columns: Columns | None = None
         # How many changes there were when the columns were last brought up to date.
         self._columns_at = 0
-        # They are a copy's, too: whoever writes to them takes its own first.
+        # Columns that a copy shares: copied before the first write.
         self._shares_columns = False
         # Slots in the order in which they changed, and how many came before the first that is kept.
         self._journal: list[int] = []
@@ -111,7 +111,7 @@ class View:
         place = (topology, row.rack, row.fabric)
         if slot is None or (self.topologies[slot], self.racks[slot], self.fabrics[slot]) != place:
             self._idle = self._bare = None
-            # Numbered as they come: ties between racks go by number, and who looks when must make no difference.
+            # Numbered in order of arrival: ties between racks go by number, and must not depend on when a caller looks.
             self._place(row.fabric, row.rack)
             self._place(row.fabric, "")
         if slot is None:
@@ -163,7 +163,7 @@ class View:
     def take(self, claim: Claim, gang_gpus: int = 0) -> None:
         """Holds the claim's pieces. `gang_gpus`: devices of the whole gang, which become an idle node's affinity.
 
-        Whoever calls has asked `fit`: a claim that does not fit is our mistake.
+        The caller has checked the claim with `fit`: one that does not fit is a bug.
         """
         slot = self.slots[claim.node]
         mask, free = claim.device_mask, self.free[slot]
@@ -217,8 +217,8 @@ class View:
 
     def give(self, claim: Claim, affinity: int | None = None) -> None:
         """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
-        a device that several hold is free once the last of them lets go. `affinity`: of those who stay, if it is
-        known."""
+        a device that several gangs hold is free once the last of them gives it up. `affinity`: that of the gangs that
+        stay, if known."""
         slot = self.slots.get(claim.node)
         if slot is None:
             return
@@ -325,7 +325,7 @@ class View:
         return self._idle
 
     def vacant(self) -> View:
-        """The cluster with nothing held, made once while its nodes serve as they do. Whoever takes of it gives back."""
+        """Return the cluster with nothing held, cached while its nodes stay. A caller that takes from it gives back."""
         if self._bare is None:
             self._bare = self.emptied()
         return self._bare
@@ -443,7 +443,7 @@ class View:
         """One claim more, or less, on each of these devices; those of them that claims hold then."""
         held = self.held[slot]
         if slot not in self.shared and mask & held == (0 if sign > 0 else mask):
-            # Nobody else was on them, or is: as nearly always.
+            # The usual case: no other gang is on these devices, before or after.
             self.held[slot] = held ^ mask
             return mask if sign > 0 else 0
         rows = list(self.device_rows(slot))

@@ -1,4 +1,4 @@
-"""A view as plain values, and the same view made of them: whoever goes on from it decides as the first one would have.
+"""A view as plain values, and the same view made of them: decisions made with it equal those of the original.
 
 Beside what nodes have free that takes what ties are broken by: slots, also empty ones, and the numbers of racks.
 """

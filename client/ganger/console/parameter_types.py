@@ -1,7 +1,4 @@
-"""Numbers on the command line.
-
-Paths on the command line.
-"""
+"""Types of command-line parameters: numbers within a range, and directories."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class Within(click.FloatRange):
 
 
 class Directory(click.Path):
-    """A path that is not empty: as one that would be where one stands, which nobody means who names nothing."""
+    """A path that is not empty: an empty one, often of an unset variable, would mean the current directory."""
 
     def __init__(self, file_okay: bool = True) -> None:
         super().__init__(file_okay=file_okay, path_type=Path)

@@ -1,6 +1,6 @@
 """Getting ready before the user's first line: called once per interpreter, by the launcher's child or sitecustomize.
 
-The directory that brings the agent into interpreters nobody prepared: first on PYTHONPATH of every rank.
+Its directory stands first on PYTHONPATH of every rank, which loads the agent into unmodified interpreters.
 
 It holds two names only, `ganger` (a link to this package) and `sitecustomize.py`, so that it can shadow nothing else.
 """

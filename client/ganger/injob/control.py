@@ -1,7 +1,8 @@
-"""The job's side of its control page: a boundary that costs a fraction of a microsecond, and obedience when ordered.
+"""The job's side of its control page: cheap step boundaries, and the orders of the daemon carried out at them.
 
-Knows nothing of frameworks: what it means to offload or to save is given as `Handlers`. Outside Ganger there is no
-control (`Control.from_environment` returns None) and nothing is done.
+Independent of frameworks: `Handlers` offload and save. Outside Ganger there is no control: `Control.from_environment`
+returns None. When the daemon requests it in the page, a thread prints the stacks of the rank into its log; not by a
+signal, since every signal that has a handler belongs to the user's program.
 
 Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
 GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`).
@@ -10,10 +11,12 @@ GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descript
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
@@ -37,7 +40,35 @@ from ganger.injob.page import (
     now_ns,
 )
 from ganger.injob.page_access import Words
-from ganger.injob.stacks import StackPrinter
+
+_LOOK_EVERY_S = 1.0
+
+
+class StackPrinter:
+    """A thread that looks at the page once a second; it prints nothing in processes forked from this one."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(words[Word.STACKS_SEQ],), daemon=True)
+        self._thread.name = "ganger-stacks"
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self, seen: int) -> None:
+        while not self._is_over.wait(_LOOK_EVERY_S):
+            requested = self._words[Word.STACKS_SEQ]
+            if requested != seen:
+                seen = requested
+                try:
+                    faulthandler.dump_traceback(2, all_threads=True)
+                except OSError:
+                    pass  # the program has closed its standard error
+
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
 
@@ -192,7 +223,7 @@ class Control:
     def finish(self) -> None:
         """The training loop is left: from now on this rank counts as stopped at its last step.
 
-        A step whose boundary is owed is counted, unless that is where a stop under way would be: nobody stops there.
+        A step whose boundary is owed is counted, unless a stop under way would be there: ranks do not stop there.
         """
         if self.is_step_owed and not self._obedience.has_acknowledged():
             self._set_step(self.step + 1)
@@ -352,7 +383,7 @@ def _make_boundary(words: Words, attend: Attend) -> _HotPath:
         return step
 
     def detach() -> None:
-        # A process forked from this one shares the page; what it does there must reach nobody.
+        # A process forked from this one shares the page; what the child does must not reach the daemon.
         nonlocal words, attend
         words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         attend = _never_attend

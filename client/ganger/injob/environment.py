@@ -69,8 +69,8 @@ def rank_environment(
     ``inject``: a directory of `ganger.injob.bootstrap`. ``restore``: the path of a restore file, or empty.
     ``threads``: 0 leaves the number to the program. ``job``: variables about the job and its gang.
     """
-    # What the master tells a member of an array, and a daemon who has virtual devices, is the job's; all else of that
-    # name is set here.
+    # The job keeps the variables that the master sets for members of an array and a daemon for virtual devices; all
+    # others of that prefix are set here.
     environment = {
         key: value for key, value in base.items() if not key.startswith("GANGER_") or key.startswith(_OF_JOBS)
     }

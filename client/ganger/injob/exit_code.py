@@ -2,7 +2,7 @@
 
 Python does not tell exit handlers the code it will end with, so the ways out are watched: uncaught exceptions,
 sys.exit, exit, quit and os._exit. A SystemExit that the script raises itself is seen only where its first line was run
-by us (see launcher.script), and taken for 0 elsewhere. A rank killed by a signal leaves no code; then nobody knows.
+by us (see launcher.script), and taken for 0 elsewhere. A rank killed by a signal leaves no code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The job's side of its socket: rare, large messages to the daemon, without ever making training wait.
 
 Messages are JSON, one per packet. While the daemon is away they wait in a bounded queue (the oldest go first when it is
-full), and the connection is tried again with growing pauses; every new connection begins with the hello. What the
-daemon sends is empty: it has changed the page, and who waits for that may look.
+full), and the connection is tried again with growing pauses; every new connection begins with the hello. The
+daemon sends empty messages: it has changed the page, and a rank that waits reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST_RETRY_NS = 5_000_000_000
 
 
 class JobSocketClient:
-    """One connection to ``path`` (SOCK_SEQPACKET); an empty path means that nobody listens and messages are dropped.
+    """One connection to ``path`` (SOCK_SEQPACKET); with an empty path there is no daemon and messages are dropped.
 
     Nothing here blocks and nothing raises: progress and state are in the page, the socket only explains them.
     """
@@ -42,7 +42,7 @@ class JobSocketClient:
         return self._connection is not None
 
     def hello(self, message: dict[str, Any], now: int) -> None:
-        """Say who this is, now and after every reconnection; ``now`` is a time in ns of any clock, always the same."""
+        """Identify this rank to the daemon, now and after every reconnection; ``now``: ns of one monotonic clock."""
         self._hello = message
         self._drop()
         # rare, and perhaps the last word of a short job: it does not wait its turn

@@ -29,7 +29,7 @@ class ReportedMetric(NamedTuple):
 
 
 def checked(values: dict[str, Any]) -> dict[str, float]:
-    """The values as numbers. Raises ValueError for names nobody could use, TypeError for what is no number."""
+    """Return the values as numbers. Raises ValueError for unusable names, TypeError for values that are no numbers."""
     result = {}
     for name, value in values.items():
         if not _NAME.fullmatch(name) or len(name) > METRIC_NAME_BYTES:
@@ -53,7 +53,7 @@ def write(page: Page, values: dict[str, float]) -> None:
             )
         first = _first(line)
         count = words[first]
-        # Zero while it changes: nobody reads the old value with the new step.
+        # Zero while it changes, so that no reader combines the old value with the new step.
         words[first] = 0
         words[first + 1] = step
         page.set_float(first + 2, value)
@@ -78,11 +78,11 @@ def report(**values: Any) -> None:
         return
     try:
         page = _pages.get(path) or _pages.setdefault(path, Page.open(path))
-        # A loader's worker, or a process the script started, speaks for nobody.
+        # A worker of a data loader, or a process that the script started, does not report for the rank.
         if page.is_of_this_process():
             write(page, numbers)
     except (OSError, PageError):
-        # Training goes on whoever listens.
+        # Training continues without a daemon.
         return
 
 

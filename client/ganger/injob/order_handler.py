@@ -51,7 +51,7 @@ _LONGEST_SLEEP = 1e-3
 _TOLD_SLEEP = 0.2
 _PARKED_SLEEP = 5e-3
 _PARKED_AFTER = 5.0
-# What kept a state from coming back (device memory that is still somebody else's) may pass; a gang that waits for ever
+# What kept a state from coming back (device memory of another process) may pass; a gang that waits for ever
 # holds its devices for nothing.
 _RESTORE_AGAIN_NS = 1_000_000_000
 _RESTORE_PATIENCE_NS = 30_000_000_000
@@ -161,56 +161,78 @@ class Obedience:
 
     def _pass(self, step: int, now: int) -> int:
         """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
-        words = self._words
-        published = False
-        sleeping = _Sleep()
+        backoff = _Sleep()
+        is_published = False
         while True:
-            self.look(now_ns() if published else now)
+            self.look(now_ns() if is_published else now)
             order = self._read_order()
             agreement = self._agreement(order)
-            # The ack goes before the step: whoever reads this step must find the ack that belongs before it.
-            if agreement and words[Word.ACK_SEQ] != agreement:
+            # Publish the ack before the step: a reader of this step must find the ack that precedes it.
+            if agreement and self._words[Word.ACK_SEQ] != agreement:
                 self._page.publish_ack(agreement, step)
-            if not published:
-                published = True
-                words[Word.STEP] = step
-                if now:
-                    words[Word.STEP_TIME] = now
+            if not is_published:
+                is_published = True
+                self._publish_step(step, now)
             if agreement:
-                decision = self._decide(agreement)
-                if decision.finished:
-                    if self._is_able(order) and self._may_step(order):
-                        return order.seq
-                elif decision.stop_step is not None and step >= decision.stop_step:
-                    assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
-                    if agreement & CHECKPOINT_BIT:
-                        self._save_and_go_on(agreement, step)
-                        sleeping = _Sleep()
-                        continue
-                    if order.seq != self._attempted:
-                        self._hold(order, step)
-                        sleeping = _Sleep()
-                        continue
-                    self._leave_if_saved(order)
-                    sleeping.until_told(self._socket)
-                    continue
-                elif step < decision.limit and self._is_able(order) and self._may_step(order):
-                    return FIRST_LOOK
-            elif order.order == PageOrderKind.WAIT:
-                self._wait_ready(order)
-                sleeping.until_told(self._socket)
-                continue
-            elif self._is_able(order):
-                # Running needs no agreement, so the order is obeyed as soon as the state is in place.
-                if order.seq and words[Word.REACHED_SEQ] != order.seq:
-                    words[Word.REACHED_SEQ] = order.seq
-                if not self._may_step(order):
-                    sleeping.sleep()
-                    continue
-                return FIRST_LOOK if self._fresh else order.seq
-            if not self._held and words[Word.STATE] == PageState.RUNNING:
-                words[Word.STATE] = PageState.WAITING
-            sleeping.sleep()
+                passed_under = self._pass_agreed(order, agreement, step, backoff)
+            else:
+                passed_under = self._pass_freely(order, backoff)
+            if passed_under is not None:
+                return passed_under
+
+    def _publish_step(self, step: int, now: int) -> None:
+        self._words[Word.STEP] = step
+        if now:
+            self._words[Word.STEP_TIME] = now
+
+    def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> int | None:
+        """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
+        decision = self._decide(agreement)
+        if decision.finished:
+            if self._is_able(order) and self._may_step(order):
+                return order.seq
+        elif decision.stop_step is not None and step >= decision.stop_step:
+            assert step == decision.stop_step, f"step {step} lies beyond the agreed stop {decision.stop_step}"
+            self._stop_here(order, agreement, step, backoff)
+            return None
+        elif step < decision.limit and self._is_able(order) and self._may_step(order):
+            return FIRST_LOOK
+        self._wait(backoff)
+        return None
+
+    def _stop_here(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> None:
+        """Carry out the agreed checkpoint or stop; wait for the daemon once that has been tried."""
+        if agreement & CHECKPOINT_BIT:
+            self._save_and_go_on(agreement, step)
+            backoff.reset()
+        elif order.seq != self._attempted:
+            self._hold(order, step)
+            backoff.reset()
+        else:
+            self._leave_if_saved(order)
+            backoff.until_told(self._socket)
+
+    def _pass_freely(self, order: PageOrder, backoff: _Sleep) -> int | None:
+        """Return as `_pass` does if the boundary is passed without an agreement, or None after a wait."""
+        if order.order == PageOrderKind.WAIT:
+            self._wait_ready(order)
+            backoff.until_told(self._socket)
+            return None
+        if not self._is_able(order):
+            self._wait(backoff)
+            return None
+        # Running needs no agreement, so the order is obeyed as soon as the state is in place.
+        if order.seq and self._words[Word.REACHED_SEQ] != order.seq:
+            self._words[Word.REACHED_SEQ] = order.seq
+        if not self._may_step(order):
+            backoff.sleep()
+            return None
+        return FIRST_LOOK if self._fresh else order.seq
+
+    def _wait(self, backoff: _Sleep) -> None:
+        if not self._held and self._words[Word.STATE] == PageState.RUNNING:
+            self._words[Word.STATE] = PageState.WAITING
+        backoff.sleep()
 
     def _read_order(self) -> PageOrder:
         order = self._page.read_order()
@@ -222,7 +244,7 @@ class Obedience:
         """Return the number of the agreement this rank takes part in now; 0 for none."""
         requested = self._checkpoint_seen = self._words[Word.CHECKPOINT_SEQ]
         if order.order == PageOrderKind.STOP:
-            # Whoever obeys the stop first would miss the request, so nobody serves it any more.
+            # A rank that reads the stop first would miss the checkpoint request, so no rank serves it any more.
             self._checkpoint_handled = requested
             return order.stop_seq
         if order.order == PageOrderKind.RUN and requested != self._checkpoint_handled and not self._held:
@@ -324,7 +346,7 @@ class Obedience:
         words, handlers = self._words, self.handlers
         exiting = order.level == PageParkLevel.CHECKPOINT
         if not exiting:
-            # what was saved before is given up by whoever orders this, and may be gone when it is asked for again
+            # the daemon that orders this discards the earlier shard, which may be gone when it is requested again
             self._saved = (0, 0)
         request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
         if order.level == PageParkLevel.PAUSE:
@@ -454,6 +476,10 @@ class _Sleep:
     """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again with the shortest wait."""
         self._delay = _SHORTEST_SLEEP
         self._began = time.monotonic()
 

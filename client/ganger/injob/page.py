@@ -170,8 +170,8 @@ def page_path(directory: str, rank: int) -> str:
 class Page:
     """One control page. Each word has one writer (see `Word`); a 64-bit word is never seen half written.
 
-    ``words`` is for hot paths; everything else goes through the methods. Whoever reads a page as a file (see `access`)
-    gets PageError from all of them once its job has cut it off.
+    ``words`` is for hot paths; all else goes through the methods. A reader of a page as a file (see `page_access`)
+    gets PageError from all of them once its job has truncated the file.
     """
 
     def __init__(self, path: str, access: Access) -> None:
@@ -353,7 +353,7 @@ class Page:
     # What the job writes.
 
     def publish_ack(self, seq: int, step: int) -> None:
-        # Zero in between: nobody may read the old number with the new step.
+        # Zero in between, so that no reader combines the old number with the new step.
         self.words[Word.ACK_SEQ] = 0
         self.words[Word.ACK_STEP] = step
         self.words[Word.ACK_SEQ] = seq
@@ -406,7 +406,7 @@ class Page:
             ack_step = words[Word.ACK_STEP]
             if words[Word.ACK_SEQ] == ack_seq:
                 return RawPoint(step, ack_seq, min(ack_step, _STEP_LIMIT), done)
-        # No rank acknowledges so often: whoever writes this wants to be waited for.
+        # No rank acknowledges so often: the process that writes this tries to keep the reader in the loop.
         return RawPoint(step, 0, 0, done)
 
     def point(self, agreement: int) -> RankPoint:

@@ -76,7 +76,7 @@ class Filed:
         return self.read(word, 1)[0]
 
     def __setitem__(self, word: int, value: int) -> None:
-        # of a file that was cut off this makes no page again: who reads it next hears of it
+        # does not repair a truncated file: the next read reports it
         os.pwrite(self._descriptor, _WORD.pack(value), 8 * word)
 
     def read(self, first: int, count: int) -> Sequence[int]:

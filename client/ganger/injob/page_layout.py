@@ -1,4 +1,4 @@
-"""The words of a control page: where each lies, who writes it, and what its numbers mean.
+"""The words of a control page: offset, writer and meaning of each.
 
 A page is one 4 KiB file per rank and epoch; a word is 64 bits, little-endian. Orders go down, progress comes up. Lines
 of eight words have one writer each. Times are nanoseconds of CLOCK_BOOTTIME.
@@ -78,7 +78,7 @@ class Word:
     THREADS_APPLIED = 50  # J
     ERROR = 51  # J: see Error; details in rank-K.error.json
     RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
-    TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 nobody said
+    TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 not reported
     OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
     CHECKPOINT_FAILED = 55  # J: newest CHECKPOINT_SEQ whose shard could not be written; written after ERROR
 

@@ -29,7 +29,7 @@ class BoundaryDecision(NamedTuple):
     """What an acknowledged rank may do: begin steps while its own is below ``limit``; stop exactly at ``stop_step``.
 
     ``stop_step`` is None while undecided, and ``limit`` equals it once decided. ``finished``: training ends before that
-    step, so nobody stops and every rank may run to its end; ``limit`` then says nothing.
+    step, so no rank stops and every rank may run to its end; ``limit`` then says nothing.
     """
 
     limit: int
@@ -46,7 +46,7 @@ def decide(points: Sequence[RankPoint], rank: int) -> BoundaryDecision:
     if step is not None:
         return BoundaryDecision(step, step, _ends_before(points, step))
     slowest_open = max(point.step for point in points if _acknowledged(point) is None)
-    # A rank that is done has run past every limit of its time, so the stop lies past the end for everybody.
+    # A rank that is done has run past every limit of its time, so the stop lies past the end for all ranks.
     return BoundaryDecision(max(own, slowest_open) + 1, None, any(point.done for point in points))
 
 
@@ -58,12 +58,12 @@ def stop_step(points: Sequence[RankPoint]) -> int | None:
         if ack is None:
             return None
         acks.append(ack)
-    # Alone, a rank is bound to nobody in the next step, so it stops where it stands.
+    # A single rank has no peers in the next step, so it stops at this boundary.
     return acks[0] if len(acks) == 1 else max(acks) + 1
 
 
 def has_ended(points: Sequence[RankPoint]) -> bool:
-    """Say whether training ends before the stop: the order is over without anybody stopping."""
+    """Return whether training ends before the stop: the order is over and no rank stops."""
     step = stop_step(points)
     return step is not None and _ends_before(points, step)
 

@@ -61,7 +61,7 @@ def _read_job() -> list[str]:
     from ganger.scheduling.detached_scheduler import READY
 
     os.write(sys.stdout.fileno(), READY)
-    # Whoever waited for that goes away: what the user's code prints belongs to the log.
+    # The process that waited for READY closes the pipe: output of the user's code belongs in the log.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline().strip()
     return [line] if line else []

@@ -36,7 +36,7 @@ class DetachedScheduler:
         self._arguments = [sys.executable, "-m", "ganger.cli.main", "scheduler", "run", name, "--job-from-stdin"]
         self._environment = dict(os.environ)
         if isinstance(master, Endpoint):
-            # Not among the arguments: those are for everybody to read.
+            # Not among the arguments: every user of the machine can read those.
             self._environment |= {TOKEN_VARIABLE: master.token, TLS_VARIABLE: master.tls}
             master = master.address
         if master:
@@ -81,7 +81,7 @@ class DetachedScheduler:
             # Killed just now. The job is submitted and goes on by the default scheduler.
             pass
         self._process.stdout.close()
-        # It is to outlive us; nobody waits for it, and it is no child that was forgotten.
+        # It outlives this process, so no wait() follows; the code keeps Popen from warning about it.
         self._process.returncode = 0
         return log
 

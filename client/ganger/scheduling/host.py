@@ -1,6 +1,6 @@
 """The process around job schedulers: hears the view and the turns, asks for gangs, comes back when the master does.
 
-The default host serves every job that nobody claims; a user's own serves the jobs it names. Run as a program
+The default host serves every job that no other host claims; a user's own serves the jobs it names. Run as a program
 (`python -m ganger.scheduling.host --state-dir DIR`) it is the default host, which the master starts beside itself.
 """
 

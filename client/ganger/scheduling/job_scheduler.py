@@ -100,7 +100,7 @@ class DefaultScheduler(JobScheduler):
                 placement = self._places(turn, view)
         if placement.candidates:
             return Proposal(placement.candidates)
-        # With nodes avoided because they are kept for others, those who keep them are the true blockers.
+        # With nodes avoided because they are kept for others, the reservations are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
     def _places(self, turn: PlacementLease, view: View) -> PlacementAnswer:

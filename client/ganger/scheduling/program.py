@@ -34,7 +34,7 @@ def why(error: Exception) -> str:
 
 
 async def why_away(error: Exception, find: Callable[[], Endpoint]) -> str:
-    """The same, and what is wrong with certificates where they are why nobody answers: gRPC does not tell."""
+    """The same, with the fault of the certificates where they are why the master does not answer: gRPC hides it."""
     if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), Unreachable):
         try:
             endpoint = find()

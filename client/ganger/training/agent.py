@@ -70,9 +70,9 @@ def _hook() -> None:
         _waiting.remove()
         _waiting = None
     try:
-        from ganger.training import rendezvous
+        from ganger.training.process_group import hook_tcp_rendezvous
 
-        rendezvous.hook()
+        hook_tcp_rendezvous()
         if child_training.is_child():
             child_training.watch()
             return

@@ -87,7 +87,7 @@ class Arena:
 
 
 def give_free_memory_back() -> None:
-    """Return what the allocators hold but nobody uses: to the device, and from the C library to the system."""
+    """Release unused memory of the allocators: to the device, and from the C library to the system."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     try:

@@ -512,7 +512,7 @@ class TrainingJob:
             "epoch": self._epoch,
             "in loop": self._place.is_in_loop,
             "in pass": self._place.is_in_pass,
-            # whoever restores it must know: a state parked for a pause can be carried elsewhere without asking the rank
+            # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
             # not the image's step: inside no_suspend steps are made that are no boundaries
             "steps": self.step_count,

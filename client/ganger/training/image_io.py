@@ -22,7 +22,7 @@ from ganger.training.device_model import device_model
 from ganger.training.state_codec import dtype_named
 
 # Small enough that what was copied is still in the processor's cache when it is hashed: together they take little
-# longer than the copy alone. And who streams an image is never far behind who fills it.
+# longer than the copy alone. And the stream of an image is never far behind the copy that fills it.
 PIECE_BYTES = 256 << 10
 # Between host and device, and to storage, a call costs more.
 TRANSFER_BYTES = 4 << 20

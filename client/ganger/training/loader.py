@@ -76,7 +76,7 @@ class ElasticLoader:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether a loop is inside a pass. One that was left by `break` is not, once nobody holds its iterator."""
+        """Whether a loop is inside a pass. One that was left by `break` is not, once its iterator is freed."""
         return self._reader is not None
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,10 +85,10 @@ class ElasticLoader:
             is_elsewhere = yield from self._read()
 
     def _read(self) -> Generator[Any, None, bool]:
-        """One pass, or what is left of it. Returns whether the loader was sent elsewhere while somebody read."""
+        """One pass, or what is left of it. Returns whether the loader's position was changed during the pass."""
         is_resuming, self._is_resuming = self._is_resuming, False
         if not is_resuming and self._reader is not None:
-            # who reads that pass still holds its iterator, but the script begins another one
+            # the loop over that pass still holds its iterator, but the script begins another pass
             self._end_pass()
         reader = self._reader = object()
         began_at = self._taken
@@ -143,8 +143,8 @@ class ElasticLoader:
         return {"pass": self._pass, "samples": self._taken, "active": self.is_being_read}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """The next pass begins at `position`, which may have been reached with other batches; an iterator that somebody
-        holds goes on from there."""
+        """The next pass begins at `position`, which may have been reached with other batches; an iterator that is
+        still held continues from there."""
         self._pass = int(position["pass"])
         self._taken = int(position["samples"])
         self._is_resuming = bool(position["active"])

@@ -84,7 +84,7 @@ class LoopPosition:
         return is_first or self._last_of is not None
 
     def _outermost(self, steps: int) -> _Pass | None:
-        """The pass around the others of this step. Who goes round and round beside it, over epochs, is none."""
+        """Return the pass around the others of this step. A loader that restarts beside it does not count."""
         return next((one for one in self._passes.values() if one.is_of_epoch and one.read_at == steps), None)
 
     def take_last_number(self) -> None:

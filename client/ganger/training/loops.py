@@ -120,7 +120,7 @@ class Loop:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether batches were taken and it is not over: who still holds the iterator may take more."""
+        """Whether batches were taken and it is not over: a holder of the iterator may take more."""
         return self.taken > 0 and not self.exhausted
 
     def _make_iterator(self, loader: Any, original: Any) -> Any:
@@ -208,7 +208,7 @@ class Resumed(Loop):
 
 
 def _length(loader: Any) -> float:
-    """Batches of a pass; infinite where nobody knows: its sampler need have no length."""
+    """Batches of a pass; infinite where unknown: its sampler need not have a length."""
     try:
         return len(loader)
     except TypeError:

@@ -112,7 +112,7 @@ def _writes_again(file: Any, mode: str) -> bool:
     while frame is not None and package_of(frame.f_globals.get("__name__")) in _OPEN_FOR_THEIR_CALLER:
         frame = frame.f_back
     name = frame.f_globals.get("__name__") if frame is not None else None
-    # a log is only ever written, whoever has set it up
+    # a log is only ever written, by user code or by a library
     return package_of(name) == "logging" or is_own(name)
 
 

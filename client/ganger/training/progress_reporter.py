@@ -23,7 +23,7 @@ MEASURED_EVERY = 1000
 
 
 class ProgressReporter:
-    """Writes the page's words that change with every step, as often as somebody could want to know."""
+    """Writes the page's words that change with every step, as often as readers need them."""
 
     def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper | None) -> None:
         self._page = page

@@ -54,7 +54,7 @@ def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
     is_hidden = False
     for frame in _frames():
         if is_hidden:
-            # who asks a generator by next() goes on while passes come and go
+            # code that calls next() on a generator continues across passes
             if _loops_around(frame):
                 return True
         elif frame.f_code.co_flags & inspect.CO_GENERATOR:

@@ -51,7 +51,7 @@ _ARRAY = "$array"
 
 class Variables:
     """The plain values of one script, against those at the beginning of its first loop. `loaders` tells of those that
-    are being read, by the number of the loop: they may be known to nobody else."""
+    are being read, by the number of the loop: no other object may refer to them."""
 
     def __init__(self, loaders: Callable[[], list[tuple[int, Any]]] = list) -> None:
         self._loaders = loaders

@@ -216,7 +216,7 @@ class StateKeeper:
 
     def _capture(self) -> Captured:
         _synchronize()
-        # Whoever goes on from this state does not write again what the script has written until here.
+        # A rank that resumes from this state does not repeat the output up to here.
         self._unflushed.flush()
         try:
             return capture(self._training(), self._position())

@@ -379,7 +379,7 @@ class UnmodifiedScript:
             "loop": self._loops if loop is None else loop.number,
             "taken": 0 if loop is None else loop.taken,
             "at creation": None if loop is None else loop.at_creation,
-            # whoever restores it must know: a state parked for a pause can be carried elsewhere without asking the rank
+            # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
             "files": sorted(self._files.saved),
             "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},

@@ -1,8 +1,8 @@
 """A small authority of one's own: makes it, and certificates of roles and names by it.
 
 Keys are EC P-256, certificates X.509 v3 (RFC 5280) with the hosts, and the URI that says role and name
-(`ganger.wire.roles`), as subject alternative names. Who dials only (users, operators, ...) gets a certificate that does
-not do for a server. Nothing is written over: a directory that holds files of these names is refused.
+(`ganger.wire.roles`), as subject alternative names. Roles that only dial (users, operators, ...) get
+certificates that are not valid for servers. A directory with such files is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_authority(directory: Path) -> Path:
 
 
 def check_hosts(role: CallerRole, hosts: Sequence[str]) -> None:
-    """Raises CertificateError unless who is dialled has hosts, and nobody else."""
+    """Raise CertificateError unless servers, and servers only, have hosts."""
     if role in _SERVERS and not hosts:
         raise CertificateError(f"a {role} accepts connections: name the host under which it is reached with --host")
     if hosts and role not in _SERVERS:
@@ -161,7 +161,7 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(directory: Path, files: dict[str, bytes]) -> None:
-    """All of them, or none: what is there already is somebody's."""
+    """Write all files or none; existing files are never overwritten."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         taken = [name for name in files if (directory / name).exists()]

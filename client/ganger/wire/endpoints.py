@@ -2,7 +2,7 @@
 
 An address is "unix:PATH" or "HOST:PORT". A server that starts writes STATE_DIR/endpoint.json {"address", "token_file"};
 clients on the same machine read it. Without certificates (`ganger.wire.tls`) a server listens on this machine only, and
-nobody dials another.
+clients dial no other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EndpointError(Exception):
 
 
 class CredentialError(EndpointError):
-    """A token or a certificate that does not do: with this one nobody is let in."""
+    """A token or a certificate that cannot be used: a server would reject it."""
 
 
 @dataclass(frozen=True, slots=True)

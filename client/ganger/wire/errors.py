@@ -228,7 +228,7 @@ class NodeNotYours(ApiError):
 
 
 class CertificateInvalid(ApiError):
-    """A certificate that was made by the right authority, but says nothing of whom it stands for."""
+    """A certificate of the right authority that names no role."""
 
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "CERTIFICATE_INVALID"
 
@@ -284,7 +284,7 @@ class Internal(ApiError):
 
 
 class Unreachable(ApiError):
-    """Nobody answers at the address. Made on the client's side; never sent."""
+    """No server answers at the address. Made by the client; never sent."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "UNREACHABLE"
 

@@ -110,7 +110,7 @@ def largest_bytes(path: str) -> int:
 def retry_service_config() -> str:
     """The gRPC service config that repeats idempotent calls while the server is UNAVAILABLE: four tries in ~1 s.
 
-    No streams: who reads one opens it again itself, and one that gRPC (1.85) repeats when its server is killed as it is
+    No streams: their readers reopen them, and one that gRPC (1.85) repeats when its server is killed as it is
     opened now and then never ends, not even at the server's return."""
     retried = []
     for method in METHODS.values():

@@ -2,7 +2,7 @@
 
 Nodes are bare ids ("n1") in values and names ("nodes/n1") on the wire; jobs are names ("jobs/7") in both. Every
 function named X_from_wire is the inverse of X_to_wire. Messages are trusted to be well-formed protobuf, not to be
-sensible: a value that cannot exist (a level nobody knows) raises RequestInvalid.
+sensible: a value that cannot exist (an unknown level) raises RequestInvalid.
 """
 
 from __future__ import annotations

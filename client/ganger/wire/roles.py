@@ -1,7 +1,7 @@
-"""Who may call what: the roles that certificates name, and one table of every method with the roles it is for.
+"""Authorization: the roles that certificates name, and the table of the roles that may call each method.
 
-A certificate says who its holder is by one URI among its subject alternative names, `ganger://ROLE/NAME`, for example
-`ganger://daemon/n1`. Who holds a server's start-up token, on the server's own machine, has the roles of `LOCAL`.
+A certificate names its holder by one URI among its subject alternative names, `ganger://ROLE/NAME`, for example
+`ganger://daemon/n1`. A caller with a server's start-up token, on the server's own machine, has the roles of `LOCAL`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallerRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallerIdentity:
-    """Whom a certificate, or the token, stands for."""
+    """The role and name that a certificate, or the token, stands for."""
 
     role: CallerRole
     name: str
@@ -82,7 +82,7 @@ def is_name(name: str) -> bool:
 
 
 def identity_of(uris: Iterable[str]) -> CallerIdentity:
-    """Whom the URIs of a certificate name; those of other schemes are nobody's business here. Raises
+    """Return the identity that the URIs of a certificate name; URIs of other schemes are ignored. Raises
     CertificateInvalid unless exactly one names a role and a name."""
     ours = [uri for uri in uris if uri.startswith(SCHEME)]
     if len(ours) != 1:
@@ -140,21 +140,21 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
     for methods, roles in rows
     for method in methods.split()
 }
-# What the master starts beside itself, and whoever is at its machine and may read its directory. Daemons are not among
-# them: where there are certificates, a daemon has one, or it could speak for any node.
+# Programs that the master starts, and local users that may read its directory. Daemons are not among them: with
+# certificates every daemon has its own, or it could act for any node.
 LOCAL: Final = frozenset({CallerRole.OPERATOR, CallerRole.SCHEDULER, CallerRole.PLANNER})
 
 
 def check_call(method: str, caller: CallerIdentity) -> None:
     """Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not in the table
-    is nobody's."""
+    is for no role."""
     permitted = ROLES.get(method, frozenset())
     if caller.role not in permitted:
         raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)
 
 
 def check_local_call(method: str) -> None:
-    """The same for who brings the start-up token, on a server that asks others for certificates."""
+    """The same for a caller with the start-up token, on a server that asks others for certificates."""
     permitted = ROLES.get(method, frozenset())
     if not permitted & LOCAL:
         raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
@@ -162,8 +162,8 @@ def check_local_call(method: str) -> None:
 
 def _not_permitted(method: str, permitted: frozenset[CallerRole], but: str, **caller: str) -> RoleNotPermitted:
     *most, last = [f"{role}s" for role in CallerRole if role in permitted] or ["no role"]
-    who = f"{', '.join(most)} and {last}" if most else last
+    roles = f"{', '.join(most)} and {last}" if most else last
     name = method.rpartition("/")[2]
-    error = RoleNotPermitted(f"{name} is for {who}; {but}")
+    error = RoleNotPermitted(f"{name} is for {roles}; {but}")
     error.metadata = {"method": name, "permitted": ",".join(sorted(permitted)), **caller}
     return error

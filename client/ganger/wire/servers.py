@@ -1,4 +1,4 @@
-"""What every server does alike: options, binding, the check of who calls, and errors onto the wire.
+"""What all servers share: options, binding, authentication of callers, and errors on the wire.
 
 Handlers raise `ApiError`; anything else they raise is our bug and reaches the caller as INTERNAL with an id that is in
 the log beside the traceback. What cannot be read as the method's message is refused before it reaches a handler.
@@ -37,7 +37,7 @@ from ganger.wire.roles import CallerIdentity, check_call, check_local_call
 
 log = logging.getLogger(__name__)
 
-# Health answers to anyone who can connect: a probe has no token.
+# Health answers every connection: a probe has no token.
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SSL: Final = b"ssl"
 
@@ -207,7 +207,7 @@ class RoleInterceptor(TokenInterceptor):
 
 
 class Callers:
-    """Who calls, for handlers. Without certificates that is always `local`, who has the token, and costs nothing."""
+    """The identity of callers, for handlers. Without certificates it is always `local`, at no cost."""
 
     def __init__(self, local: CallerIdentity, *, by_role: bool = False) -> None:
         self._local = local
@@ -218,11 +218,11 @@ class Callers:
 
 
 def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
-    """Whom the caller's certificate names; None for one that came without TLS. Raises CertificateInvalid."""
+    """Return the identity in the caller's certificate; None without TLS. Raises CertificateInvalid."""
     found = context.auth_context()
     if _SSL not in found.get("transport_security_type", ()):
         return None
-    # Not its "peer_uri": that ends at a NUL, and what names nobody would name somebody.
+    # Not its "peer_uri": that ends at a NUL, so a forged URI would pass for a valid identity.
     return _identity_of(*found.get("x509_pem_cert", ()))
 
 

@@ -2,7 +2,7 @@
 
 A directory holds cert.pem (the certificate, intermediate ones after it), key.pem (its key, not encrypted, its owner's
 alone) and ca.pem (the authorities that all parties trust). Every link is mutual: both ends show a certificate of one of
-these authorities, who is called has the host that was dialled among its names, and what the caller may do is told by
+these authorities, the server's names the host that was dialled, and what the caller may do is decided by
 `ganger.wire.roles`.
 """
 
@@ -60,7 +60,7 @@ def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
 
 
 def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """Of a server that lets nobody in without a certificate. Raises CredentialError."""
+    """Return the credentials of a server that requires a client certificate. Raises CredentialError."""
     files = read_files(directory)
     pair = [(files.key, files.certificate)]
     return grpc.ssl_server_credentials(pair, root_certificates=files.authority, require_client_auth=True)
@@ -79,12 +79,12 @@ def server_context(directory: Path) -> ssl.SSLContext:
 
 
 def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> CallerIdentity:
-    """Who is at the other end. Raises CertificateInvalid."""
+    """Return the identity of the peer. Raises CertificateInvalid."""
     return _identity_in(connection.getpeercert())
 
 
 def identity_in_pem(certificate: bytes) -> CallerIdentity:
-    """Whom a certificate that was checked names. Raises CertificateInvalid."""
+    """Return the identity in a verified certificate. Raises CertificateInvalid."""
     from cryptography import x509
 
     try:
@@ -98,7 +98,7 @@ def identity_in_pem(certificate: bytes) -> CallerIdentity:
 
 
 def check_directory(directory: Path, roles: Iterable[CallerRole] = CallerRole) -> CallerIdentity:
-    """Whom the certificate is of, after a handshake with itself: key and certificate belong together, are of the
+    """Return the identity of the certificate, after a handshake with itself: key and certificate match, are of the
     authority, valid now, and of one of `roles`. Raises CredentialError saying which of that is wrong."""
     serving, calling = server_context(directory), client_context(directory)
     calling.check_hostname = False

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.injob.page import now_ns
-from ganger.protocol.leases import lease_until, renewed
+from ganger.protocol.execution_lease import lease_until, renewed
 from ganger.v1 import job_pb2
 from ganger.wire.channels import PART_BYTES, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError

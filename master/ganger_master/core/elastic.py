@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from ganger.cluster.fit import MEMORY_SHARE
+from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resized import beside, resized
 from ganger.cluster.resources import GangShape
 from msgspec.structs import replace
 

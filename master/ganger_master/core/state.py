@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ganger.cluster.load import choose_mode
+from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import View

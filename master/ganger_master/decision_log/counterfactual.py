@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from msgspec import Struct
 
 from ganger_master.core import commands

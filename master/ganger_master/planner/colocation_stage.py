@@ -12,9 +12,9 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
 from msgspec import structs

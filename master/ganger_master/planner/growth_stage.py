@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from ganger.cluster.resized import resized
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import bits
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ganger.cluster.fit import gang_level
-from ganger.cluster.resized import beside, resized
+from ganger.cluster.placement import beside, resized
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 from msgspec.structs import replace

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.resources import Claim
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from msgspec import structs

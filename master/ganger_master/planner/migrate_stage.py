@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of

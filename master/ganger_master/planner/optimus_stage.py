@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
-from ganger.cluster.place_placement import Claims
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.search import Claims
 from ganger.cluster.trial import WhatIf
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of

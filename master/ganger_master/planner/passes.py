@@ -7,7 +7,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import within_quotas

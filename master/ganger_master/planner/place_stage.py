@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from operator import add, ge
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import is_counted
 from ganger.cluster.placement import widest_now
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 from msgspec.structs import replace
 

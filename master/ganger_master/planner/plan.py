@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
 
 from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord

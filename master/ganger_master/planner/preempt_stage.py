@@ -7,8 +7,8 @@ from collections.abc import Set
 from functools import cached_property
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
 
 from ganger_master.core.model import JobRecord
 from ganger_master.planner.context import Unit, units

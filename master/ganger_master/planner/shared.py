@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.trial import WhatIf
 
 from ganger_master.core.change_reason import Goal, TrialFinding

@@ -18,10 +18,10 @@ from operator import le
 from typing import Final
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand, share_of_memory
 from ganger.cluster.resources import Claim, GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 from msgspec import structs
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from ganger.cluster.place_placement import Claims
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.search import Claims
 from ganger.cluster.trial import WhatIf
 
 from ganger_master.core.commands import Change

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand, memory_named
 from ganger.cluster.resources import Claim, ConfigurationSet, GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.view import View
 from msgspec import structs
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ganger.cluster.place_placement import Claims
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import Claims
 
 from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import Change

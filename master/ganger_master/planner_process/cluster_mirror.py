@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.scheduling.view_mirror import Mirror
 from ganger.v1 import scheduling_pb2
 from ganger.wire import resource_names as names

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 

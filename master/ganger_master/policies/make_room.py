@@ -17,12 +17,12 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import gang_level
 from ganger.cluster.placement_search import evenly, greedily
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import LoadMode, View
 from msgspec import Struct

@@ -14,10 +14,10 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.best_fit import BEST_FIT
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import gang_level
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
 from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 from msgspec.structs import replace

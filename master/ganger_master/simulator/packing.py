@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Change

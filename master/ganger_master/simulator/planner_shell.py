@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ganger.cluster.anywhere import BY_COUNTS
+from ganger.cluster.preferences import BY_COUNTS
 
 from ganger_master.core import commands, machine
 from ganger_master.core.answers import Refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from ganger.cluster.room import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes

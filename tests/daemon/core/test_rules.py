@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ganger.protocol.execution_lease import NEVER, expired
-from ganger.protocol.leases import lease_until, renewed
+from ganger.protocol.execution_lease import NEVER, expired, lease_until, renewed
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.manifest import Gathering, Shard
 from ganger_daemon.checkpoints.retention import Schedule, asked, due, is_leftover, surplus

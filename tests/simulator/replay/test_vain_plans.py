@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger.cluster.anywhere import ANYWHERE
+from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
 from ganger_master.policies.orders.registry import ORDERS
 from ganger_master.simulator import run

@@ -72,7 +72,7 @@ def open_listener(host: str) -> socket.socket:
 def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     """Serve in this (forked) process until the directory is gone; writes rendezvous.json there.
 
-    Listens on ``host`` only. Nobody needs to stop it: it ends when the epoch's directory is removed.
+    Listens on ``host`` only. It ends by itself when the epoch's directory is removed.
     """
     distributed = importlib.import_module("torch.distributed")
 

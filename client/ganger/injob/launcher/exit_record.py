@@ -17,9 +17,9 @@ from ganger.injob.page import Page, PageError
 
 
 class ExitRecord(NamedTuple):
-    """One end. ``code`` is None when nobody knows it, and 128 + ``signal`` after a deadly signal.
+    """One end. ``code`` is None when it is unknown, and 128 + ``signal`` after a deadly signal.
 
-    ``source`` says who knew: wait, page, launch (it never ran), unknown.
+    ``source`` is where the code came from: wait, page, launch (it never ran), unknown.
     """
 
     name: str

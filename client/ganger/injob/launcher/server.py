@@ -1,6 +1,6 @@
 """The launcher's loop: one thread, one selector over callers, children and what children have to say.
 
-Every end of a rank is recorded durably before anybody is told. But for that record nothing in the loop waits for a disk
+Every end of a rank is recorded durably before it is reported. But for that record nothing in the loop waits for a disk
 or a child: what may take long (publishing, touching memory) is done by forked helpers.
 
 The processes that a launcher looks after.
@@ -119,11 +119,11 @@ class LauncherServer:
             if self._children or self._callers or self._unrecorded:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self._idle_seconds or not os.path.exists(self._path):
-                break  # without its socket nobody could reach it any more
+                break  # without its socket no client can connect any more
         try:
             os.unlink(self._path)
         except FileNotFoundError:
-            pass  # whoever tidied up the directory was first
+            pass  # the directory was removed already
 
     def _pause(self) -> float:
         """Keep the leases that have ended, and return for how long nothing else is due."""
@@ -294,7 +294,7 @@ class LauncherServer:
             if other.kind == "store" and other.name == directory:
                 self._reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
                 return
-        # Opened here, so that the answer need not wait for the child: who connects early waits in its queue.
+        # Opened here, so that the answer need not wait for the child: early connections wait in its queue.
         with open_listener(host) as listener:
             pid = os.fork()
             if pid == 0:
@@ -414,7 +414,7 @@ class LauncherServer:
             one.keeper.close()
         arena = self._arenas.pop(one.name, None)
         if arena is not None:
-            os.close(arena)  # nobody fills it any more; a daemon that still streams from it has its own descriptor
+            os.close(arena)  # no rank fills it any more; a daemon that still streams from it has its own descriptor
         if result is None:
             end = from_page(one.name, one.pid, one.start_ticks, one.page)
         else:

@@ -2,8 +2,8 @@
 
 A launcher that has imported PyTorch has page tables to copy for a fork, and exec throws them away again: tens of
 milliseconds for nothing. The starter is forked before anything large is imported. What it forks is the launcher's child
-all the same (CLONE_PARENT): waited for, recorded and adopted like any other. It begins nothing before the launcher, who
-has then noted its pid, says so: a launcher that gave up on it has started nobody.
+all the same (CLONE_PARENT): waited for, recorded and adopted like any other. It starts no child before the launcher
+has recorded its pid and confirmed: a launcher that gave up on it has started no process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GO = b"g"
 
 
 class StarterError(Exception):
-    """A starter that is of no use any more; it has started nobody."""
+    """The starter has failed; it has started no process."""
 
 
 class Starter:
@@ -38,7 +38,7 @@ class Starter:
         connection.settimeout(_ANSWER_SECONDS)
 
     def hang_up(self) -> None:
-        """Lets go of it; without anybody who holds on, it ends."""
+        """Close the connection; the starter ends when its last connection is closed."""
         self._connection.close()
 
     def end(self) -> None:

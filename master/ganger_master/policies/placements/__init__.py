@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ganger.cluster.anywhere import ANYWHERE
-from ganger.cluster.best_fit import BEST_FIT
-from ganger.cluster.first_fit import FIRST_FIT
-from ganger.cluster.gandiva import GANDIVA
-from ganger.cluster.locality import LOCALITY
-from ganger.cluster.place_placement import PlacementPreference, Want
+from ganger.cluster.preferences import ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY
+from ganger.cluster.search import PlacementPreference, Want
 
 from ganger_master.policies.placements.fragmentation import FGD
 from ganger_master.policies.placements.optimus import OPTIMUS, OPTIMUS_CARDS

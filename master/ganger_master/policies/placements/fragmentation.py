@@ -11,15 +11,23 @@ from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.best_fit import BEST_FIT, cut, least
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.place_placement import Claims, PlacementPreference
+from ganger.cluster.preferences import BEST_FIT, cut, least
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
-from ganger.cluster.search import Single, SpreadSearch, able, hosts, on_one_node, over_nodes
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    SpreadSearch,
+    able,
+    hosts,
+    on_one_node,
+    over_nodes,
+)
 from ganger.cluster.topology import Topology
 
 # Hardware, free devices, free cores and memory of a node.

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.room import CapacityIndex
-from ganger.cluster.search import Single, by_key, fitting_spans, in_span, on_one_node, walk
+from ganger.cluster.search import Claims, PlacementPreference, Single, by_key, fitting_spans, in_span, on_one_node, walk
 from ganger.cluster.view import LoadMode
 
 

@@ -32,13 +32,12 @@ from enum import Enum
 from typing import Any, Final
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Ask
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.place_placement import Claims, PlacementPreference
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.room import CapacityIndex
-from ganger.cluster.search import Single, SpreadSearch, on_one_node, over_nodes
+from ganger.cluster.search import Claims, PlacementPreference, Single, SpreadSearch, on_one_node, over_nodes
 from numpy.typing import NDArray
 
 from ganger_master.policies.job_facts import Floats, Integers
