@@ -1,4 +1,4 @@
-"""Jobs on the same devices, and a pass that stops jobs: they count once, stay together, and go together."""
+"""Co-located jobs under plans that preempt: their devices count once, and they stay or are preempted as one unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from planner.test_passes import Planned
 
 
 class Paired(Packing, Planned):
-    """Nodes of four devices, which several gangs may be on, under an order that stops who has attained most."""
+    """Nodes of four devices with co-located gangs, under an order that preempts jobs with the most attained service."""
 
     def __init__(self, nodes: int = 1) -> None:
         Planned.__init__(self, nodes, "las+packs")
@@ -39,7 +39,7 @@ class Paired(Packing, Planned):
         return table
 
     def pair(self, spec: JobSpec) -> tuple[int, int]:
-        """Two that run on the same devices."""
+        """Start two jobs on the same devices."""
         host = self.running(spec)
         guest = self.submit(spec)
         assert self.pack(guest, host) is None
@@ -56,7 +56,7 @@ def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
     return dict(drive.table().mates)
 
 
-def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
+def test_jobs_on_the_same_devices_are_mates_and_other_jobs_are_not() -> None:
     drive = Paired()
     pair = drive.pair(of(2))
     alone = drive.running(of(1))
@@ -66,49 +66,49 @@ def test_those_on_the_same_devices_are_mates_and_nobody_else() -> None:
     assert drive.state.gangs[drive.job(alone).epoch].claims[0].shared_mask == 0
 
 
-def test_mates_that_a_table_keeps_are_those_that_a_new_one_finds() -> None:
+def test_mates_in_an_updated_table_equal_those_in_a_new_one() -> None:
     drive, kept = Paired(2), LiveTable()
 
-    def told() -> dict[int, tuple[int, ...]]:
+    def updated() -> dict[int, tuple[int, ...]]:
         for job in drive.state.jobs.values():
             kept.put(*drive.as_told(job))
-        known = dict(kept.mates)
+        found = dict(kept.mates)
         rows, facts = kept.facts(drive.now)
-        firsts = [known[number][0] if number in known else -1 for number in facts.number.tolist()]
+        firsts = [found[number][0] if number in found else -1 for number in facts.number.tolist()]
         assert kept.units(rows).tolist() == [first if first < 0 else kept.row(first) for first in firsts]
-        assert known == mates(drive)
-        return known
+        assert found == mates(drive)
+        return found
 
-    assert told() == {}
+    assert updated() == {}
     first, second = drive.pair(of(2)), drive.pair(of(2))
-    assert told() == {**dict.fromkeys(first, first), **dict.fromkeys(second, second)}
+    assert updated() == {**dict.fromkeys(first, first), **dict.fromkeys(second, second)}
     drive.ends(first[1])
-    assert told() == dict.fromkeys(second, second)
+    assert updated() == dict.fromkeys(second, second)
     third = drive.pair(of(1))
-    assert told() == {**dict.fromkeys(second, second), **dict.fromkeys(third, third)}
+    assert updated() == {**dict.fromkeys(second, second), **dict.fromkeys(third, third)}
 
 
-def test_those_who_share_devices_are_stopped_together_for_one_who_goes_first() -> None:
+def test_co_located_jobs_are_preempted_together_for_a_job_of_higher_rank() -> None:
     drive = Paired()
     pair = drive.pair(of(4))
     new = drive.submit(of(4))
     assert sorted(drive.proposed()) == [("SUSPEND", number) for number in pair]
     drive.rests(pair[0])
-    assert drive.proposed() == [], "the other one is still there"
+    assert drive.proposed() == [], "the other job still holds the devices"
     drive.rests(pair[1])
     assert drive.proposed() == [("START", new)]
 
 
-def test_devices_that_two_share_count_once() -> None:
+def test_shared_devices_count_once() -> None:
     drive = Paired()
     drive.pair(of(2))
     drive.running(of(2))
-    # Six are asked for on four devices, and nobody need go for one who comes after all of them.
+    # Six devices are requested on four, yet no job is preempted for one of lower rank.
     drive.submit(of(2, priority=-1))
     assert drive.proposed() == []
 
 
-def test_the_first_of_them_in_line_speaks_for_both() -> None:
+def test_the_higher_ranked_of_two_co_located_jobs_sets_the_rank_of_both() -> None:
     drive = Paired()
     host = drive.running(of(2), seconds=500.0)
     other = drive.running(of(2), seconds=100.0)
@@ -116,14 +116,14 @@ def test_the_first_of_them_in_line_speaks_for_both() -> None:
     assert drive.pack(guest, host) is None
     drive.runs(guest)
     drive.submit(of(2))
-    # By itself the host, which has attained most of all, would have to go.
+    # Alone the host would be preempted, since it has the most attained service.
     assert drive.proposed() == [("SUSPEND", other)]
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([-1, -1, 0, 3, 5]), st.integers(1, 8), st.booleans()), max_size=12), st.randoms()
 )
-def test_those_who_share_devices_are_made_one_as_if_looked_at_one_by_one(
+def test_merging_co_located_jobs_at_once_equals_merging_them_one_by_one(
     live: list[tuple[int, int, bool]], random: Random
 ) -> None:
     facts = facts_of(*[{"number": n, "gpus": gpus, "is_preemptible": may} for n, (_, gpus, may) in enumerate(live)])
@@ -143,20 +143,20 @@ def test_those_who_share_devices_are_made_one_as_if_looked_at_one_by_one(
     assert found.is_preemptible.tolist() == [may_be_stopped[at] for at in leads]
 
 
-def test_the_cluster_is_no_larger_for_those_who_share_devices() -> None:
+def test_shared_devices_do_not_add_to_the_capacity_of_the_cluster() -> None:
     drive = Paired()
     first, last = drive.running(of(1), seconds=9000.0), drive.running(of(1), seconds=500.0)
     drive.pair(of(2))
     table = drive.table()
     assert capacity_of(drive.state.view, table).gpus == 4
     drive.submit(of(1))
-    # The pair has attained less than either; who has most of all goes, and need not be looked for by holes.
+    # The pair has less attained service than either. The job with the most is preempted, without a make-room search.
     assert drive.proposed() == [("SUSPEND", first)]
     assert drive.job(last).state is JobState.HOLDING
 
 
-@pytest.mark.parametrize("may_stop", [True, False], ids=["the one alone goes", "the one alone may not be stopped"])
-def test_of_two_holes_that_of_one_is_cheaper_than_that_of_two(may_stop: bool) -> None:
+@pytest.mark.parametrize("may_stop", [True, False], ids=["preemptible", "not preemptible"])
+def test_preempting_one_job_is_cheaper_than_preempting_two(may_stop: bool) -> None:
     drive = Paired(nodes=2)
     filler = drive.running(of(3))
     pair = drive.pair(of(1))
@@ -171,7 +171,7 @@ def test_of_two_holes_that_of_one_is_cheaper_than_that_of_two(may_stop: bool) ->
     assert sorted(drive.proposed()) == [("SUSPEND", number) for number in stopped]
 
 
-def test_who_could_not_come_back_keeps_who_is_on_its_devices() -> None:
+def test_a_job_that_cannot_be_restored_protects_the_jobs_on_its_devices() -> None:
     drive = Paired()
     host = drive.running(of(4))
     guest = drive.submit(of(4))
@@ -183,10 +183,10 @@ def test_who_could_not_come_back_keeps_who_is_on_its_devices() -> None:
     assert drive.proposed() == []
 
 
-def test_a_job_leaves_memory_for_one_who_may_come_to_its_devices_unless_it_says_what_it_needs() -> None:
+def test_a_job_that_names_no_host_memory_leaves_half_for_a_later_guest() -> None:
     drive = Paired()
     whole = drive.state.view.memory[0]
-    unsaid, said, limited = [
+    unnamed_memory, named_memory, limited = [
         drive.running(spec)
         for spec in (
             of(1, roles=unnamed(1)),
@@ -198,10 +198,10 @@ def test_a_job_leaves_memory_for_one_who_may_come_to_its_devices_unless_it_says_
     def memory(number: int) -> int:
         return drive.state.gangs[drive.job(number).epoch].claims[0].memory_bytes
 
-    assert memory(said) == 4 * GIB
-    # Whose time is limited shares with nobody.
-    assert memory(unsaid) == memory(limited) // 2
-    assert whole // 8 >= memory(unsaid) > whole // 10
+    assert memory(named_memory) == 4 * GIB
+    # A job with a time limit is never co-located.
+    assert memory(unnamed_memory) == memory(limited) // 2
+    assert whole // 8 >= memory(unnamed_memory) > whole // 10
 
 
 def unnamed(gpus: int) -> tuple[object, ...]:

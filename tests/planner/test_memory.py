@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 from planner import test_colocation_rates, test_packs_pass
-from planner.test_elastic_pass import IDLE_S, WINDOW_S, Planned
+from planner.test_growth_stage import IDLE_S, WINDOW_S, Planned
 from planner.test_moves import Moved, full, slower_together, together
 from planner.test_packs_pass import HALF, SLOWER, Tried
 
@@ -208,7 +208,7 @@ def test_a_size_on_trial_is_judged_by_the_planner_that_comes_after(rate: float, 
     assert [(one.number, one.goal, one.kept) for one in found.findings] == [(number, Goal.GROW, keeps)]
     # What was not worth it is not tried again at once by the one after that, either.
     if not keeps:
-        drive.goes_on(number)
+        drive.finish_resize(number)
         with_another_planner(drive, of(drive))
         for _ in range(3):
             drive.trains(IDLE_S)

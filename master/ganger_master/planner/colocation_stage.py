@@ -1,8 +1,9 @@
-"""Packs beside an order that stops jobs: while some wait, who runs makes room for them by sharing devices.
+"""Co-location under an order that preempts jobs: running jobs share devices to free some for pending jobs.
 
-Two gangs that run are tried on the devices of one of them, and stay so where they make more together than one by one
-(`planner.packs`); what the other one had is free for who waits. Who turns out to make too little beside the other waits
-in line again. While nobody waits for devices, who is in a pack goes to devices of its own, if there are any.
+Two running gangs are tried on the devices of one of them, and stay co-located if they do more work together than one
+after the other (`planner.packs`). The devices of the other are free for pending jobs. A job that is too slow beside the
+other returns to the queue. While no job waits for devices, co-located jobs move to devices of their own, if there are
+any.
 """
 
 from __future__ import annotations
@@ -30,24 +31,26 @@ from ganger_master.planner.slices import as_held
 from ganger_master.policies.colocation_choice import Berth
 from ganger_master.policies.placements import PlacementPreference, Want
 
-# Between two looks, of the time between two plans that stop somebody: while packs are measured, after one that changed
-# something, and after one that did not. By default a minute, five and ten.
+# Intervals between two passes, as multiples of the interval between plans that preempt: during a trial, after a pass
+# with changes, and after one without. By default 1, 5 and 10 minutes.
 _TRIAL: Final = 0.2
 _BUSY: Final = 1.0
 _QUIET: Final = 2.0
-# So many of these somebody has waited for before anybody is packed: who has not will find room by the next plan, more
-# often than not.
+# A job must have been pending for this many intervals before others are co-located for it. Most jobs start sooner.
 _LONG: Final = 2.0
-# However short the interval is.
+# Least interval between two passes.
 _LEAST_S: Final = 1.0
-# So many gangs that name no memory find some on a device.
+# Gangs on one device among which its host memory is divided where they name none.
 _RESIDENTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OrderColocation:
-    """What is remembered. `looked_s`: when it was last looked what could be packed; `is_quiet`: nothing could.
-    `halved`: numbers of those whose packs have ended, and who have not all of their cores back."""
+    """State from one pass to the next.
+
+    `looked_s`: time of the last pass; `is_quiet`: it changed nothing. `halved`: numbers of the jobs whose co-locations
+    have ended, and that do not have all of their cores back.
+    """
 
     packs: Colocations = field(default_factory=Colocations)
     looked_s: float = -math.inf
@@ -55,15 +58,23 @@ class OrderColocation:
     halved: tuple[int, ...] = ()
 
     def next_look_s(self, table: LiveTable, plan_every_s: float) -> float:
-        """Infinite while there is nothing to look at."""
+        """Return when the next pass is due; infinite if there is nothing to do.
+
+        `plan_every_s`: least time between two plans that preempt running jobs.
+        """
         if not (self.packs.packs or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
         pace = _TRIAL if self.packs.is_trying else _QUIET if self.is_quiet else _BUSY
         return self.looked_s + max(_LEAST_S, pace * plan_every_s)
 
     def without(self, before: OrderColocation, refused: Set[int], barred: Set[int] = frozenset()) -> OrderColocation:
-        """If changes of these jobs were refused; `before`: what was remembered before they were planned. `barred`:
-        those who would be refused again."""
+        """Return the state after the master has rejected changes.
+
+        Args:
+            before: State before the changes were planned.
+            refused: Numbers of the jobs whose changes were rejected.
+            barred: Those among them whose changes would be rejected again.
+        """
         return replace(self, packs=with_refusals(before.packs, self.packs, refused, barred))
 
 
@@ -78,64 +89,82 @@ def plan_packing(
     plan_every_s: float,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
 ) -> tuple[tuple[Change, ...], OrderColocation, tuple[TrialFinding, ...]]:
-    """The changes to propose now, what to remember if they are proposed, and what was found. `gpus`: of the cluster.
-    Ask once other plans have nothing to change. `plan_every_s`: the least time between two plans that stop somebody.
-    `kept_out`: who is refused whatever is free."""
+    """Return the changes to propose now, the state if they are proposed, and the findings of trials.
+
+    The stage runs when the other stages have no changes.
+
+    Args:
+        packing: State of the last pass.
+        placement: Placement preference for jobs that move to devices of their own.
+        table: All live jobs.
+        room: Capacity index.
+        now: Current time, in seconds of the master's clock.
+        seen: Measured rates, alone and co-located.
+        gpus: Number of GPUs of the cluster.
+        plan_every_s: Least time between two plans that preempt running jobs.
+        kept_out: Jobs that would be rejected whatever is free.
+    """
     room.refresh()
-    waiting = _Waiting(table, room.view, gpus, kept_out)
-    is_crowded = waiting.longest_s(now) > max(_LEAST_S, _LONG * plan_every_s)
+    pending = _PendingDemand(table, room.view, gpus, kept_out)
+    is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * plan_every_s)
     before = packing.packs
     changes, packs, findings = plan_packs(
-        before, table, room.view, now, seen, gpus, is_crowded, in_turns=False, wanted=waiting.wanted
+        before, table, room.view, now, seen, gpus, is_oversubscribed, in_turns=False, wanted=pending.missing_devices
     )
-    # Who has gone from a pack waits with the others, and its host needs nobody to look after it.
+    # A guest that was parked waits in the queue like other jobs, so the end of its co-location needs no follow-up.
     packs = replace(packs, parting=())
-    if not (waiting.jobs or changes):
-        changes, packs = _apart(packs, placement, table, room)
+    if not (pending.jobs or changes):
+        changes, packs = _separate(packs, placement, table, room)
     left = {pack.numbers for pack in packs.packs}
     parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
-    known = sorted({*packing.halved, *parted})
-    halved = tuple([number for number in known if _lacks_cores(table, room.view, number)])
+    hosts = sorted({*packing.halved, *parted})
+    halved = tuple([number for number in hosts if _lacks_cores(table, room.view, number)])
     return changes, OrderColocation(packs, now, not changes, halved), findings
 
 
 def shape_for_two(job: JobRecord) -> GangShape:
-    """What a job is placed with: of host memory, where it names none, what leaves as much for one who may come to its
-    devices."""
+    """Return the shape with which a job is placed.
+
+    A job that may be co-located later and names no host memory takes half of its devices' share.
+    """
     return structs.replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
 
 
-class _Waiting:
-    """Those who wait for devices, and could use some."""
+class _PendingDemand:
+    """Pending jobs that more free devices could start, and the devices that they lack."""
 
     def __init__(self, table: LiveTable, view: View, gpus: int, kept_out: ExcludedJobs) -> None:
         self._table, self._view = table, view
-        self._lacking: dict[tuple[str, int], int] = {}
+        self._missing: dict[tuple[str, int], int] = {}
         kinds = {"", *[made.device_type for made in view.sets.values()]}
-        vain = {*kept_out.not_started, *kept_out.unplaced}
+        hopeless = {*kept_out.not_started, *kept_out.unplaced}
         self.jobs = [
             job
             for job in table.waiting_at_most(gpus)
-            if job.gpus and job.number not in vain and job.spec.device_type in kinds
+            if job.gpus and job.number not in hopeless and job.spec.device_type in kinds
         ]
 
-    def longest_s(self, now: float) -> float:
-        """For how long the one of them that has waited longest has."""
+    def longest_wait_s(self, now: float) -> float:
+        """Return the longest time for which one of the jobs has been pending."""
         return now - min([job.pending_since for job in self.jobs], default=math.inf)
 
-    def wanted(self, guest: Berth) -> float:
-        """Devices of its kind that those lack who rank no lower than this guest: what is free, and no place for them,
-        may be one once there is more of it."""
-        found = self._table.get(guest.residents[0].number)
-        of = guest.device_type, found[0].spec.priority if found is not None else 0
-        if of not in self._lacking:
-            self._lacking[of] = self._lacks(*of)
-        return self._lacking[of]
+    def missing_devices(self, guest: Berth) -> float:
+        """Return the devices of the guest's type that jobs of at least its priority lack.
 
-    def _lacks(self, device_type: str, least: int) -> int:
+        Free devices are subtracted: too few for a pending job now, they may suffice once more are free.
+        """
+        found = self._table.get(guest.residents[0].number)
+        key = guest.device_type, found[0].spec.priority if found is not None else 0
+        if key not in self._missing:
+            self._missing[key] = self._count_missing(*key)
+        return self._missing[key]
+
+    def _count_missing(self, device_type: str, least_priority: int) -> int:
         kinds = ("", device_type)
-        asked = [job.gpus for job in self.jobs if job.spec.priority >= least and job.spec.device_type in kinds]
-        return sum(asked) - self._free(device_type)
+        requested = [
+            job.gpus for job in self.jobs if job.spec.priority >= least_priority and job.spec.device_type in kinds
+        ]
+        return sum(requested) - self._free(device_type)
 
     def _free(self, device_type: str) -> int:
         view = self._view
@@ -149,7 +178,7 @@ class _Waiting:
 
 
 def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
-    """Whether it runs with fewer than go with its devices."""
+    """Whether a running job has fewer cores than its shape demands."""
     job, gang = table.get(number) or (None, None)
     if job is None or gang is None or gang.intent is not GangIntent.RUN:
         return False
@@ -161,10 +190,10 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
     return any(sum(claim.millicores) < millicores for claim, millicores in wanted)
 
 
-def _apart(
+def _separate(
     packs: Colocations, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
 ) -> tuple[tuple[Change, ...], Colocations]:
-    """Guests go to devices of their own, as far as there are any."""
+    """Move guests to devices of their own, as far as there are free ones."""
     room.refresh()
     trying = WhatIf(room)
     changes, left = [], []

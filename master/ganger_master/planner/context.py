@@ -1,4 +1,4 @@
-"""Who shares devices with whom, of those who run: one makes no room, and is not stopped, without the others."""
+"""Co-located running jobs. They are preempted and make room only together, as one unit."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from ganger.cluster.view import View
 
 from ganger_master.core.model import Claim, Gang, JobRecord
 
-# By number: all on its devices, itself among them, in order; nobody who has them to itself.
+# By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
+# left out.
 Mates: TypeAlias = Mapping[int, tuple[int, ...]]
-# A gang, or all who share devices.
+# One job with its gang, or all jobs that share devices.
 Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
 
 ALONE: Final[Mates] = MappingProxyType({})
 
 
 def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
-    """Of those who may share devices."""
-    together: dict[int, set[int]] = {}
-    on: dict[str, list[tuple[int, int]]] = {}
+    """Return the co-located jobs among these, the jobs that may share devices with others."""
+    groups: dict[int, set[int]] = {}
+    occupied: dict[str, list[tuple[int, int]]] = {}
     for job, gang in sharing:
-        group = together[job.number] = {job.number}
+        group = groups[job.number] = {job.number}
         for piece in gang.pieces:
-            mask, there = piece.claim.device_mask, on.setdefault(piece.claim.node, [])
+            mask, there = piece.claim.device_mask, occupied.setdefault(piece.claim.node, [])
             for taken, number in there:
-                if mask & taken and (other := together[number]) is not group:
+                if mask & taken and (other := groups[number]) is not group:
                     group |= other
-                    together.update(dict.fromkeys(other, group))
+                    groups.update(dict.fromkeys(other, group))
             there.append((mask, job.number))
-    return {number: tuple(sorted(group)) for number, group in together.items() if len(group) > 1}
+    return {number: tuple(sorted(group)) for number, group in groups.items() if len(group) > 1}
 
 
 def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
-    """All these, who shares devices beside each other, where the first of them stands."""
+    """Return the gangs as units. A unit of co-located jobs stands where the first of its jobs stood."""
     if not mates:
         return [(pair,) for pair in gangs]
     found: dict[int, list[tuple[JobRecord, Gang]]] = {}
@@ -47,14 +48,20 @@ def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
 
 
 def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobRecord], view: View) -> bool:
-    """Whether the memory of these devices has room for it beside its mates, who hold all of them, and what parked gangs
-    keep there. `parked_bytes` of a claim are its own."""
+    """Return whether the job's device memory fits on these devices beside co-located jobs and parked gangs.
+
+    Args:
+        job: The job that is to be placed.
+        claims: Its claims; their `parked_bytes` are the job's own.
+        mates: Jobs that hold all of these devices.
+        view: The cluster.
+    """
     taken = sum([mate.shape.device_memory_bytes for mate in mates])
     for claim in claims:
         slot, mask = view.slots.get(claim.node), claim.device_mask
         if slot is None:
             return False
-        company = (taken,) * view.topologies[slot].devices
-        if mask and job.shape.device_memory_bytes > memory_beside(view, slot, mask, company, claim.parked_bytes):
+        held_bytes = (taken,) * view.topologies[slot].devices
+        if mask and job.shape.device_memory_bytes > memory_beside(view, slot, mask, held_bytes, claim.parked_bytes):
             return False
     return True

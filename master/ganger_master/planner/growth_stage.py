@@ -1,9 +1,8 @@
-"""The pass of whoever grows elastic jobs: onto GPUs that nobody wants, and back at once when somebody does.
+"""Growth of elastic jobs onto idle GPUs, and their shrinking as soon as pending jobs need GPUs.
 
-It goes before the pass that says who starts. Who grows, how far, and who gives back are for
-`policies.elastic_growth` to say; here is what that needs to know: for how long GPUs have been idle, how fast jobs
-are with how many, what is being tried, and what is on its way to those who wait. A job is tried with one size more at a
-time, and kept there only if it gained enough by it.
+The stage runs before the plan that starts jobs. `policies.elastic_growth` decides which jobs grow, how far, and which
+shrink. This module supplies what that needs: how long GPUs have been idle, the rates by number of GPUs, the trials, and
+the GPUs already being given back. A trial grows a job by one size. The job keeps it only if it gained enough.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink,
 from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
 
-# Of more who wait than these nobody looks whom one cut serves: everybody gives back what it can.
+# With more pending jobs than these, every elastic job shrinks to its least size, without a search for the cheapest.
 _FEW: Final = 16
-# Somebody may have asked for it to be judged, but no progress is told of.
+# A trial ends after this time, since a job may report no progress.
 _TRIAL_MOST_S: Final = 600.0
 _ANYWHERE: Final = Want(math.inf)
 
 
 class SpeedSource(Protocol):
-    """What is measured of elastic jobs, by number. Rates are in whatever is done per second, alike for all sizes."""
+    """Measured rates of elastic jobs, by job number, in one unit per second that is the same for all sizes of a job."""
 
     def windows(self, number: int) -> tuple[float, ...]:
-        """Of the last windows since its size changed, oldest first."""
+        """Return the newest windows since the job's size changed, oldest first."""
         ...
 
     def rates(self, number: int) -> Mapping[int, float]:
-        """By number of GPUs, as last measured with each."""
+        """Return the last measured rate with each number of GPUs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """It had `fewer` GPUs and is to have `more`; `before`: its rates by windows until then."""
+    """A trial of `more` GPUs by a job that had `fewer`. `before` are its windows with fewer."""
 
     fewer: int
     more: int
@@ -64,34 +63,37 @@ class SizeTrial:
 
 @dataclass(frozen=True, slots=True)
 class GrowthTrials:
-    """What is remembered from one pass to the next. Lost, who is on trial keeps its size."""
+    """State from one pass to the next. If it is lost, jobs under trial keep their sizes."""
 
-    # Since when devices are free, by node, of nodes where somebody might grow.
+    # Times since which devices are free, by node and device, on nodes of jobs that might grow.
     idle: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     trials: Mapping[int, SizeTrial] = field(default_factory=dict)
-    # Job and size that was not worth it, or could not be had.
+    # Job number and size of trials that failed or were rejected.
     failed: FailedTrials[tuple[int, int]] = field(default_factory=FailedTrials)
-    # Pieces on their way to those who wait, by the job that gives them.
+    # Claims that are being given back to pending jobs, by the job that gives them.
     giving: Mapping[int, Claims] = field(default_factory=dict)
 
     def without(self, numbers: Iterable[int], now: float) -> GrowthTrials:
-        """What was proposed for these jobs was refused."""
-        gone = set(numbers)
+        """Return the state after the master has rejected the changes proposed for these jobs."""
+        rejected = set(numbers)
         failed = self.failed
-        for number in gone & self.trials.keys():
+        for number in rejected & self.trials.keys():
             failed = failed.noted((number, self.trials[number].more), now)
         return replace(
             self,
-            trials={number: trial for number, trial in self.trials.items() if number not in gone},
-            giving={number: claims for number, claims in self.giving.items() if number not in gone},
+            trials={number: trial for number, trial in self.trials.items() if number not in rejected},
+            giving={number: claims for number, claims in self.giving.items() if number not in rejected},
             failed=failed,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`is_giving`: GPUs are on their way to who waits, so that nobody need be stopped. `next_s`: when to ask again
-    though nothing happens; infinite: not before."""
+    """Changes of size to propose, and findings of trials.
+
+    `is_giving`: GPUs are being given back to pending jobs, so that no job need be preempted for them. `next_s`: when to
+    plan again without another event; infinite if there is no need.
+    """
 
     changes: tuple[Change, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
@@ -109,7 +111,18 @@ def plan_sizes(
     idle_s: float = IDLE_S,
     busy: Collection[int] = (),
 ) -> tuple[Sizes, GrowthTrials]:
-    """The changes of size to propose now. `room` is left as it is. `busy`: numbers of those who keep theirs."""
+    """Return the changes of size to propose now, and the state for the next pass.
+
+    Args:
+        placement: Placement preference for pending jobs.
+        table: All live jobs.
+        now: Current time, in seconds of the master's clock.
+        room: Capacity index; it is unchanged on return.
+        speeds: Measured rates of elastic jobs.
+        growing: State of the last pass.
+        idle_s: Time for which GPUs must have been idle before a job grows onto them.
+        busy: Numbers of the jobs that keep their sizes.
+    """
     room.refresh()
     pairs = [pair for pair in table.running if _may_change(*pair)]
     running = {job.number: (job, gang) for job, gang in pairs if job.number not in busy}
@@ -125,7 +138,7 @@ def plan_sizes(
     changing = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
     growable = [pair for number, pair in running.items() if number not in changing and _may_have_more(table, *pair)]
     growing = replace(growing, idle=_idle(growing.idle, room.view, list(running.values()), now))
-    # Who rests in host memory by a plan needs GPUs to go on, as who waits does, and maybe more than are free yet.
+    # Parked jobs need GPUs to resume, as pending jobs do to start, and perhaps more than are free yet.
     growth = None if table.parked else _grown(growable, speeds, growing, room.view, now, idle_s)
     if growth is not None:
         change, trial = growth
@@ -137,8 +150,10 @@ def plan_sizes(
 
 
 def with_sizes(found: PlanDraft, sizes: Sizes) -> PlanDraft:
-    """What another pass found, after these changes of size. Whose size changes is left alone by it, and so is whoever
-    was to change together with it."""
+    """Return another stage's plan after these changes of size.
+
+    The plan drops its own changes of jobs that change size, and the atomic groups of such changes.
+    """
     numbers = {change.number for change in sizes.changes}
     groups = {change.together for change in found.changes if change.together and change.number in numbers}
     others = [one for one in found.changes if one.number not in numbers and one.together not in groups]
@@ -149,7 +164,7 @@ def with_sizes(found: PlanDraft, sizes: Sizes) -> PlanDraft:
 def _may_change(job: JobRecord, gang: Gang) -> bool:
     can = job.spec.is_elastic and job.spec.preemptible and job.capabilities.resize and not job.next_epoch
     settled = gang.phase is GangPhase.RUNNING and job.ending is None
-    # Who shares its devices, at once or in turns, keeps its size until it has some of its own.
+    # A co-located or time-sliced job keeps its size until it has devices of its own.
     return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
 
 
@@ -158,7 +173,7 @@ def _may_have_more(table: LiveTable, job: JobRecord, gang: Gang) -> bool:
 
 
 def _followed(growing: GrowthTrials, table: LiveTable, now: float) -> GrowthTrials:
-    """Without what is done, and what came to nothing."""
+    """Return the state without changes that are complete, and with trials that did not come about as failed."""
     giving = {}
     for number, claims in growing.giving.items():
         found = table.get(number)
@@ -195,25 +210,27 @@ def _given_back(
     growing: GrowthTrials,
     running: Mapping[int, tuple[JobRecord, Gang]],
 ) -> dict[int, tuple[Change, Claims]]:
-    """By number: its change, and the pieces that it gives back."""
-    can = {number: pair for number, pair in running.items() if pair[1].devices > _least(*pair)}
+    """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
+    shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
     found: dict[int, tuple[Change, Claims]] = {}
-    waiting = table.waiting_jobs(_FEW) if can else []
+    waiting = table.waiting_jobs(_FEW) if shrinkable else []
     if not waiting:
-        for number, pair in can.items():
-            cut = _cut(pair, _least(*pair), room.view, 0)
+        for number, pair in shrinkable.items():
+            cut = _cut(pair, _least_size(*pair), room.view, 0)
             if cut is not None:
                 found[number] = cut
         return found
     trying = WhatIf(room)
-    claims_of = {number: gang.claims for number, (_, gang) in can.items()}
+    claims_of = {number: gang.claims for number, (_, gang) in shrinkable.items()}
     try:
         for claims in growing.giving.values():
             _give(trying, claims)
         for job in waiting:
-            elastic = [_elastic(*can[number], speeds, growing.failed) for number in can if number not in found]
+            elastic = [
+                _elastic(*shrinkable[number], speeds, growing.failed) for number in shrinkable if number not in found
+            ]
             for number, gpus in shrink(elastic, room, job.shape, claims_of, placement).items():
-                cut = _cut(can[number], gpus, room.view, job.number)
+                cut = _cut(shrinkable[number], gpus, room.view, job.number)
                 if cut is not None:
                     found[number] = cut
                     _give(trying, cut[1])
@@ -226,20 +243,21 @@ def _given_back(
 
 
 def _give(trying: WhatIf, claims: Claims) -> None:
+    """Free these claims on trial, except those whose devices are free in the view already."""
     view = trying.room.view
     for claim in claims:
         slot = view.slots.get(claim.node)
-        # What its daemon has seen free already is in the view.
         if slot is not None and not view.free[slot] & claim.device_mask:
             trying.give((claim,))
 
 
-def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, waits: int) -> tuple[Change, Claims] | None:
+def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> tuple[Change, Claims] | None:
+    """Return the change that shrinks a job to so many GPUs for a pending job, 0 for all of them."""
     job, gang = pair
     claims = _claims(job, gang, gpus, view)
     if claims is None:
         return None
-    purpose = Purpose(Goal.GIVE_BACK, waits)
+    purpose = Purpose(Goal.GIVE_BACK, pending)
     return _change(job, claims, f"from {gang.devices} GPUs to {gpus}", purpose), given_back(gang, claims)
 
 
@@ -249,7 +267,7 @@ def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, waits: int) -> tup
 def _judged(
     running: Mapping[int, tuple[JobRecord, Gang]], speeds: SpeedSource, growing: GrowthTrials, view: View, now: float
 ) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...], GrowthTrials]:
-    """Who grew and stays so, or not."""
+    """Keep or revert the trials that are conclusive or too old."""
     changes: list[Change] = []
     findings: list[TrialFinding] = []
     trials, failed = dict(growing.trials), growing.failed
@@ -280,15 +298,18 @@ def _judged(
 
 
 def _idle(
-    known: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[JobRecord, Gang]], now: float
+    before: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[JobRecord, Gang]], now: float
 ) -> dict[str, dict[int, float]]:
-    """Since when devices are free on the nodes of jobs that might grow."""
+    """Return the times since which devices are free on the nodes of these jobs, by node and device.
+
+    `before` are the times of the last pass.
+    """
     found: dict[str, dict[int, float]] = {}
     for name in {claim.node for _, gang in pairs for claim in gang.claims}:
         slot = view.slots.get(name)
         if slot is not None and view.available[slot]:
-            before = known.get(name, {})
-            found[name] = {device: before.get(device, now) for device in bits(view.free[slot])}
+            free_since = before.get(name, {})
+            found[name] = {device: free_since.get(device, now) for device in bits(view.free[slot])}
     return found
 
 
@@ -300,6 +321,7 @@ def _grown(
     now: float,
     idle_s: float,
 ) -> tuple[Change, SizeTrial] | None:
+    """Return the most valuable growth by one size onto GPUs that have been idle for long enough, as a trial."""
     nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
     measured = [
         (job, gang)
@@ -334,7 +356,7 @@ def _grown(
 def _elastic(
     job: JobRecord, gang: Gang, speeds: SpeedSource, failed: FailedTrials[tuple[int, int]], now: float = -math.inf
 ) -> Elastic:
-    """Of one that was not measured yet, as if it gained by each GPU."""
+    """Return a job as the policy reads it. Without measured rates its speed-up counts as linear."""
     sizes = _sizes(job, gang)
     rates = {gpus: rate for gpus, rate in speeds.rates(job.number).items() if gpus in sizes and rate > 0.0}
     rates = rates or {gang.devices: float(gang.devices)}
@@ -345,14 +367,14 @@ def _elastic(
 
 
 def _sizes(job: JobRecord, gang: Gang) -> tuple[int, ...]:
-    """Numbers of GPUs that it may have, its present one among them."""
+    """Return the allowed numbers of GPUs, ascending, with the present one among them."""
     spec = job.spec
     each = spec.roles[0].shape.gpus
-    may = [gpus for gpus in range(spec.gpus_min, spec.gpus_max + 1, each) if tasks_divide(job, gpus)]
-    return tuple(sorted({*may, gang.devices}))
+    allowed = [gpus for gpus in range(spec.gpus_min, spec.gpus_max + 1, each) if tasks_divide(job, gpus)]
+    return tuple(sorted({*allowed, gang.devices}))
 
 
-def _least(job: JobRecord, gang: Gang) -> int:
+def _least_size(job: JobRecord, gang: Gang) -> int:
     return _sizes(job, gang)[0]
 
 

@@ -1,8 +1,8 @@
-"""Host memory for jobs that go on where they rest: jobs after them in line give theirs up, and wait on storage.
+"""Host memory for jobs that resume from OFFLOAD: jobs behind them in the queue are suspended at CHECKPOINT.
 
-A job suspended at OFFLOAD keeps less host memory than it claims, so jobs that start meanwhile may hold the rest.
-Once it is resumed, jobs after it in line are suspended at CHECKPOINT, the last one first, until it has the memory. A
-resumed job thus waits only for jobs before it in line, as any pending job does.
+A job suspended at OFFLOAD keeps less host memory than it claims, so jobs that start meanwhile may hold the rest. When
+it is resumed, jobs behind it in the queue are suspended, the last one first, until it has the memory. So a resumed job
+waits only for jobs before it in the queue, as any pending job does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ganger_master.planner.packs import is_settled
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The host memory that `job` lacks where it rests: `missing_bytes` by the name of the node, each positive."""
+    """Host memory that `job` lacks on the nodes where it is parked: positive `missing_bytes` by node name."""
 
     job: JobRecord
     missing_bytes: Mapping[str, int]
@@ -31,10 +31,16 @@ def make_room(
     leaving: Iterable[tuple[JobRecord, Gang]],
     spared: Collection[int],
 ) -> list[Change]:
-    """Suspends, at CHECKPOINT, of jobs after those that lack memory; none for a job that would lack it even so.
+    """Return the suspensions at CHECKPOINT that give jobs the host memory they lack.
 
-    `running`: jobs with the gangs that they run as. `leaving`: the same of jobs that are giving back all they hold,
-    which counts as free. `spared`: numbers of jobs that are not to be suspended.
+    Args:
+        shortages: Jobs that lack memory, in the order in which they are served.
+        running: Running jobs with their gangs.
+        leaving: Jobs that are giving back all they hold, which counts as free.
+        spared: Numbers of jobs that are not to be suspended.
+
+    Returns:
+        Changes of jobs behind those that lack memory; none for a job that would lack it even so.
     """
     changes: list[Change] = []
     taken = set(spared)
@@ -45,8 +51,8 @@ def make_room(
             covered = min(needed, left.get(node, 0))
             missing[node] = needed - covered
             left[node] = left.get(node, 0) - covered
-        later = [pair for pair in running if pair[0].number not in taken and _may_give(shortage.job, *pair)]
-        for job, _ in _fewest(sorted(later, key=lambda pair: _turn(pair[0]), reverse=True), missing):
+        later = [pair for pair in running if pair[0].number not in taken and _can_yield(shortage.job, *pair)]
+        for job, _ in _fewest(sorted(later, key=lambda pair: _queue_position(pair[0]), reverse=True), missing):
             purpose = Purpose(Goal.HOLE, shortage.job.number, detail="its host memory is for the other, which goes on")
             changes.append(park(job, purpose, SuspendLevel.CHECKPOINT))
             taken.add(job.number)
@@ -54,8 +60,10 @@ def make_room(
 
 
 def _fewest(pairs: Sequence[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> list[tuple[JobRecord, Gang]]:
-    """The first of these jobs that hold together what is missing, without any that is not needed; none if all hold
-    less."""
+    """Return the first of these jobs that together hold the missing memory, without superfluous ones.
+
+    The list is empty if all of them hold less.
+    """
     chosen: list[tuple[JobRecord, Gang]] = []
     for pair in pairs:
         if _covers(chosen, missing):
@@ -76,7 +84,7 @@ def _covers(pairs: Iterable[tuple[JobRecord, Gang]], missing: Mapping[str, int])
 
 
 def _held(gangs: Iterable[Gang]) -> dict[str, int]:
-    """Host memory in bytes that these gangs hold, by the name of the node."""
+    """Return the host memory that these gangs hold, in bytes by node name."""
     found: dict[str, int] = {}
     for gang in gangs:
         for piece in gang.pieces:
@@ -86,11 +94,16 @@ def _held(gangs: Iterable[Gang]) -> dict[str, int]:
     return found
 
 
-def _may_give(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
+def _can_yield(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
     is_able = job.spec.preemptible and job.capabilities.checkpoint and job.ending is None
-    return is_able and _turn(job) > _turn(helped) and gang.intent is GangIntent.RUN and is_settled(job, gang)
+    return (
+        is_able
+        and _queue_position(job) > _queue_position(helped)
+        and gang.intent is GangIntent.RUN
+        and is_settled(job, gang)
+    )
 
 
-def _turn(job: JobRecord) -> tuple[int, int]:
-    """The order in which jobs are served."""
+def _queue_position(job: JobRecord) -> tuple[int, int]:
+    """Return a key that sorts jobs in the order in which they are served."""
     return -job.spec.priority, job.number

@@ -1,4 +1,4 @@
-"""Passes over a real state, told by wire: jobs grow onto idle GPUs, are kept there or not, and give back at once."""
+"""Elastic jobs on a real state, read from wire messages: trials of growth onto idle GPUs, and giving GPUs back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOW_S = 10.0
 
 
 class Planned(World):
-    """A state whose elastic jobs a planner looks after. `rates`: steps per second by number of GPUs."""
+    """A state whose elastic jobs are resized by plans. `rates`: steps/s by number of GPUs."""
 
     def __init__(self, nodes: int = 1, rates: dict[int, float] | None = None) -> None:
         super().__init__(nodes)
@@ -41,13 +41,13 @@ class Planned(World):
         for job in self.state.jobs.values():
             message = scheduling_pb2.LiveJob()
             live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
-            told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
-            table.put(told, gang)
-            self.speeds.put(told, gang, self.now)
+            job_read, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
+            table.put(job_read, gang)
+            self.speeds.put(job_read, gang, self.now)
         return table
 
     def trains(self, seconds: float) -> None:
-        """All who run do steps, and report them."""
+        """Let all running jobs step and report their steps."""
         self.table()
         until = self.now + seconds
         while self.now < until:
@@ -61,14 +61,14 @@ class Planned(World):
                     self.speeds.record(number, int(1000 * self.done[number]), self.now, self.now)
 
     def plan(self) -> Sizes:
-        """Proposed, and approved."""
+        """Plan changes of size, and have the master approve them."""
         room = self.room
-        # The live planner's view is one that is changed by what it hears.
+        # As in the live planner, the view is updated in place.
         for row in self.state.view.rows():
             room.view.put(row)
         before = [row.free_mask for row in room.view.rows()]
         found, growing = plan_sizes(BEST_FIT, self.table(), self.now, room, self.speeds, self.growing, IDLE_S)
-        assert [row.free_mask for row in room.view.rows()] == before, "the room is left as it was"
+        assert [row.free_mask for row in room.view.rows()] == before, "the capacity index is unchanged"
         if found.changes:
             answer = self.step(ProposePlan(found.changes))
             assert isinstance(answer, PlanAnswer)
@@ -76,8 +76,8 @@ class Planned(World):
         self.growing = growing
         return found
 
-    def goes_on(self, number: int) -> None:
-        """Its daemons have brought it into its next world."""
+    def finish_resize(self, number: int) -> None:
+        """Let the daemons complete the job's change of size."""
         job = self.job(number)
         source, destination = job.epoch, job.next_epoch
         self.seen(number, destination, ObservedPhase.PREPARED)
@@ -87,19 +87,20 @@ class Planned(World):
         self.gone(number, source)
 
     def grows(self, number: int) -> int:
-        """It is given idle GPUs and goes on with them; how many it has then."""
+        """Let the job grow onto idle GPUs and step with them. Return its number of GPUs."""
         found = self.plan()
         if not found.changes:
             self.trains(IDLE_S + 100.0)
             found = self.plan()
         (change,) = found.changes
         assert (change.number, change.kind, change.purpose.goal) == (number, "RESIZE", Goal.GROW)
-        self.goes_on(number)
+        self.finish_resize(number)
         self.trains(100.0)
         return self.job(number).gpus
 
 
-def as_far_as_it_goes() -> tuple[Planned, int]:
+def fully_grown() -> tuple[Planned, int]:
+    """Return a node of four GPUs that one job has grown onto, and the number of the job."""
     drive = Planned()
     number = drive.running(elastic(1, 1, 4))
     assert [drive.grows(number) for _ in range(3)] == [2, 3, 4]
@@ -107,17 +108,17 @@ def as_far_as_it_goes() -> tuple[Planned, int]:
     return drive, number
 
 
-def test_nobody_grows_onto_what_one_who_rests_by_a_plan_may_need_to_go_on() -> None:
+def test_no_job_grows_onto_gpus_that_a_parked_job_may_need_to_resume() -> None:
     drive = Planned()
-    number, rests = drive.running(elastic(1, 1, 4)), drive.running(job_of(3))
-    drive.step(ProposePlan((Change(rests, drive.job(rests).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
-    drive.seen(rests, drive.job(rests).epoch, ObservedPhase.PARKED, 5)
+    number, parked = drive.running(elastic(1, 1, 4)), drive.running(job_of(3))
+    drive.step(ProposePlan((Change(parked, drive.job(parked).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.seen(parked, drive.job(parked).epoch, ObservedPhase.PARKED, 5)
     drive.running(job_of(2))
     drive.plan()
     drive.trains(IDLE_S + 100.0)
     assert drive.plan().changes == ()
-    drive.step(CancelJob(rests))
-    drive.seen(rests, drive.job(rests).epoch, ObservedPhase.ENDED)
+    drive.step(CancelJob(parked))
+    drive.seen(parked, drive.job(parked).epoch, ObservedPhase.ENDED)
     assert drive.grows(number) == 2
 
 
@@ -125,23 +126,23 @@ def test_a_job_grows_onto_idle_gpus_one_at_a_time_as_long_as_it_gains() -> None:
     drive = Planned()
     number = drive.running(elastic(1, 1, 4))
     drive.trains(100.0)
-    assert drive.plan().changes == (), "the GPUs have not been seen idle for long enough"
+    assert drive.plan().changes == (), "the GPUs have not been idle for long enough"
     drive.trains(IDLE_S / 2)
     assert drive.plan().changes == ()
     drive.trains(IDLE_S)
     (change,) = drive.plan().changes
     assert "to be measured with 2" in change.reason
-    drive.goes_on(number)
-    assert drive.plan() == Sizes(next_s=math.inf), "it is measured first"
+    drive.finish_resize(number)
+    assert drive.plan() == Sizes(next_s=math.inf), "the trial has no windows yet"
     drive.trains(100.0)
     found = drive.plan()
     assert [(one.number, one.goal, one.kept) for one in found.findings] == [(number, Goal.GROW, True)]
     assert 1.85 < found.findings[0].gain < 1.95
-    # There are GPUs that have been idle all the while.
+    # The other GPUs have been idle all the time.
     assert [change.kind for change in found.changes] == ["RESIZE"]
 
 
-def test_what_did_not_gain_enough_is_undone_and_not_tried_again() -> None:
+def test_a_growth_that_gains_too_little_is_reverted_and_not_tried_again() -> None:
     drive = Planned(rates={1: 10.0, 2: 12.0, 3: 13.0, 4: 14.0})
     number = drive.running(elastic(1, 1, 4))
     assert drive.grows(number) == 2
@@ -150,44 +151,44 @@ def test_what_did_not_gain_enough_is_undone_and_not_tried_again() -> None:
     (change,) = found.changes
     assert (change.purpose.goal, sum(claim.tasks[0] for claim in change.claims)) == (Goal.GIVE_BACK, 1)
     assert "1.20 times as fast with 2 GPUs, 1 will do" in change.reason
-    drive.goes_on(number)
+    drive.finish_resize(number)
     for _ in range(5):
         drive.trains(IDLE_S)
         assert drive.plan().changes == ()
 
 
-def test_whoever_waits_gets_gpus_at_once_and_no_more_is_given_than_it_needs() -> None:
-    drive, number = as_far_as_it_goes()
-    waits = drive.submit(job_of(2))
+def test_a_pending_job_gets_gpus_at_once_and_no_more_than_it_needs() -> None:
+    drive, number = fully_grown()
+    pending = drive.submit(job_of(2))
     found = drive.plan()
     (change,) = found.changes
-    assert (change.number, change.purpose.goal, change.purpose.job) == (number, Goal.GIVE_BACK, waits)
+    assert (change.number, change.purpose.goal, change.purpose.job) == (number, Goal.GIVE_BACK, pending)
     assert sum(claim.tasks[0] for claim in change.claims) == 2
     assert found.is_giving
     again = drive.plan()
-    assert (again.changes, again.is_giving) == ((), True), "what is on its way is enough"
-    drive.goes_on(number)
-    drive.start(waits)
-    drive.runs(waits)
+    assert (again.changes, again.is_giving) == ((), True), "the GPUs already being given back suffice"
+    drive.finish_resize(number)
+    drive.start(pending)
+    drive.runs(pending)
     assert drive.plan() == Sizes(next_s=math.inf)
     assert drive.state.view.free[0] == 0
 
 
-def test_while_many_wait_everybody_has_as_few_as_it_may() -> None:
-    drive, number = as_far_as_it_goes()
+def test_while_many_jobs_are_pending_every_elastic_job_shrinks_to_its_least_size() -> None:
+    drive, number = fully_grown()
     for _ in range(20):
         drive.submit(job_of(4))
     (change,) = drive.plan().changes
     assert (change.number, sum(claim.tasks[0] for claim in change.claims)) == (number, 1)
 
 
-def test_for_a_gang_that_would_not_fit_all_the_same_nobody_gives_anything() -> None:
-    drive, _ = as_far_as_it_goes()
+def test_no_job_shrinks_for_a_gang_that_would_not_fit_even_so() -> None:
+    drive, _ = fully_grown()
     drive.submit(job_of(4))
     assert drive.plan().changes == ()
 
 
-def test_a_growth_that_is_refused_is_not_asked_for_again_at_once() -> None:
+def test_a_rejected_growth_is_not_proposed_again_at_once() -> None:
     drive = Planned()
     number = drive.running(elastic(1, 1, 4))
     drive.plan()
@@ -199,7 +200,7 @@ def test_a_growth_that_is_refused_is_not_asked_for_again_at_once() -> None:
     assert drive.plan().changes == ()
 
 
-def test_a_growth_that_came_to_nothing_is_not_tried_again_at_once() -> None:
+def test_a_growth_that_failed_is_not_tried_again_at_once() -> None:
     drive = Planned()
     number = drive.running(elastic(1, 1, 4))
     drive.plan()
@@ -211,26 +212,26 @@ def test_a_growth_that_came_to_nothing_is_not_tried_again_at_once() -> None:
     assert drive.plan().changes == ()
 
 
-def test_whose_size_changes_is_left_alone_by_the_pass_that_follows() -> None:
+def test_the_next_stage_does_not_change_a_job_whose_size_changes() -> None:
     sizes = Sizes((Change(1, 1, "RESIZE"),), next_s=5.0)
     found = with_sizes(PlanDraft((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
     assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
     assert found.next_change_s == 5.0
 
 
-def test_who_was_to_change_together_with_one_whose_size_changes_is_left_alone_too() -> None:
+def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() -> None:
     sizes = Sizes((Change(1, 1, "RESIZE"),))
     pack = (Change(1, 1, "CORES", together=2), Change(2, 1, "MOVE", together=2), Change(3, 1, "MOVE", together=4))
     assert [change.number for change in with_sizes(PlanDraft(pack), sizes).changes] == [1, 3]
 
 
-def test_who_is_busy_or_takes_turns_keeps_its_size() -> None:
-    drive, number = as_far_as_it_goes()
+def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:
+    drive, number = fully_grown()
     drive.submit(job_of(2))
     table, room = drive.table(), CapacityIndex(drive.state.view.copy())
-    asked = (BEST_FIT, table, drive.now, room, drive.speeds, drive.growing, IDLE_S)
-    assert [change.number for change in plan_sizes(*asked)[0].changes] == [number]
-    assert plan_sizes(*asked, {number})[0] == Sizes()
+    arguments = (BEST_FIT, table, drive.now, room, drive.speeds, drive.growing, IDLE_S)
+    assert [change.number for change in plan_sizes(*arguments)[0].changes] == [number]
+    assert plan_sizes(*arguments, {number})[0] == Sizes()
     job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
     table.put(job, replace(gang, node_set=1))
-    assert plan_sizes(*asked)[0] == Sizes()
+    assert plan_sizes(*arguments)[0] == Sizes()

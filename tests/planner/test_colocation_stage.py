@@ -1,4 +1,4 @@
-"""Packs beside an order that stops jobs: when running jobs are tried together, how many, and how they come apart."""
+"""Co-location under an order that preempts jobs: when it is tried, for how many jobs, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EVERY_S = 300.0
 LONG_S = 2 * EVERY_S
 
 
-class Packed(Drive):
-    """Two jobs of one device on a node of four, and what the planner makes of them."""
+class Colocated(Drive):
+    """Running jobs of one device each on a node of four, which the stage co-locates."""
 
     def __init__(self, jobs: int = 2) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Packed(Drive):
         self.found: tuple[TrialFinding, ...] = ()
 
     def wait_for(self, gpus: int, seconds: float = LONG_S + 1.0) -> int:
-        """Somebody has for so long."""
+        """Submit a job and let it be pending for this time."""
         number = self.submit(small(gpus))
         self.now += seconds
         return number
@@ -50,7 +50,7 @@ class Packed(Drive):
         return table
 
     def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
-        """What is proposed, and what of it was approved is remembered."""
+        """Return the kinds and jobs of the changes that the master has approved."""
         before, view = self.packing, self.state.view.copy()
         changes, self.packing, self.found = plan_packing(
             before, BEST_FIT, self.table(), CapacityIndex(view), self.now, seen or Measured(), 32, EVERY_S, kept_out
@@ -74,7 +74,7 @@ class Packed(Drive):
         return Measured(dict.fromkeys((host, guest), rates), {host: frozenset({guest}), guest: frozenset({host})})
 
     def kept(self) -> tuple[int, int]:
-        """A pack that was tried and pays: host and guest."""
+        """Return host and guest of a co-location whose trial is kept."""
         self.plan()
         (pack,) = self.packing.packs.packs
         host, guest = pack.numbers
@@ -84,9 +84,9 @@ class Packed(Drive):
         return host, guest
 
 
-def test_nobody_is_packed_before_somebody_has_waited_for_long() -> None:
-    drive = Packed()
-    assert drive.plan() == [], "nobody waits"
+def test_no_jobs_are_co_located_before_a_job_has_been_pending_for_long() -> None:
+    drive = Colocated()
+    assert drive.plan() == [], "no job is pending"
     drive.wait_for(4, LONG_S - 1.0)
     assert drive.plan() == []
     drive.now += 2.0
@@ -94,20 +94,20 @@ def test_nobody_is_packed_before_somebody_has_waited_for_long() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "packs"), [(1, 1), (2, 2), (4, 2)])
-def test_no_more_are_packed_than_leave_what_is_wanted(gpus: int, packs: int) -> None:
-    drive = Packed(jobs=4)
+def test_only_as_many_jobs_are_co_located_as_free_the_missing_devices(gpus: int, packs: int) -> None:
+    drive = Colocated(jobs=4)
     drive.wait_for(gpus)
     assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
 
 
-def test_nobody_is_packed_for_one_who_finds_room_as_it_is() -> None:
-    drive = Packed(jobs=3)
+def test_no_jobs_are_co_located_for_a_job_that_fits_on_free_devices() -> None:
+    drive = Colocated(jobs=3)
     drive.wait_for(1)
     assert drive.plan() == []
 
 
-def test_a_guest_that_makes_too_little_waits_in_line_with_its_state_on_storage() -> None:
-    drive = Packed()
+def test_a_guest_that_is_too_slow_is_parked_at_checkpoint_and_queued() -> None:
+    drive = Colocated()
     drive.wait_for(4)
     drive.plan()
     (pack,) = drive.packing.packs.packs
@@ -116,19 +116,19 @@ def test_a_guest_that_makes_too_little_waits_in_line_with_its_state_on_storage()
     assert drive.plan(drive.together(slow)) == [("SUSPEND", pack.guest)]
     assert [one.kept for one in drive.found] == [False, False]
     assert drive.packing.packs.packs == ()
-    assert drive.packing.packs.on_trial == frozenset(), "its host is nobody's to look after"
+    assert drive.packing.packs.on_trial == frozenset(), "its host is not under trial any more"
     gang = drive.state.gangs[drive.job(pack.guest).epoch]
     assert gang.park_level is SuspendLevel.CHECKPOINT
     drive.now += LONG_S
-    assert drive.plan() == [("CORES", pack.numbers[0])], "the same two are not tried again at once"
+    assert drive.plan() == [("CORES", pack.numbers[0])], "the same pair is not tried again at once"
 
 
-def test_while_nobody_waits_who_is_in_a_pack_goes_to_devices_of_its_own_and_its_host_gets_its_cores_back() -> None:
-    drive = Packed()
+def test_when_the_queue_is_empty_a_guest_moves_to_its_own_devices_and_its_host_regains_its_cores() -> None:
+    drive = Colocated()
     waiting = drive.wait_for(4)
     before = drive.state.gangs[drive.job(drive.running[0]).epoch].claims[0].millicores
     host, guest = drive.kept()
-    assert drive.plan(drive.together(SLOWER)) == [], "somebody waits"
+    assert drive.plan(drive.together(SLOWER)) == [], "a job is pending"
     drive.step(CancelJob(waiting))
     assert drive.plan(drive.together(SLOWER)) == [("MOVE", guest)]
     assert drive.packing.packs.packs == ()
@@ -136,15 +136,15 @@ def test_while_nobody_waits_who_is_in_a_pack_goes_to_devices_of_its_own_and_its_
     places = [drive.state.gangs[drive.job(number).epoch].claims[0] for number in (host, guest)]
     assert places[0].device_mask & places[1].device_mask == 0
     assert [place.shared_mask for place in places] == [0, 0]
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) < float("inf"), "the host has half of its cores yet"
+    assert drive.packing.next_look_s(drive.table(), EVERY_S) < float("inf"), "the host still has half of its cores"
     assert drive.plan() == [("CORES", host)]
     drive.plan()
     assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
     assert sum(drive.state.gangs[drive.job(host).epoch].claims[0].millicores) == sum(before)
 
 
-def test_where_nothing_is_free_they_stay_together_though_nobody_waits() -> None:
-    drive = Packed()
+def test_jobs_stay_co_located_while_no_device_is_free_although_the_queue_is_empty() -> None:
+    drive = Colocated()
     waiting = drive.wait_for(4)
     drive.kept()
     drive.step(CancelJob(waiting))
@@ -153,8 +153,8 @@ def test_where_nothing_is_free_they_stay_together_though_nobody_waits() -> None:
     assert len(drive.packing.packs.packs) == 1
 
 
-def test_whose_time_is_limited_is_not_slowed_down() -> None:
-    drive = Packed()
+def test_a_job_with_a_time_limit_is_not_co_located() -> None:
+    drive = Colocated()
     job = drive.job(drive.running[0])
     drive.state.put_job(replace(job, spec=replace(job.spec, time_limit_seconds=3600.0)))
     drive.wait_for(4)
@@ -162,16 +162,16 @@ def test_whose_time_is_limited_is_not_slowed_down() -> None:
 
 
 @pytest.mark.parametrize(("can", "packs"), [("CHECKPOINT", 1), ("OFFLOAD", 0)])
-def test_who_can_be_stopped_may_be_packed_whether_it_rests_in_memory_or_not(can: str, packs: int) -> None:
-    drive = Packed()
+def test_a_job_may_be_co_located_if_it_can_be_parked_at_checkpoint(can: str, packs: int) -> None:
+    drive = Colocated()
     known = Capabilities(pause=True, offload=can == "OFFLOAD", checkpoint=can == "CHECKPOINT", known=True)
     drive.state.put_job(replace(drive.job(drive.running[0]), capabilities=known))
     drive.wait_for(4)
     assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
 
 
-def test_a_move_that_was_refused_was_not_tried() -> None:
-    drive = Packed()
+def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
+    drive = Colocated()
     drive.wait_for(4)
     before, view = drive.packing, drive.state.view.copy()
     changes, packing, _ = plan_packing(
@@ -182,8 +182,8 @@ def test_a_move_that_was_refused_was_not_tried() -> None:
     assert len(packing.without(before, frozenset()).packs.packs) == 1
 
 
-def test_it_is_looked_often_while_packs_are_measured_and_never_where_there_is_nothing_to_look_at() -> None:
-    drive = Packed()
+def test_passes_are_frequent_during_a_trial_and_absent_without_jobs_to_co_locate() -> None:
+    drive = Colocated()
     assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
     drive.wait_for(4)
     assert drive.packing.next_look_s(drive.table(), EVERY_S) < drive.now
@@ -195,8 +195,8 @@ def test_it_is_looked_often_while_packs_are_measured_and_never_where_there_is_no
     assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 600.0, "it changed nothing"
 
 
-def test_a_guest_keeps_the_memory_that_it_runs_with() -> None:
-    drive = Packed(jobs=1)
+def test_a_guest_keeps_the_host_memory_that_it_runs_with() -> None:
+    drive = Colocated(jobs=1)
     (role,) = small().roles
     unnamed = replace(small(), roles=(replace(role, shape=replace(role.shape, memory_bytes=0)),))
     guest = drive.run(unnamed)
@@ -209,21 +209,21 @@ def test_a_guest_keeps_the_memory_that_it_runs_with() -> None:
     assert claim.memory_bytes == held
 
 
-def test_nobody_is_packed_for_one_whom_no_device_would_help() -> None:
+def test_no_jobs_are_co_located_for_a_job_that_no_free_device_would_start() -> None:
     for spec in (replace(small(4), device_type="another"), small(40)):
-        drive = Packed()
+        drive = Colocated()
         number = drive.submit(small(4))
         drive.state.put_job(replace(drive.job(number), spec=spec))
         drive.now += 2 * LONG_S
         assert drive.plan() == []
-    drive = Packed()
+    drive = Colocated()
     refused = drive.wait_for(4)
     assert drive.plan(kept_out=ExcludedJobs(not_started=frozenset({refused}))) == []
     assert drive.plan() != []
 
 
-def test_nobody_is_slowed_down_for_one_of_a_lower_priority_or_put_beside_one_of_another() -> None:
-    drive = Packed()
+def test_no_job_is_co_located_for_a_lower_priority_or_with_a_job_of_another_priority() -> None:
+    drive = Colocated()
     for number in drive.running:
         drive.state.put_job(replace(drive.job(number), spec=replace(drive.job(number).spec, priority=10)))
     drive.wait_for(4)
@@ -235,16 +235,16 @@ def test_nobody_is_slowed_down_for_one_of_a_lower_priority_or_put_beside_one_of_
     assert drive.plan() != []
 
 
-def test_whose_time_is_limited_later_leaves_its_pack() -> None:
-    drive = Packed()
+def test_a_co_location_ends_when_one_of_its_jobs_gets_a_time_limit() -> None:
+    drive = Colocated()
     drive.wait_for(4)
     host, guest = drive.kept()
     drive.state.put_job(replace(drive.job(host), spec=replace(drive.job(host).spec, time_limit_seconds=3600.0)))
     assert drive.plan(drive.together(SLOWER)) == [("SUSPEND", guest)]
 
 
-def test_where_a_pack_would_be_refused_again_another_is_tried() -> None:
-    drive = Packed(jobs=4)
+def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
+    drive = Colocated(jobs=4)
     drive.wait_for(1)
     changes, packing, _ = plan_packing(
         drive.packing,
@@ -265,8 +265,8 @@ def test_where_a_pack_would_be_refused_again_another_is_tried() -> None:
     assert for_long.packs.packs == ()
 
 
-def test_nobody_comes_to_a_node_that_takes_no_gangs() -> None:
-    drive = Packed()
+def test_no_job_migrates_to_an_unavailable_node() -> None:
+    drive = Colocated()
     drive.wait_for(4)
     view = drive.state.view.copy()
     view.available[view.slots["n1"]] = False
@@ -277,8 +277,8 @@ def test_nobody_comes_to_a_node_that_takes_no_gangs() -> None:
     assert packing.packs.tried == 0
 
 
-def test_however_short_the_interval_is_time_passes_between_two_looks() -> None:
-    drive = Packed()
+def test_passes_keep_a_least_interval_however_often_plans_are_made() -> None:
+    drive = Colocated()
     drive.wait_for(4)
     drive.plan()
     assert drive.packing.next_look_s(drive.table(), 0.0) > drive.packing.looked_s
