@@ -73,7 +73,7 @@ def test_a_used_lease_causes_no_wake_up(policy: str) -> None:
 def looked_for_in_the_whole_window(state: State, now: float) -> float | None:
     """The naive twin of `queue.next_time`."""
     passed = [
-        placement_leases._asked_again(state, number)
+        placement_leases._next_lease_at(state, number)
         for number in placement_leases._window(state)
         if number in state.passed
     ]
