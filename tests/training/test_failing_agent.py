@@ -33,7 +33,7 @@ FAILING = {
     "the first look at a script": "ganger.training.unmodified_script.UnmodifiedScript._examine",
     "finding what is trained": "ganger.training.object_discovery.Discovery.training",
     "counting bytes": "ganger.training.state_keeper._live_tensors",
-    "publishing": "ganger.training.progress_reporter.Progress.publish",
+    "publishing": "ganger.training.progress_reporter.ProgressReporter.publish",
     "a boundary": "ganger.injob.order_handler.Obedience.attend",
     "the place of a fetch": "ganger.training.loops.fetch_place",
     "the place of a loop": "ganger.training.loops.places",
