@@ -116,7 +116,7 @@ def test_killed_while_its_job_waits_it_is_replaced_by_the_default(cluster: Clust
     [
         ("nowhere:Class", "No module named 'nowhere'"),
         ("schedulers:Missing", "has no attribute 'Missing'"),
-        ("schedulers:Turn", "does not derive from ganger.scheduling.JobScheduler"),
+        ("schedulers:PlacementLease", "does not derive from ganger.scheduling.JobScheduler"),
         ("broken:Any", "RuntimeError: wrong on line 2, in"),
         ("schedulers", "'schedulers' is not module:Class"),
     ],
