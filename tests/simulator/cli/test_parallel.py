@@ -1,4 +1,4 @@
-"""Runs in processes of their own: a run that dies is named, and no process outlives who asked for it."""
+"""Runs in processes of their own: a run that dies is named, and no process outlives its caller."""
 
 from __future__ import annotations
 
