@@ -54,6 +54,7 @@ check: $(STAMP) ## lint, types, import contracts, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
+	@PYTHONPATH=tools $(BIN)/python -m guards.import_circles
 
 $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs

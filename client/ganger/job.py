@@ -1,18 +1,14 @@
-"""A handle on one job: ask how it fares, wait for it, read its logs, suspend, resume, move and cancel it."""
+"""A handle on one job: refresh it, wait for it, read its logs, suspend, resume, move and cancel it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ganger.job_state import JobState as JobState
-from ganger.v1 import job_pb2
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ganger.client import Client
+from ganger.v1 import job_pb2, job_service_pb2
 
 FINISHED = frozenset(
     {job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_STOPPED}
@@ -29,11 +25,39 @@ class JobFailedError(Exception):
         self.message = message
 
 
-class Job:
-    """What a submission returns. Properties ask the master; `message` is the job as last seen; `scheduler_log` is where
-    the job scheduler started with the submission writes, if it was."""
+class JobCalls(Protocol):
+    """Calls to the master about one job, as `Client` has them. `job`: its name or number."""
 
-    def __init__(self, client: Client, message: job_pb2.Job, *, scheduler_log: Path | None = None) -> None:
+    def get_job(self, job: str | int) -> job_pb2.Job: ...
+
+    def watch_job(self, job: str | int) -> Iterator[job_pb2.Job]: ...
+
+    def read_log(
+        self, job: str | int, rank: int = 0, offset: int = 0, *, follow: bool = False
+    ) -> Iterator[job_service_pb2.LogChunk]: ...
+
+    def update(self, job: str | int, **changes: Any) -> job_pb2.Job: ...
+
+    def cancel_job(self, job: str | int, reason: str = "") -> job_pb2.Job: ...
+
+    def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job: ...
+
+    def resume_job(self, job: str | int) -> job_pb2.Job: ...
+
+    def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job: ...
+
+    def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job: ...
+
+    def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job: ...
+
+    def repin_job(self, job: str | int) -> job_pb2.Job: ...
+
+
+class Job:
+    """A submitted job. Properties call the master; `message` is the job as last received; `scheduler_log` is the log
+    file of the job scheduler that was started with the submission, if one was."""
+
+    def __init__(self, client: JobCalls, message: job_pb2.Job, *, scheduler_log: Path | None = None) -> None:
         self._client = client
         self.message = message
         self.scheduler_log = scheduler_log

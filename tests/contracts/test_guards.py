@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from guards.class_names import repeated_classes, repeated_in, report
+from guards.import_circles import circles
+from guards.import_circles import report as circle_report
 from guards.module_map import faults_of, module_of, moves_of
 from guards.person_words import allowed_lines, person_words, stale_lines, without_people
 
@@ -34,6 +36,18 @@ def test_only_tracked_files_without_generated_code_are_read(tmp_path: Path) -> N
     subprocess.run(["git", "add", "client/one.py", "client/one_pb2.py", "tests/two.py"], cwd=tmp_path, check=True)
     assert repeated_in(tmp_path, ("client",)) == {}
     assert [place.file for place in repeated_in(tmp_path, ())["Job"]] == ["client/one.py", "tests/two.py"]
+
+
+def test_modules_that_import_each_other_through_a_third_are_one_circle() -> None:
+    imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g", "a"}, "g": {"f"}}
+    assert circles(imports) == [frozenset("abc"), frozenset("fg")]
+
+
+def test_a_known_circle_is_no_fault_until_it_is_gone() -> None:
+    circle = frozenset({"a", "b"})
+    assert circle_report([circle], frozenset({circle})) == "circles of imports: 1, of which 1 are known"
+    assert "circle of imports: a, b" in circle_report([circle], frozenset())
+    assert "delete it from KNOWN_CIRCLES: a, b" in circle_report([], frozenset({circle}))
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,12 @@ def _never_attend(step: int, now: int) -> Known:
     return 0, 0, 0, now + (1 << 62)
 
 
+def failure_text(problem: Exception) -> str:
+    """Return one line for the user about a failure of the agent."""
+    lines = str(problem).strip().splitlines()
+    return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
+
+
 _live: weakref.WeakSet[Control] = weakref.WeakSet()
 
 

@@ -90,7 +90,7 @@ def _hook() -> None:
 def _stand_aside(problem: Exception) -> None:
     """Report a failure of the agent before it has a control, and do nothing else. A rank with a state to bring back is
     ended: it would train from its first step."""
-    from ganger.injob.control import Control
+    from ganger.injob.control import Control, failure_text
     from ganger.injob.page import Opaque
 
     try:
@@ -105,12 +105,6 @@ def _stand_aside(problem: Exception) -> None:
             control.close()
     except Exception as unreadable:
         print(f"ganger: this process runs without control: {unreadable}", file=sys.stderr)
-
-
-def failure_text(problem: Exception) -> str:
-    """Return one line for people about a failure of the agent."""
-    lines = str(problem).strip().splitlines()
-    return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
 
 
 def _ended_too_early() -> None:

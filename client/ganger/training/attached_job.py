@@ -15,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from ganger.injob import metrics
-from ganger.injob.control import Control
+from ganger.injob.control import Control, failure_text
 from ganger.injob.page import Capability, Opaque, PagePhase, Word
 from ganger.training import agent, child_training
 from ganger.training.device_model import tell
@@ -89,7 +89,7 @@ def _start_carefully(job: TrainingJob, control: Control) -> None:
         job._start(control)
     except Exception as problem:
         if control.restore is not None:
-            control.give_up_restore(f"cannot restore: {agent.failure_text(problem)}")
+            control.give_up_restore(f"cannot restore: {failure_text(problem)}")
         job.step_aside(problem)
 
 
@@ -200,7 +200,7 @@ class TrainingJob:
 
     def step_aside(self, problem: Exception) -> None:
         """Obey no order from now on, after a failure of the agent; training goes on."""
-        text = agent.failure_text(problem)
+        text = failure_text(problem)
         tell(f"{text}; training goes on")
         if self._control is not None:
             self._is_aside = True
@@ -423,7 +423,7 @@ class TrainingJob:
             try:
                 why_not = why_not_replicated(self._training)
             except Exception as problem:
-                why_not = agent.failure_text(problem)
+                why_not = failure_text(problem)
             if why_not:
                 tell(f"this job cannot go on with another number of ranks: {why_not}")
                 return

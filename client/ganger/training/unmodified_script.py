@@ -19,9 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.control import Control
+from ganger.injob.control import Control, failure_text
 from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, PagePhase
-from ganger.training import agent
 from ganger.training.device_model import tell
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.object_discovery import Discovery
@@ -115,7 +114,7 @@ class UnmodifiedScript:
     def step_aside(self, problem: Exception) -> None:
         """Let training go on without the agent, after a failure of the agent. A script on its way back to a state is
         ended instead: it would train from a wrong one."""
-        text = agent.failure_text(problem)
+        text = failure_text(problem)
         if self._going_back:
             self._give_up_replay(text)
         print(f"ganger: {text}; training goes on", file=sys.stderr, flush=True)
@@ -301,7 +300,7 @@ class UnmodifiedScript:
             self.note_reason(str(error))
         except Exception as problem:
             can_offload = False
-            self.note_reason(agent.failure_text(problem))
+            self.note_reason(failure_text(problem))
         if not training.models:
             can_offload = False
             self.note_reason("it has no torch.nn.Module")
@@ -361,7 +360,7 @@ class UnmodifiedScript:
         except StateNotSupportedError as error:
             self.note_reason(str(error))
         except Exception as problem:
-            self.note_reason(agent.failure_text(problem))
+            self.note_reason(failure_text(problem))
 
     def _is_mixed(self, loop: Loop) -> bool:
         return any(other is not None and other is not loop and other.is_being_read for other in self._living())
