@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ganger.injob.page import now_ns
+from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
-from ganger_daemon.core.rotation import SWITCHES_PER_QUANTUM
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
 from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
-from ganger_daemon.core.orders import PartPhase
-from ganger_daemon.core.rotation import Position, SliceMember, SliceSwitch
+from ganger.protocol.slice_rotation import SliceMember, SlicePosition, SliceSwitch
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.node.slice_rotation import Rotation, member_from_wire, state_to_wire
 
 SAID = SliceMember(
-    Position(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, regular_row=1),
+    SlicePosition(SliceSwitch(2, 5), 3, 1, {7: SliceSwitch(2, 4)}, regular_row=1),
     known_version=4,
     started=True,
     alive=frozenset({7, 8}),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.core.orders import PartPhase
-from ganger_daemon.core.rotation import Position, SliceSwitch
+from ganger.protocol.slice_rotation import SlicePosition, SliceSwitch
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.desired_messages import wanted_of
 from ganger_daemon.node.slice_rotation import LocalTimesliceGroup, Rotation, order_to_wire
 
@@ -59,7 +59,7 @@ def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -
     rows = [agent_pb2.Row(epochs=[7]), agent_pb2.Row(epochs=[8])]
     rotation.set_desired([agent_pb2.DesiredRows(node_set=9, version=1, rows=rows, set_epoch=1)])
     rotation.confirm_begun()
-    order = order_to_wire(9, Position(SliceSwitch(1, 1), 1, 0, {8: SliceSwitch(1, 1)}))
+    order = order_to_wire(9, SlicePosition(SliceSwitch(1, 1), 1, 0, {8: SliceSwitch(1, 1)}))
     asyncio.run(rotation.receive_order(order))
     switched()
     rotation.follow()

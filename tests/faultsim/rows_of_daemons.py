@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from faultsim.node_daemon import SimDaemon
 from faultsim.rank_processes import Doing, Ranks
-from ganger_daemon.core import orders, slice_orders
-from ganger_daemon.core import rotation as core
-from ganger_daemon.core.orders import DesiredOrder, OrderKey, ParkLevel
-from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
-from ganger_daemon.core.slice_orders import GangSlice, agreement
+from ganger.protocol import gang_orders
+from ganger.protocol import slice_rotation as core
+from ganger.protocol.gang_orders import DesiredOrder, GangSlice, OrderKey, ParkLevel, agreement
+from ganger.protocol.slice_rotation import NO_ROW, SliceMatrix, SliceMember, SlicePosition, SliceSwitch
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.desired_state import DesiredGang, DesiredRows
 from ganger_master.core.model import GangIntent, SuspendLevel
@@ -26,8 +25,8 @@ class Standing:
     daemon."""
 
     number: int
-    position: Position = field(default_factory=Position)
-    matrices: dict[int, Rows] = field(default_factory=dict)
+    position: SlicePosition = field(default_factory=SlicePosition)
+    matrices: dict[int, SliceMatrix] = field(default_factory=dict)
     known: int = 0
     ordered_at: float = 0.0
     started_at: float | None = None
@@ -35,11 +34,11 @@ class Standing:
     asked_at: float = 0.0
 
     @property
-    def newest(self) -> Rows:
+    def newest(self) -> SliceMatrix:
         return self.matrices[max(self.matrices)]
 
     @property
-    def active(self) -> Rows | None:
+    def active(self) -> SliceMatrix | None:
         return self.matrices.get(self.position.version)
 
     @property
@@ -64,7 +63,7 @@ class DaemonTurns:
             if standing is None:
                 standing = self.sets[rows.node_set] = self._new_standing(rows.node_set)
             matrix = rows.matrix
-            standing.matrices[matrix.version] = Rows(
+            standing.matrices[matrix.version] = SliceMatrix(
                 matrix.version,
                 matrix.rows,
                 matrix.quantum_seconds,
@@ -85,7 +84,7 @@ class DaemonTurns:
 
     def waits(self, ranks: Ranks) -> bool:
         standing = self._set_of(ranks)
-        return standing is not None and not core.runs(standing.position, standing.active, ranks.order.epoch)
+        return standing is not None and not core.is_running(standing.position, standing.active, ranks.order.epoch)
 
     def share_paused(self, one: Ranks, two: Ranks) -> bool:
         standing = self._set_of(one)
@@ -126,7 +125,7 @@ class DaemonTurns:
             if standing.started_at is None and all(map(self._has_begun, turn)):
                 standing.started_at = self.daemon.engine.now
 
-    def heard(self, number: int, order: Position | None) -> SliceMember | None:
+    def heard(self, number: int, order: SlicePosition | None) -> SliceMember | None:
         standing = self.sets.get(number)
         if standing is None or not self.daemon.is_up:
             return None
@@ -180,7 +179,7 @@ class DaemonTurns:
 
         network.send(asked)
 
-    def _order(self, standing: Standing, position: Position) -> None:
+    def _order(self, standing: Standing, position: SlicePosition) -> None:
         standing.position = position
         standing.matrices = {v: rows for v, rows in standing.matrices.items() if v >= position.version}
         standing.ordered_at, standing.started_at, standing.asked_at = self.daemon.engine.now, None, 0.0
@@ -194,7 +193,7 @@ class DaemonTurns:
         if told.intent is GangIntent.STOP or (standing is None and ranks.switch == (0, 0)):
             return
         obeyed = _wanted(ranks.order, ranks.switch)
-        wanted = slice_orders.next_order(
+        wanted = gang_orders.next_order(
             _wanted(told, (0, 0)),
             obeyed,
             None if standing is None else _turn_of(standing, told.epoch),
@@ -242,7 +241,7 @@ class DaemonTurns:
         )
 
     def _is_blocked(self, standing: Standing, ranks: Ranks) -> bool:
-        in_turn = core.runs(standing.position, standing.active, ranks.order.epoch)
+        in_turn = core.is_running(standing.position, standing.active, ranks.order.epoch)
         return in_turn and not self._has_begun(ranks) and self.daemon.physics.is_blocked(ranks)
 
     @staticmethod
@@ -276,7 +275,7 @@ class DaemonTurns:
         """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
         mine = agreement(number, SliceSwitch()) >> 40
         switches = [SliceSwitch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
-        position = Position(max(switches, default=SliceSwitch()))
+        position = SlicePosition(max(switches, default=SliceSwitch()))
         return Standing(number, position, ordered_at=self.daemon.engine.now)
 
 
@@ -294,7 +293,7 @@ def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> DesiredOrder:
     return DesiredOrder(
         desired.uid,
         OrderKey(desired.epoch, desired.master_sequence, *switch),
-        orders.OrderIntent[desired.intent.name],
+        gang_orders.OrderIntent[desired.intent.name],
         ParkLevel(desired.level if desired.intent is GangIntent.PARK else SuspendLevel.NONE),
         desired.stop_sequence,
     )

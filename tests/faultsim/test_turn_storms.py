@@ -13,7 +13,7 @@ from faultsim.rank_processes import OPAQUE
 from faultsim.rows_of_daemons import DaemonTurns, Standing
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
-from ganger_daemon.core.rotation import Position
+from ganger.protocol.slice_rotation import SlicePosition
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
 
@@ -32,7 +32,7 @@ class Counted(DaemonTurns):
 
     storm: Storm
 
-    def _order(self, standing: Standing, position: Position) -> None:
+    def _order(self, standing: Standing, position: SlicePosition) -> None:
         self.storm.switches += standing.newest.leader == self.daemon.name
         super()._order(standing, position)
 

@@ -22,7 +22,7 @@ from ganger_daemon.checkpoints.layout import (
     read_manifest,
 )
 from ganger_daemon.checkpoints.manifest import Described, describe_shard
-from ganger_daemon.core.orders import FoundCheckpoint
+from ganger_daemon.core.outcomes import FoundCheckpoint
 from ganger_daemon.node.safe_files import open_plain
 
 # More than a job keeps; a job may have filled its directory with others.

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ganger.protocol.execution_lease import must_be_frozen
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 
 EXIT_YIELDED = 75
 EXIT_FENCED = 76

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .orders import DesiredOrder, OrderIntent, OrderKey
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey
 
 GangId = tuple[str, int]
 """(job uid, epoch)."""

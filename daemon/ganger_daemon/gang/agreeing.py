@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import CHECKPOINT_BIT
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartPhase
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.core.relay import merge_all
 from ganger_daemon.gang.boundary_relay import Hub, Link, Peers, RelayMessage, to_wire
 from ganger_daemon.gang.checkpointing import Saving

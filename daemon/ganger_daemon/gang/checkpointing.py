@@ -16,12 +16,13 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
 from ganger_daemon.checkpoints.manifest import ShardReport
 from ganger_daemon.core import escalation
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.failpoints import hit
 from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details

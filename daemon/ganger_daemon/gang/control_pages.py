@@ -25,10 +25,10 @@ from ganger.injob.page import (
     now_ns,
 )
 from ganger.protocol.execution_lease import expired
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.checkpoints.layout import unfinished_template
 from ganger_daemon.core.gang_judgement import Rank
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.failpoints import hit
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId

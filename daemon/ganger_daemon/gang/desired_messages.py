@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 from ganger.v1 import job_pb2
 from google.protobuf import json_format
-
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 
 DEFAULT_GRACE_SECONDS = 10.0
 

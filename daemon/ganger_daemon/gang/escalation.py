@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ganger.injob.page import now_ns
 from ganger.protocol.execution_lease import expired
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.exit_watcher import Deaths
 from ganger_daemon.node.directories import GangPaths

@@ -18,18 +18,11 @@ from ganger.injob import metrics
 from ganger.injob.launcher.client import LauncherError
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import PageError, now_ns
+from ganger.protocol.gang_orders import OrderIntent, OrderKey, ParkLevel, hastened
 
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import next_look
-from ganger_daemon.core.orders import (
-    OrderIntent,
-    OrderKey,
-    ParkLevel,
-    PartOutcome,
-    PartOutcomeKind,
-    PartPhase,
-    hastened,
-)
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.failpoints import hit
 from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.adoption import find_ranks, recall_master_desired, recall_notes, recall_wanted_checkpoints

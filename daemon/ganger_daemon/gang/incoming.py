@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from ganger.agent.v1 import agent_pb2
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import Arrival, RankTransfer
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart

@@ -15,12 +15,13 @@ import psutil
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import Capability, PageProgress, now_ns
+from ganger.protocol.gang_orders import ParkLevel
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
 from ganger_daemon.core import stall_detection as core
 from ganger_daemon.core.gang_judgement import RankPhase, is_opaque
-from ganger_daemon.core.orders import FoundCheckpoint, ParkLevel, PartOutcome, PartPhase
+from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcome, PartPhase
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import order_key_to_wire
 

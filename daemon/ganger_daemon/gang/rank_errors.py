@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ganger.protocol.gang_orders import OrderKey
+
 from ganger_daemon.checkpoints.layout import free_bytes
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.orders import OrderKey
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.node.directories import GangPaths

@@ -17,10 +17,10 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.gang_pages import page_path
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Word
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.cgroups.contract import Variant
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.arrival import RankTransfer
 from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import resources_pb2
 from google.protobuf import json_format
 
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.core.reconcile import (
     Absence,
     Action,

@@ -26,7 +26,7 @@ from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.manifest import Shard, ShardReport
-from ganger_daemon.core.orders import PartPhase
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.boundary_relay import Link, RelayMessage, from_wire
 from ganger_daemon.node.safe_files import read_json
 

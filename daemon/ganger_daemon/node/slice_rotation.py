@@ -1,8 +1,8 @@
 """Time slicing on this node: leads the time-slice groups of this node, and lets each of its gangs run or parks it.
 
-The decisions are in `core.rotation`. An order is noted before it is obeyed, so a restarted daemon continues from there,
-with or without a master. Whatever is ordered, a gang runs on its devices only once this daemon has seen the others off
-them.
+The decisions are in `ganger.protocol.slice_rotation`. An order is noted before it is obeyed, so a restarted daemon
+continues from there, with or without a master. Whatever is ordered, a gang runs on its devices only once this daemon
+has seen the others off them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger.protocol import gang_orders
+from ganger.protocol import slice_rotation as core
+from ganger.protocol.gang_orders import DesiredOrder, GangSlice, OrderIntent, ParkLevel
+from ganger.protocol.slice_rotation import NO_ROW, SliceMatrix, SliceMember, SlicePosition, SliceSwitch
 from ganger.wire.errors import NodeSetNotFound
 from google.protobuf import json_format
 
-from ganger_daemon.core import rotation as core
-from ganger_daemon.core import slice_orders
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, ParkLevel, PartPhase
-from ganger_daemon.core.rotation import NO_ROW, Position, Rows, SliceMember, SliceSwitch
-from ganger_daemon.core.slice_orders import GangSlice
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.desired_messages import wanted_of, with_order
 from ganger_daemon.node.node_context import NodeContext
@@ -50,7 +50,7 @@ class LocalTimesliceGroup:
     """State of a time-slice group on this node. Times are seconds of one monotonic clock."""
 
     number: int
-    position: Position = field(default_factory=Position)
+    position: SlicePosition = field(default_factory=SlicePosition)
     matrices: dict[int, agent_pb2.DesiredRows] = field(default_factory=dict)
     # Newest version whose gangs have all begun here; zero until this daemon has received a desired set.
     known_version: int = 0
@@ -68,15 +68,15 @@ class LocalTimesliceGroup:
     request: asyncio.Task[None] | None = None
 
     @property
-    def rows(self) -> dict[int, Rows]:
+    def rows(self) -> dict[int, SliceMatrix]:
         return {version: _rows_of(message) for version, message in self.matrices.items()}
 
     @property
-    def newest(self) -> Rows:
+    def newest(self) -> SliceMatrix:
         return _rows_of(self.matrices[max(self.matrices)])
 
     @property
-    def active(self) -> Rows | None:
+    def active(self) -> SliceMatrix | None:
         message = self.matrices.get(self.position.version)
         return None if message is None else _rows_of(message)
 
@@ -144,12 +144,12 @@ class Rotation:
     def governs(self, gang: LocalGang, told: DesiredOrder) -> bool:
         """Return whether an order of the master for a gang here waits for the begin or end of a slice."""
         takes_turns = self._group_of(gang.desired.epoch) is not None or gang.wanted.order.is_by_rotation
-        return gang.launched and takes_turns and slice_orders.may_wait_for_slice(told)
+        return gang.launched and takes_turns and gang_orders.may_wait_for_slice(told)
 
     def wait_reason(self, gang: LocalGang) -> str:
         """Return what slice the launch of a gang waits for; empty if it need not wait for one."""
         group = self._group_of(gang.desired.epoch)
-        if group is None or core.runs(group.position, group.active, gang.desired.epoch):
+        if group is None or core.is_running(group.position, group.active, gang.desired.epoch):
             return ""
         return f"its turn in nodeSets/{group.number}"
 
@@ -286,13 +286,13 @@ class Rotation:
 
     # -- obeying ------------------------------------------------------------------------------------------------------
 
-    def _follow_order(self, group: LocalTimesliceGroup, order: Position) -> None:
+    def _follow_order(self, group: LocalTimesliceGroup, order: SlicePosition) -> None:
         position = core.obey(group.position, order, group.rows, group.newest.set_epoch)
         if position is not group.position:
             self._order(group, position)
             self.news()
 
-    def _order(self, group: LocalTimesliceGroup, position: Position) -> None:
+    def _order(self, group: LocalTimesliceGroup, position: SlicePosition) -> None:
         """Note an order, then obey it."""
         former = group.position
         group.position = position
@@ -320,7 +320,7 @@ class Rotation:
     def _follow_gang(self, gang: LocalGang, group: LocalTimesliceGroup | None) -> None:
         if not gang.launched or gang.stop_wanted or gang.phase is PartPhase.ENDED:
             return
-        wanted = slice_orders.next_order(
+        wanted = gang_orders.next_order(
             wanted_of(gang.master_desired),
             gang.wanted,
             None if group is None else _slice_of(group, gang.desired.epoch),
@@ -333,7 +333,9 @@ class Rotation:
 
     def _look_at_start(self, group: LocalTimesliceGroup) -> None:
         """Record the time when all gangs of the row step, and the duration of the switch before it."""
-        turn = [gang for gang in self._members(group) if core.runs(group.position, group.active, gang.desired.epoch)]
+        turn = [
+            gang for gang in self._members(group) if core.is_running(group.position, group.active, gang.desired.epoch)
+        ]
         group.launches = group.launches or any(not gang.launched or not gang.has_stepped for gang in turn)
         if group.started_at is None and all(map(_has_begun, turn)):
             group.started_at = time.monotonic()
@@ -372,7 +374,7 @@ class Rotation:
         )
 
     def _is_blocked(self, group: LocalTimesliceGroup, gang: LocalGang) -> bool:
-        in_turn = core.runs(group.position, group.active, gang.desired.epoch)
+        in_turn = core.is_running(group.position, group.active, gang.desired.epoch)
         return in_turn and not _has_begun(gang) and bool(self._gangs.blocked_by(gang))
 
     def _members(self, group: LocalTimesliceGroup) -> list[LocalGang]:
@@ -388,9 +390,9 @@ class Rotation:
         switches = [
             SliceSwitch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence)
             for gang in self._gangs.all()
-            if slice_orders.agreement(number, SliceSwitch()) >> 40 == gang.wanted.stop_sequence >> 40
+            if gang_orders.agreement(number, SliceSwitch()) >> 40 == gang.wanted.stop_sequence >> 40
         ]
-        group.position = Position(max(switches, default=SliceSwitch()))
+        group.position = SlicePosition(max(switches, default=SliceSwitch()))
         return group
 
     def _note(self, group: LocalTimesliceGroup) -> None:
@@ -457,8 +459,8 @@ def _level_of(group: LocalTimesliceGroup) -> ParkLevel:
     return ParkLevel((group.active or group.newest).level)
 
 
-def _rows_of(message: agent_pb2.DesiredRows) -> Rows:
-    return Rows(
+def _rows_of(message: agent_pb2.DesiredRows) -> SliceMatrix:
+    return SliceMatrix(
         message.version,
         tuple(tuple(row.epochs) for row in message.rows),
         message.quantum.ToTimedelta().total_seconds(),
@@ -468,7 +470,7 @@ def _rows_of(message: agent_pb2.DesiredRows) -> Rows:
     )
 
 
-def order_to_wire(number: int, position: Position) -> peer_pb2.RowOrder:
+def order_to_wire(number: int, position: SlicePosition) -> peer_pb2.RowOrder:
     stops = [
         peer_pb2.Stop(epoch=epoch, set_epoch=stop.set_epoch, sequence=stop.sequence)
         for epoch, stop in sorted(position.stops.items())
@@ -483,11 +485,11 @@ def order_to_wire(number: int, position: Position) -> peer_pb2.RowOrder:
     )
 
 
-def position_from_wire(message: peer_pb2.RowOrder) -> Position:
+def position_from_wire(message: peer_pb2.RowOrder) -> SlicePosition:
     """Return the position of an order; one with version 0 has no row."""
     stops = {stop.epoch: SliceSwitch(stop.set_epoch, stop.sequence) for stop in message.stops}
     row = message.row if message.version else NO_ROW
-    return Position(SliceSwitch(message.set_epoch, message.sequence), message.version, row, stops, row)
+    return SlicePosition(SliceSwitch(message.set_epoch, message.sequence), message.version, row, stops, row)
 
 
 def state_to_wire(number: int, member: SliceMember) -> peer_pb2.RowState:

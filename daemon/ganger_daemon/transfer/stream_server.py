@@ -22,7 +22,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageState
 from ganger.wire.tls import server_context
 
-from ganger_daemon.core.orders import PartPhase
+from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.failpoints import hit
 from ganger_daemon.transfer.stream_messages import (
     StreamError,

@@ -14,6 +14,7 @@ from typing import Final, NoReturn, TypeAlias
 from ganger.cluster.fit import MEMORY_SHARE, fit
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.topology import bits
+from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
 
 from ganger_master.core import approval, colocation, events, move_sources, timeslice_groups
@@ -42,7 +43,6 @@ Claims: TypeAlias = tuple[Claim, ...]
 
 # The capability of a node whose daemon switches time slices.
 CAPABILITY: Final = "rotation"
-SWITCHES_PER_QUANTUM: Final = 50.0
 ROWS_LIMIT: Final = 64
 # With a shorter quantum any machine would only switch.
 _LEAST_QUANTUM_SECONDS: Final = 0.5

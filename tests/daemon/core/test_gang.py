@@ -5,18 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, hastened
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, RankState, Todo, judge
-from ganger_daemon.core.orders import (
-    DesiredOrder,
-    OrderIntent,
-    OrderKey,
-    ParkLevel,
-    PartOutcome,
-    PartOutcomeKind,
-    PartPhase,
-    hastened,
-)
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from hypothesis import given
 from hypothesis import strategies as st
 

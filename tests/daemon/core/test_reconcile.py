@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey
 from ganger_daemon.core.reconcile import (
     Forget,
     Here,

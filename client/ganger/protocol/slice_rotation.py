@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, replace
 SWITCHES_PER_QUANTUM = 50.0
 # A row whose gangs do no step within this time on free devices has its quantum all the same: programs may take long to
 # start.
-START_SECONDS = 60.0
+START_S = 60.0
 NO_ROW = -1
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, order=True)
 class SliceSwitch:
     """Number of a leader's order; orders with higher numbers win."""
 
@@ -36,8 +36,8 @@ class SliceSwitch:
     sequence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+@dataclass(frozen=True)
+class SliceMatrix:
     """One version of a group's slice matrix. `rows`: epochs of gangs; `members`: names of nodes, the leader's first."""
 
     version: int
@@ -56,8 +56,8 @@ class Rows:
         return frozenset(epoch for row in self.rows for epoch in row)
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+@dataclass(frozen=True)
+class SlicePosition:
     """The last order obeyed: `row` of the matrix `version` runs; `stops`: for every parked gang, the switch that ended
     its slice.
 
@@ -75,7 +75,7 @@ class Position:
     held_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SliceMember:
     """Report of a member to its leader.
 
@@ -84,7 +84,7 @@ class SliceMember:
     launched; `blocked`: a gang of the row waits for devices that others still hold; `resting`: gangs that the
     master has parked."""
 
-    position: Position
+    position: SlicePosition
     known_version: int
     started: bool = False
     alive: frozenset[int] = frozenset()
@@ -95,38 +95,40 @@ class SliceMember:
     resting: frozenset[int] = frozenset()
 
 
-def runs(position: Position, matrix: Rows | None, epoch: int) -> bool:
+def is_running(position: SlicePosition, matrix: SliceMatrix | None, epoch: int) -> bool:
     """Return whether the active row has the gang of this epoch."""
     if matrix is None or not 0 <= position.row < len(matrix.rows):
         return False
     return epoch in matrix.rows[position.row]
 
 
-def _rank(position: Position) -> tuple[SliceSwitch, bool]:
+def _rank(position: SlicePosition) -> tuple[SliceSwitch, bool]:
     """Return the sort key of positions; the highest counts. A node without its notes has its gangs' last switch, and no
     row."""
     return position.switch, position.row != NO_ROW
 
 
-def obey(position: Position, order: Position, matrices: Mapping[int, Rows], least_set_epoch: int) -> Position:
+def obey(
+    position: SlicePosition, order: SlicePosition, matrices: Mapping[int, SliceMatrix], least_set_epoch: int
+) -> SlicePosition:
     """Return the position after an order; unchanged if it is old, of a former leader, or of an unknown matrix."""
     if _rank(order) <= _rank(position) or order.switch.set_epoch < least_set_epoch or order.version not in matrices:
         return position
     return replace(order, regular_row=order.row, owed=0, quantum_s=0.0, held_s=0.0)
 
 
-def quantum_s(matrix: Rows, switch_s: float) -> float:
+def quantum_s(matrix: SliceMatrix, switch_s: float) -> float:
     """Return the quantum of a matrix: at least fifty times the time of a switch."""
     return max(matrix.quantum_s, SWITCHES_PER_QUANTUM * switch_s)
 
 
 def lead(
-    position: Position,
-    matrices: Mapping[int, Rows],
+    position: SlicePosition,
+    matrices: Mapping[int, SliceMatrix],
     members: Mapping[str, SliceMember | None],
     since_order_s: float,
     since_start_s: float | None,
-) -> Position | None:
+) -> SlicePosition | None:
     """Return the leader's next order; None while there is nothing to order.
 
     `members`: last report of each member of the newest matrix, None for one that does not answer. `since_order_s`: time
@@ -142,7 +144,7 @@ def lead(
     if latest.switch.set_epoch < newest.set_epoch or _rank(latest) > _rank(position):
         return _take_over(latest, newest, matrices, reports)
     if any(member.position.switch < position.switch for member in reports):
-        return None if since_order_s < START_SECONDS else _skip_unknown(position, matrices, reports)
+        return None if since_order_s < START_S else _skip_unknown(position, matrices, reports)
     matrix = matrices.get(position.version)
     if matrix is None:
         return _skip_unknown(position, matrices, reports)
@@ -151,7 +153,7 @@ def lead(
     switch_s = max([member.switch_s for member in reports], default=0.0)
     if own:
         # a leaving gang stops at its next boundary or is escalated: the slice does not end before the row has started
-        waits = since_order_s < START_SECONDS or any(member.blocked for member in reports)
+        waits = since_order_s < START_S or any(member.blocked for member in reports)
         if since_start_s is None and waits:
             return None
         counted = since_order_s if since_start_s is None or position.held_s else since_start_s
@@ -161,19 +163,19 @@ def lead(
             return _filled(position, matrix, matrices, reports, alive, elapsed)
         # an order of the master to park is on its way to other nodes of a gang, which cannot obey a switch meanwhile
         is_torn = not own.isdisjoint(frozenset[int]().union(*[member.resting for member in reports]))
-        if is_torn and elapsed < quantum + START_SECONDS:
+        if is_torn and elapsed < quantum + START_S:
             return None
     return _next(position, matrix, matrices, reports, alive, switch_s)
 
 
 def _filled(
-    position: Position,
-    matrix: Rows,
-    matrices: Mapping[int, Rows],
+    position: SlicePosition,
+    matrix: SliceMatrix,
+    matrices: Mapping[int, SliceMatrix],
     reports: Sequence[SliceMember],
     alive: frozenset[int],
     elapsed: float,
-) -> Position | None:
+) -> SlicePosition | None:
     """Return the order to continue the slice under a newer matrix, if further gangs resume and no running one stops.
 
     A gang that was never started gets its first slice whole, so it joins only if it is in every row."""
@@ -196,13 +198,13 @@ def _filled(
 
 
 def _next(
-    position: Position,
-    matrix: Rows,
-    matrices: Mapping[int, Rows],
+    position: SlicePosition,
+    matrix: SliceMatrix,
+    matrices: Mapping[int, SliceMatrix],
     reports: Sequence[SliceMember],
     alive: frozenset[int],
     switch_s: float,
-) -> Position | None:
+) -> SlicePosition | None:
     version = _newest_known(matrices, reports, position.version)
     fresh = matrices[version]
     regular_row = (
@@ -232,17 +234,17 @@ def _next(
     return replace(_ordered(position, switch, fresh, row), regular_row=regular_row, owed=owed, quantum_s=quantum)
 
 
-def _ordered(position: Position, switch: SliceSwitch, matrix: Rows, row: int) -> Position:
+def _ordered(position: SlicePosition, switch: SliceSwitch, matrix: SliceMatrix, row: int) -> SlicePosition:
     """Return the order of a row. Parked gangs keep their stop; gangs whose slice ends get this switch as theirs."""
     turn = frozenset(matrix.rows[row])
     stops = {epoch: position.stops.get(epoch, switch) for epoch in sorted(matrix.epochs | position.stops.keys())}
     stops = {epoch: stop for epoch, stop in stops.items() if epoch not in turn and epoch in matrix.epochs}
-    return Position(switch, matrix.version, row, stops, row)
+    return SlicePosition(switch, matrix.version, row, stops, row)
 
 
 def _take_over(
-    latest: Position, newest: Rows, matrices: Mapping[int, Rows], reports: Sequence[SliceMember]
-) -> Position | None:
+    latest: SlicePosition, newest: SliceMatrix, matrices: Mapping[int, SliceMatrix], reports: Sequence[SliceMember]
+) -> SlicePosition | None:
     """Return the first order of a leader that is new or lost its notes: the group's position, repeated; if no node has
     it, the row that runs."""
     is_own = latest.switch.set_epoch == newest.set_epoch
@@ -262,7 +264,9 @@ def _take_over(
     return _ordered(replace(latest, stops={}), switch, matrix, row)
 
 
-def _skip_unknown(position: Position, matrices: Mapping[int, Rows], reports: Sequence[SliceMember]) -> Position | None:
+def _skip_unknown(
+    position: SlicePosition, matrices: Mapping[int, SliceMatrix], reports: Sequence[SliceMember]
+) -> SlicePosition | None:
     """Return the order to continue with the newest matrix that all members have, where one has lost the active one."""
     version = _newest_known(matrices, reports, 0)
     if version <= position.version:
@@ -273,18 +277,18 @@ def _skip_unknown(position: Position, matrices: Mapping[int, Rows], reports: Seq
     return _ordered(position, switch, matrix, row)
 
 
-def _newest_known(matrices: Mapping[int, Rows], reports: Sequence[SliceMember], least: int) -> int:
+def _newest_known(matrices: Mapping[int, SliceMatrix], reports: Sequence[SliceMember], least: int) -> int:
     known_version = min([member.known_version for member in reports])
     return max([version for version in matrices if version <= known_version], default=least)
 
 
-def _following(matrix: Rows, row: int, alive: frozenset[int]) -> int | None:
+def _following(matrix: SliceMatrix, row: int, alive: frozenset[int]) -> int | None:
     count = len(matrix.rows)
     order = [(row + step) % count for step in range(1, count + 1)]
     return next((index for index in order if alive.intersection(matrix.rows[index])), None)
 
 
-def _before_next(fresh: Rows, former: Rows, row: int) -> int:
+def _before_next(fresh: SliceMatrix, former: SliceMatrix, row: int) -> int:
     """Return the row of the new matrix before the gangs that were next in the former one, as far as it has them.
 
     New rows between them are not in order: they come next, or last."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from ganger.protocol.gang_orders import DesiredOrder, GangSlice, OrderIntent, OrderKey, ParkLevel, agreement, next_order
+from ganger.protocol.slice_rotation import SliceSwitch
 from ganger_daemon.core.gang_judgement import Judgement, may_be_on_devices
-from ganger_daemon.core.orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, PartPhase
-from ganger_daemon.core.rotation import SliceSwitch
-from ganger_daemon.core.slice_orders import GangSlice, agreement, next_order
+from ganger_daemon.core.outcomes import PartPhase
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Orders of time-sliced gangs, made of the master's order and the active time slice.
+"""Orders for gangs and their ranking, and the order of a time-sliced gang, made of the master's and the active slice.
 
 A switch may park a gang that the master wants to run. Its order is then the master's with the switch added to the key.
 Its boundary agreement has the number of the switch, which all nodes of the gang know.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
-from .orders import DesiredOrder, OrderIntent, ParkLevel
-from .rotation import SliceSwitch
+from ganger.protocol.slice_rotation import SliceSwitch
 
 # Above all stop numbers of a master.
 _SLICE_BIT = 1 << 61
@@ -19,7 +19,75 @@ _SET_BITS = 20
 _FIRST = SliceSwitch(1, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True)
+class OrderKey:
+    """Rank of an order, compared field by field; the highest received is obeyed."""
+
+    epoch: int = 0
+    master_sequence: int = 0
+    set_epoch: int = 0
+    local_sequence: int = 0
+
+    @property
+    def number(self) -> int:
+        """The order's number in the control pages of its epoch: as the keys rise, so do their numbers. Room for four
+        million orders of a master, 4,095 leaders of a node set and 268 million switches of each."""
+        return self.master_sequence << 40 | self.set_epoch << 28 | self.local_sequence
+
+    @property
+    def is_by_rotation(self) -> bool:
+        """Whether the newest part of the order is a slice switch."""
+        return self.set_epoch > 0
+
+
+class OrderIntent(IntEnum):
+    RUN = 1
+    PREPARE = 2
+    PARK = 3
+    HAND_OVER = 4
+    STOP = 5
+
+
+class ParkLevel(IntEnum):
+    """How much a parked gang gives up; NONE with intents that do not park."""
+
+    NONE = 0
+    PAUSE = 1
+    OFFLOAD = 2
+    CHECKPOINT = 3
+
+
+@dataclass(frozen=True)
+class DesiredOrder:
+    """Order for one gang on this node."""
+
+    job_uid: str
+    order: OrderKey
+    intent: OrderIntent
+    level: ParkLevel = ParkLevel.NONE
+    stop_sequence: int = 0
+    grace_seconds: float = 10.0
+    checkpoint_first: bool = False
+    moves_in: bool = False  # its state comes from an older epoch's arenas
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the gang is stale: its job may run elsewhere by now, so no instruction of it may run any more."""
+        return self.intent is OrderIntent.STOP and not self.checkpoint_first and self.grace_seconds <= 0
+
+
+def hastened(wanted: DesiredOrder, is_stale: bool) -> DesiredOrder:
+    """Return the order without grace if it stops a stale gang; else unchanged."""
+    if wanted.intent is not OrderIntent.STOP or not is_stale:
+        return wanted
+    return replace(wanted, grace_seconds=0.0, checkpoint_first=False, stop_sequence=0)
+
+
+@dataclass(frozen=True)
 class GangSlice:
     """State of a gang in its time-slice group.
 

@@ -7,17 +7,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import pytest
-from ganger_daemon.core.orders import OrderKey
-from ganger_daemon.core.rotation import (
+from ganger.protocol.gang_orders import OrderKey
+from ganger.protocol.slice_rotation import (
     NO_ROW,
-    START_SECONDS,
-    Position,
-    Rows,
+    START_S,
+    SliceMatrix,
     SliceMember,
+    SlicePosition,
     SliceSwitch,
+    is_running,
     lead,
     obey,
-    runs,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +25,15 @@ from hypothesis import strategies as st
 QUANTUM = 10.0
 
 
-def matrix(*rows: tuple[int, ...], version: int = 1, members: tuple[str, ...] = ("n1",), set_epoch: int = 1) -> Rows:
-    return Rows(version, rows, QUANTUM, 2, members, set_epoch)
+def matrix(
+    *rows: tuple[int, ...], version: int = 1, members: tuple[str, ...] = ("n1",), set_epoch: int = 1
+) -> SliceMatrix:
+    return SliceMatrix(version, rows, QUANTUM, 2, members, set_epoch)
 
 
-def alone(position: Position, rows: dict[int, Rows], alive: set[int], elapsed: float = QUANTUM) -> Position | None:
+def alone(
+    position: SlicePosition, rows: dict[int, SliceMatrix], alive: set[int], elapsed: float = QUANTUM
+) -> SlicePosition | None:
     """What the only member of a set orders once its row has run for so long."""
     newest = rows[max(rows)]
     own = rows.get(position.version)
@@ -38,8 +42,8 @@ def alone(position: Position, rows: dict[int, Rows], alive: set[int], elapsed: f
     return lead(position, rows, {"n1": member}, elapsed, elapsed)
 
 
-def row_by_row(rows: dict[int, Rows], alive: set[int], count: int) -> list[frozenset[int]]:
-    position, seen = Position(), []
+def row_by_row(rows: dict[int, SliceMatrix], alive: set[int], count: int) -> list[frozenset[int]]:
+    position, seen = SlicePosition(), []
     for _ in range(count):
         position = alone(position, rows, alive) or position
         own = rows[position.version].rows[position.row]
@@ -59,17 +63,17 @@ def test_a_gang_in_more_rows_has_the_larger_share() -> None:
 
 def test_a_gang_of_two_rows_on_end_is_not_stopped_between_them() -> None:
     rows = {1: matrix((1, 2), (2, 3))}
-    first = alone(Position(), rows, {1, 2, 3})
+    first = alone(SlicePosition(), rows, {1, 2, 3})
     assert first is not None
     second = alone(first, rows, {1, 2, 3})
     assert second is not None
     assert set(second.stops) == {1}
-    assert runs(second, rows[1], 2)
+    assert is_running(second, rows[1], 2)
 
 
 def test_a_row_without_gangs_ends_at_once() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
-    first = alone(Position(), rows, {1, 2, 3})
+    first = alone(SlicePosition(), rows, {1, 2, 3})
     assert first is not None
     after = alone(first, rows, {3}, elapsed=0.0)
     assert after is not None
@@ -78,14 +82,14 @@ def test_a_row_without_gangs_ends_at_once() -> None:
 
 def test_a_gang_that_is_alone_is_not_stopped() -> None:
     rows = {1: matrix((1,), (2,))}
-    first = alone(Position(), rows, {1})
+    first = alone(SlicePosition(), rows, {1})
     assert first is not None
     assert alone(first, rows, {1}) is None
 
 
 def test_a_quantum_is_never_less_than_fifty_switches() -> None:
     rows = {1: matrix((1,), (2,))}
-    first = alone(Position(), rows, {1, 2})
+    first = alone(SlicePosition(), rows, {1, 2})
     assert first is not None
     slow = SliceMember(first, 1, True, frozenset({1, 2}), frozenset({1}), switch_s=1.0)
     assert lead(first, rows, {"n1": slow}, 49.0, 49.0) is None
@@ -94,7 +98,7 @@ def test_a_quantum_is_never_less_than_fifty_switches() -> None:
 
 def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
-    position, turns = alone(Position(), rows, {1, 2, 3}), []
+    position, turns = alone(SlicePosition(), rows, {1, 2, 3}), []
     for _ in range(9):
         assert position is not None
         # switching to the second row takes two seconds, to the others nearly nothing
@@ -110,21 +114,21 @@ def test_rows_of_a_cycle_have_one_quantum_whatever_each_switch_takes() -> None:
 
 def test_a_cycle_after_slow_switches_has_the_longer_quantum() -> None:
     rows = {1: matrix((1,), (2,))}
-    last = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1, quantum_s=QUANTUM)
+    last = SlicePosition(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1, quantum_s=QUANTUM)
     slow = SliceMember(last, 1, True, frozenset({1, 2}), frozenset({2}), switch_s=1.0)
     following = lead(last, rows, {"n1": slow}, QUANTUM, QUANTUM)
     assert following is not None
     assert (following.row, following.quantum_s) == (0, 50.0)
 
 
-def saying(position: Position, known: int, alive: set[int], running: set[int], *unstarted: int) -> SliceMember:
+def saying(position: SlicePosition, known: int, alive: set[int], running: set[int], *unstarted: int) -> SliceMember:
     return SliceMember(position, known, True, frozenset(alive), frozenset(running), unstarted=frozenset(unstarted))
 
 
 def test_a_slice_continues_with_a_gang_for_the_devices_that_another_has_left() -> None:
     # 2 has left the device that it shared with 1, which has it in both rows now
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 3), (1, 4), version=2)}
-    running = Position(
+    running = SlicePosition(
         SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1, quantum_s=QUANTUM
     )
     member = saying(running, 2, {1, 3, 4}, {4})
@@ -141,7 +145,7 @@ def test_a_slice_continues_with_a_gang_for_the_devices_that_another_has_left() -
 
 def test_no_gang_is_stopped_early_for_a_newer_matrix() -> None:
     rows = {1: matrix((1, 3), (2, 4)), 2: matrix((1, 4), (2, 3), version=2)}
-    running = Position(
+    running = SlicePosition(
         SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1), 4: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM
     )
     assert lead(running, rows, {"n1": saying(running, 2, {1, 2, 3, 4}, {1, 3})}, 4.0, 4.0) is None
@@ -152,26 +156,26 @@ def test_a_gang_that_was_never_started_joins_a_slice_only_if_it_is_in_every_row(
     fresh: tuple[tuple[int, ...], ...], joins: bool
 ) -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix(*fresh, version=2)}
-    running = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
+    running = SlicePosition(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
     found = lead(running, rows, {"n1": saying(running, 2, {1, 2, 5}, {1}, 5)}, 4.0, 4.0)
     assert (found is not None) is joins
 
 
 def test_the_quantum_of_a_new_gang_begins_with_its_first_step_or_ends_after_a_while() -> None:
     rows = {1: matrix((1,), (2,))}
-    first = alone(Position(), rows, {1, 2})
+    first = alone(SlicePosition(), rows, {1, 2})
     assert first is not None
     starting = SliceMember(first, 1, False, frozenset({1, 2}))
     assert lead(first, rows, {"n1": starting}, 2 * QUANTUM, None) is None
-    assert lead(first, rows, {"n1": starting}, START_SECONDS, None) is not None
+    assert lead(first, rows, {"n1": starting}, START_S, None) is not None
 
 
 def test_a_slice_that_waits_for_a_long_mini_batch_of_the_last_does_not_end_before_it_has_begun() -> None:
     rows = {1: matrix((1,), (2,))}
-    first = alone(Position(), rows, {1, 2})
+    first = alone(SlicePosition(), rows, {1, 2})
     assert first is not None
     waiting = SliceMember(first, 1, False, frozenset({1, 2}), blocked=True)
-    assert lead(first, rows, {"n1": waiting}, 10 * START_SECONDS, None) is None
+    assert lead(first, rows, {"n1": waiting}, 10 * START_S, None) is None
     # the shell counts from when it waits no more
     starting = replace(waiting, blocked=False)
     assert lead(first, rows, {"n1": starting}, 0.1, None) is None
@@ -179,13 +183,13 @@ def test_a_slice_that_waits_for_a_long_mini_batch_of_the_last_does_not_end_befor
 
 @pytest.mark.parametrize(
     ("resting", "elapsed", "is_over"),
-    [({1}, QUANTUM, False), ({1}, QUANTUM + START_SECONDS, True), ({2}, QUANTUM, True), (set(), QUANTUM, True)],
+    [({1}, QUANTUM, False), ({1}, QUANTUM + START_S, True), ({2}, QUANTUM, True), (set(), QUANTUM, True)],
 )
 def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_are_to_rest(
     resting: set[int], elapsed: float, is_over: bool
 ) -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
+    position = SlicePosition(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0, quantum_s=QUANTUM)
     has_heard = SliceMember(position, 1, True, frozenset({2}), resting=frozenset(resting))
     members = {"n1": saying(position, 1, {1}, {1}), "n2": has_heard}
     assert (lead(position, rows, members, elapsed, elapsed) is not None) is is_over
@@ -193,7 +197,7 @@ def test_no_turn_is_over_while_one_part_of_a_gang_of_it_has_not_heard_that_all_a
 
 def test_a_new_gang_comes_next_and_then_the_rows_continue_in_order() -> None:
     rows = {1: matrix((1,), (2,), (3,))}
-    position = alone(Position(), rows, {1, 2, 3})
+    position = alone(SlicePosition(), rows, {1, 2, 3})
     assert position is not None
     rows[2] = matrix((1,), (2,), (3,), (4,), version=2)
     seen = []
@@ -206,7 +210,7 @@ def test_a_new_gang_comes_next_and_then_the_rows_continue_in_order() -> None:
 
 def test_a_gang_that_arrives_during_the_first_slice_of_another_has_the_next_slice() -> None:
     rows = {1: matrix((1,), (2,))}
-    position = alone(Position(), rows, {1, 2})
+    position = alone(SlicePosition(), rows, {1, 2})
     assert position is not None
     ran = []
     for version in range(2, 6):
@@ -220,7 +224,7 @@ def test_a_gang_that_arrives_during_the_first_slice_of_another_has_the_next_slic
 def test_a_gang_that_ran_alone_and_is_time_sliced_from_now_on_is_not_new() -> None:
     # 3 comes to the device that 2 had alone, and has its turns beside 4, which has the turn
     rows = {1: matrix((1,), (4,)), 2: matrix((1, 2), (4, 3), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
+    position = SlicePosition(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
     following = lead(position, rows, {"n1": saying(position, 2, {1, 2, 3, 4}, {2, 4}, 3)}, QUANTUM, QUANTUM)
     assert following is not None
     assert (following.row, set(following.stops)) == (1, {1, 2})
@@ -228,7 +232,7 @@ def test_a_gang_that_ran_alone_and_is_time_sliced_from_now_on_is_not_new() -> No
 
 def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
+    position = SlicePosition(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3}) or position
@@ -238,7 +242,7 @@ def test_a_newcomer_whose_row_is_the_next_anyhow_has_it_once() -> None:
 
 def test_a_gang_of_several_rows_keeps_its_place_in_the_cycle_when_another_arrives() -> None:
     rows = {1: matrix((1,), (2,), (1,), (3,)), 2: matrix((1,), (2,), (1,), (3,), (4,), version=2)}
-    position = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1)
+    position = SlicePosition(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2), 3: SliceSwitch(1, 2)}, regular_row=1)
     seen = []
     for _ in range(4):
         position = alone(position, rows, {1, 2, 3, 4}) or position
@@ -248,7 +252,7 @@ def test_a_gang_of_several_rows_keeps_its_place_in_the_cycle_when_another_arrive
 
 def test_gangs_that_arrive_together_all_run_before_those_that_have_had_a_slice() -> None:
     rows = {1: matrix((1,), (2,)), 2: matrix((1,), (2,), (3,), (4,), version=2)}
-    position = Position(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0)
+    position = SlicePosition(SliceSwitch(1, 1), 1, 0, {2: SliceSwitch(1, 1)}, regular_row=0)
     unstarted, seen = {3, 4}, []
     for _ in range(5):
         said = SliceMember(position, 2, True, frozenset({1, 2, 3, 4}), unstarted=frozenset(unstarted))
@@ -260,7 +264,7 @@ def test_gangs_that_arrive_together_all_run_before_those_that_have_had_a_slice()
 
 def test_however_many_come_for_one_turn_each_the_others_have_every_second_one_in_the_end() -> None:
     rows = {1: matrix((1,), (2,))}
-    position = alone(Position(), rows, {1, 2})
+    position = alone(SlicePosition(), rows, {1, 2})
     assert position is not None
     ran = []
     for version in range(2, 60):
@@ -276,7 +280,7 @@ def test_however_many_come_for_one_turn_each_the_others_have_every_second_one_in
 
 def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:
     rows = {1: matrix((1,), (2,))}
-    here = Position(SliceSwitch(2, 5), 1, 0, {2: SliceSwitch(2, 5)}, 0)
+    here = SlicePosition(SliceSwitch(2, 5), 1, 0, {2: SliceSwitch(2, 5)}, 0)
     assert obey(here, replace(here, switch=SliceSwitch(2, 4), row=1), rows, 2) is here
     assert obey(here, replace(here, switch=SliceSwitch(1, 9), row=1), rows, 2) is here
     assert obey(here, replace(here, switch=SliceSwitch(2, 6), version=7), rows, 2) is here
@@ -285,16 +289,16 @@ def test_an_old_order_and_one_of_a_former_leader_change_nothing() -> None:
 
 def test_a_leader_without_the_reports_of_all_members_orders_nothing() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    said = SliceMember(Position(), 1, True, frozenset({1, 2}), frozenset({1}))
-    assert lead(Position(), rows, {"n1": said, "n2": None}, 1e9, 1e9) is None
-    assert lead(Position(), rows, {"n1": said}, 1e9, 1e9) is None
-    assert lead(Position(), rows, {"n1": said, "n2": said}, 0.0, 0.0) is not None
+    said = SliceMember(SlicePosition(), 1, True, frozenset({1, 2}), frozenset({1}))
+    assert lead(SlicePosition(), rows, {"n1": said, "n2": None}, 1e9, 1e9) is None
+    assert lead(SlicePosition(), rows, {"n1": said}, 1e9, 1e9) is None
+    assert lead(SlicePosition(), rows, {"n1": said, "n2": said}, 0.0, 0.0) is not None
 
 
 def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_last_order() -> None:
     rows = {1: matrix((1,), (2,), members=("n2", "n1"), set_epoch=2)}
-    missed = Position(SliceSwitch(1, 3), 1, 0, {2: SliceSwitch(1, 2)}, 0)
-    heard = Position(SliceSwitch(1, 4), 1, 1, {1: SliceSwitch(1, 4)}, 1)
+    missed = SlicePosition(SliceSwitch(1, 3), 1, 0, {2: SliceSwitch(1, 2)}, 0)
+    heard = SlicePosition(SliceSwitch(1, 4), 1, 1, {1: SliceSwitch(1, 4)}, 1)
     alive = frozenset({1, 2})
     said = {"n2": SliceMember(missed, 1, True, alive), "n1": SliceMember(heard, 1, True, alive)}
     order = lead(missed, rows, said, 0.0, 0.0)
@@ -306,10 +310,10 @@ def test_a_new_leader_says_again_where_the_set_stands_though_it_had_missed_the_l
 def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: tuple[int, ...]) -> None:
     """Its own gangs rest by no switch, or by an older one. It may have been told the newest matrix only."""
     both = {v: matrix((1,), (2,), (3,), version=v, members=("n1", "n2")) for v in (1, 2)}
-    obeyed = Position(SliceSwitch(1, 16), 1, 1, {1: SliceSwitch(1, 16), 3: SliceSwitch(1, 15)}, regular_row=1)
+    obeyed = SlicePosition(SliceSwitch(1, 16), 1, 1, {1: SliceSwitch(1, 16), 3: SliceSwitch(1, 15)}, regular_row=1)
     member = SliceMember(obeyed, 2, True, frozenset({1, 2, 3}), frozenset({2}))
     for left in (SliceSwitch(), SliceSwitch(1, 3), SliceSwitch(1, 16)):
-        own = Position(left)
+        own = SlicePosition(left)
         order = lead(own, {v: both[v] for v in known}, {"n1": SliceMember(own, 2), "n2": member}, 0.0, None)
         assert order is not None
         assert (order.switch, order.row, order.version) == (SliceSwitch(1, 17), 1, known[0])
@@ -318,8 +322,8 @@ def test_a_leader_that_lost_its_notes_goes_on_from_what_its_members_obey(known: 
 
 def test_a_member_that_lost_its_notes_obeys_the_order_by_which_its_gangs_rest() -> None:
     rows = {1: matrix((1,), (2,), members=("n1", "n2"))}
-    order = Position(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
-    assert obey(Position(SliceSwitch(1, 2)), order, rows, 1).row == 1
+    order = SlicePosition(SliceSwitch(1, 2), 1, 1, {1: SliceSwitch(1, 2)}, regular_row=1)
+    assert obey(SlicePosition(SliceSwitch(1, 2)), order, rows, 1).row == 1
 
 
 def test_keys_of_orders_rise_with_their_numbers() -> None:
@@ -348,8 +352,8 @@ class Part:
 class Daemon:
     name: str
     parts: dict[int, Part]
-    position: Position = field(default_factory=Position)
-    rows: dict[int, Rows] = field(default_factory=dict)
+    position: SlicePosition = field(default_factory=SlicePosition)
+    rows: dict[int, SliceMatrix] = field(default_factory=dict)
     known: int = 0
     since: float = 0.0
     is_up: bool = True
@@ -370,7 +374,7 @@ class Daemon:
                 part.runs, part.stop = False, stop
         for epoch, part in sorted(self.parts.items()):
             others = [p for e, p in self.parts.items() if e != epoch and p.device == part.device]
-            if part.is_here and runs(self.position, active, epoch) and not any(other.runs for other in others):
+            if part.is_here and is_running(self.position, active, epoch) and not any(other.runs for other in others):
                 part.is_launched, part.runs, part.stop = True, True, None
 
     @property
@@ -379,7 +383,7 @@ class Daemon:
         here = {epoch: part for epoch, part in self.parts.items() if part.is_here}
         running = frozenset(epoch for epoch, part in here.items() if part.runs)
         unstarted = frozenset(epoch for epoch, part in here.items() if not part.is_launched)
-        started = all(part.runs for epoch, part in here.items() if runs(self.position, active, epoch))
+        started = all(part.runs for epoch, part in here.items() if is_running(self.position, active, epoch))
         return SliceMember(self.position, self.known, started, frozenset(here), running, unstarted=unstarted)
 
 
@@ -400,7 +404,7 @@ class World:
             name: Daemon(name, {e: Part(place[name]) for e, place in places.items() if name in place}) for name in names
         }
         self.places = places
-        self.orders: list[tuple[float, str, Position]] = []
+        self.orders: list[tuple[float, str, SlicePosition]] = []
         self.heard: dict[str, dict[str, SliceMember | None]] = {name: {} for name in names}
         self.present = set(list(places)[: max(2, gangs - 2)])
         self.ran: set[int] = set()
@@ -419,7 +423,7 @@ class World:
                 fitting.append(epoch)
         names = list(self.daemons)
         members = (*names[self.leader :], *names[: self.leader])
-        made = Rows(self.version, tuple(map(tuple, rows)), QUANTUM, 2, members, self.set_epoch)
+        made = SliceMatrix(self.version, tuple(map(tuple, rows)), QUANTUM, 2, members, self.set_epoch)
         for daemon in self.daemons.values():
             daemon.rows[made.version] = made
 
