@@ -39,6 +39,7 @@ from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.model import Gang, JobRecord, JobSpec
+from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
@@ -97,7 +98,7 @@ def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
         policy.order, policy.placement, table, 1e6, capacity, CapacityIndex(view.copy()), believed, resize_s=13.0
     )
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
-    placed = [claim.device_mask.bit_count() for change in found.changes for claim in change.claims]
+    placed = [claim.device_mask.bit_count() for change in found.changes for claim in claims_in(change)]
     return seconds, processor, len(found.changes), sum(placed)
 
 
@@ -144,7 +145,7 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     found = plan_packed(SYNERGY_TUNE, LAS2D, table, 1e6, capacity, view, known=Known(profiles, position_of))
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     assert found is not None, "jobs of one role are packed"
-    placed = [claim.device_mask.bit_count() for change in found.changes for claim in change.claims]
+    placed = [claim.device_mask.bit_count() for change in found.changes for claim in claims_in(change)]
     return seconds, processor, len(found.changes), sum(placed)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master.core.answers import Approved, PlanAnswer, Rejected
-from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.commands import ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import StartChange
 from msgspec.structs import replace
 
 STAYS = Capabilities(pause=True, offload=True, missing={"MOVE": "its batches go through zip"}, known=True)
@@ -39,7 +40,7 @@ def test_a_request_for_another_place_is_refused_with_the_reason() -> None:
 def test_a_plan_that_would_start_it_elsewhere_is_refused_with_the_reason() -> None:
     drive, number = resumed()
     (place, *_) = drive.places(number)
-    answer = drive.step(ProposePlan((Change(number, drive.job(number).revision, "START", place),)))
+    answer = drive.step(ProposePlan((StartChange(number, drive.job(number).revision, place),)))
     assert isinstance(answer, PlanAnswer)
     assert "it can go on only where it rests" in answer.verdicts[0].refusals[0].message
 

@@ -6,9 +6,10 @@ from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.commands import Change, MoveJob, Promise, ProposePlan, Tick
+from ganger_master.core.commands import MoveJob, Promise, ProposePlan, Tick
 from ganger_master.core.explain import OnTheWay, kept_for, making_room_for
 from ganger_master.core.model import Claim, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange, SuspendChange
 from msgspec.structs import replace
 
 HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)
@@ -26,14 +27,14 @@ def fragmented() -> Drive:
     drive = Drive(2)
     for node in ("n1", "n2"):
         number = drive.submit(job_of(2))
-        drive.step(ProposePlan((Change(number, drive.job(number).revision, "START", place(node, 0b11)),)))
+        drive.step(ProposePlan((StartChange(number, drive.job(number).revision, place(node, 0b11)),)))
         drive.runs(number)
     drive.submit(job_of(4))
     return drive
 
 
-def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> Change:
-    return Change(number, drive.job(number).revision, "MOVE", claims, purpose=HOLE)
+def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> PlanChange:
+    return MoveChange(number, drive.job(number).revision, claims, purpose=HOLE)
 
 
 def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs() -> None:
@@ -61,7 +62,7 @@ def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs()
 
 def test_a_job_being_parked_for_another_counts_as_making_room() -> None:
     drive = fragmented()
-    change = Change(1, drive.job(1).revision, "SUSPEND", level=SuspendLevel.OFFLOAD, purpose=HOLE)
+    change = SuspendChange(1, drive.job(1).revision, level=SuspendLevel.OFFLOAD, purpose=HOLE)
     drive.step(ProposePlan((change,)))
     assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
 
@@ -75,7 +76,7 @@ def test_no_other_job_gets_a_reserved_place_until_its_job_starts() -> None:
     assert (answer.refusals[0].reason, answer.refusals[0].job) == (Reason.RESERVED, "jobs/3")
     # A moving job does not get it either; the rest is free for every job.
     assert isinstance(drive.step(MoveJob(2, ("n1",))), Refused)
-    answer = drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place("n2", 0b1100)),)))
+    answer = drive.step(ProposePlan((StartChange(other, drive.job(other).revision, place("n2", 0b1100)),)))
     assert isinstance(answer, PlanAnswer)
     assert answer.verdicts[0].approved
     drive.step(ProposePlan((), promises=()))

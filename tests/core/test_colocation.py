@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from faultsim.state_invariants import violations
@@ -9,9 +11,17 @@ from ganger.cluster.claims import resplit_cores
 from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core import colocation
 from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
-from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan, ResumeJob
+from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan, ResumeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import Claim, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResumeChange,
+    StartChange,
+    SuspendChange,
+)
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace
@@ -45,16 +55,18 @@ class Packing(Drive):
             claims.append(replace(claim, millicores=cores, arena_bytes=arena, shared_mask=claim.device_mask))
         return tuple(claims)
 
-    def propose(self, *changes: Change) -> list[Refusal | None]:
+    def propose(self, *changes: PlanChange) -> list[Refusal | None]:
         answer = self.step(ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         return [None if one.approved else one.refusals[0] for one in answer.verdicts]
 
-    def change(self, number: int, kind: str, claims: tuple[Claim, ...] = (), **more: object) -> Change:
-        return Change(number, self.job(number).revision, kind, claims, **more)  # type: ignore[arg-type]
+    def change(
+        self, kind: Callable[..., PlanChange], number: int, *claims: tuple[Claim, ...], **fields: object
+    ) -> PlanChange:
+        return kind(number, self.job(number).revision, *claims, **fields)
 
     def pack(self, guest: int, host: int) -> Refusal | None:
-        return self.propose(self.change(guest, "START", self.beside(guest, host)))[0]
+        return self.propose(self.change(StartChange, guest, self.beside(guest, host)))[0]
 
 
 def small(gpus: int = 1, needs: int = HALF) -> JobSpec:
@@ -104,7 +116,7 @@ def test_a_claim_on_a_held_device_without_a_shared_mark_is_refused(drive: Packin
     host = drive.run(small())
     guest = drive.submit(small())
     alone = tuple(replace(claim, shared_mask=0) for claim in drive.beside(guest, host))
-    refusal = drive.propose(drive.change(guest, "START", alone))[0]
+    refusal = drive.propose(drive.change(StartChange, guest, alone))[0]
     assert refusal is not None
     assert refusal.reason is Reason.GPUS
     assert refusal.figures["conflicting"] == 1
@@ -123,11 +135,11 @@ def test_a_job_that_does_not_fit_into_device_memory_is_refused_with_the_number(d
 def test_what_parked_gangs_keep_of_the_device_counts(drive: Packing) -> None:
     parked = drive.run(small())
     drive.residue_bytes = GIB // 5
-    assert drive.propose(drive.change(parked, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    assert drive.propose(drive.change(SuspendChange, parked, level=SuspendLevel.OFFLOAD)) == [None]
     drive.seen(parked, drive.job(parked).epoch, ObservedPhase.PARKED, stop_step=3)
     host = drive.submit(small())
     here = tuple(replace(claim, parked_bytes=()) for claim in drive.state.gangs[drive.job(parked).epoch].claims)
-    assert drive.propose(drive.change(host, "START", here)) == [None]
+    assert drive.propose(drive.change(StartChange, host, here)) == [None]
     drive.runs(host)
     refusal = drive.pack(drive.submit(small()), host)
     assert refusal is not None
@@ -190,7 +202,7 @@ def test_the_remaining_gang_has_its_device_alone_again_and_loses_the_mark(drive:
 
     assert mark()
     # A parked gang may come back to it.
-    assert drive.propose(drive.change(guests[0], "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    assert drive.propose(drive.change(SuspendChange, guests[0], level=SuspendLevel.OFFLOAD)) == [None]
     drive.seen(guests[0], drive.job(guests[0]).epoch, ObservedPhase.PARKED, stop_step=3)
     for guest, is_shared in ((guests[1], True), (guests[0], False)):
         drive.step(CancelJob(guest))
@@ -211,18 +223,18 @@ def test_a_third_joins_while_memory_lasts(drive: Packing) -> None:
 def test_two_that_would_join_in_one_plan_are_judged_one_after_the_other(drive: Packing) -> None:
     host = drive.run(small())
     guests = [drive.submit(small()), drive.submit(small())]
-    first, second = drive.propose(*(drive.change(guest, "START", drive.beside(guest, host)) for guest in guests))
+    first, second = drive.propose(*(drive.change(StartChange, guest, drive.beside(guest, host)) for guest in guests))
     assert first is None
     assert second is not None
     assert second.reason is Reason.STALE_REVISION
     # Its revision rose as it was joined: plans made for it alone are outdated.
-    assert drive.propose(Change(host, drive.job(host).revision - 1, "SUSPEND"))[0] is not None
+    assert drive.propose(SuspendChange(host, drive.job(host).revision - 1))[0] is not None
 
 
 def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> None:
     host, guest = drive.run(small()), drive.run(small())
     drive.now += 1.0
-    assert drive.propose(drive.change(guest, "MOVE", drive.beside(guest, host))) == [None]
+    assert drive.propose(drive.change(MoveChange, guest, drive.beside(guest, host))) == [None]
     assert drive.state.free_devices == 2
     source, destination = drive.job(guest).epoch, drive.job(guest).next_epoch
     drive.seen(guest, destination, ObservedPhase.PREPARED)
@@ -233,7 +245,7 @@ def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> No
     drive.observe("n1", *drive.others("n1", source))
     assert drive.state.free_devices == 3
     out = drive.places(guest)[0]
-    assert drive.propose(drive.change(guest, "MOVE", out)) == [None]
+    assert drive.propose(drive.change(MoveChange, guest, out)) == [None]
 
 
 def test_a_host_that_was_parked_beside_others_gives_cores_to_the_next_job_of_the_same_plan(drive: Packing) -> None:
@@ -241,14 +253,14 @@ def test_a_host_that_was_parked_beside_others_gives_cores_to_the_next_job_of_the
     assert drive.pack(first, host) is None
     drive.runs(first)
     # It may come back, so the host keeps its mark.
-    assert drive.propose(drive.change(first, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    assert drive.propose(drive.change(SuspendChange, first, level=SuspendLevel.OFFLOAD)) == [None]
     drive.seen(first, drive.job(first).epoch, ObservedPhase.PARKED, stop_step=3)
     guest = drive.run(small(needs=GIB // 4))
     (held,) = drive.state.gangs[drive.job(host).epoch].claims
     assert held.shared_mask
     halved = replace(held, millicores=tuple([cores // 2 for cores in held.millicores]))
-    gives = drive.change(host, "CORES", (halved,), together=guest)
-    comes = drive.change(guest, "MOVE", drive.beside(guest, host), together=guest)
+    gives = drive.change(CoresChange, host, (halved,), together=guest)
+    comes = drive.change(MoveChange, guest, drive.beside(guest, host), together=guest)
     assert drive.propose(gives, comes) == [None, None]
 
 
@@ -256,7 +268,7 @@ def test_a_job_refused_for_fewer_cores_than_it_needs_gets_the_missing_amount(dri
     host, guest = drive.run(small(needs=GIB * 6 // 10)), drive.run(small())
     (there,) = drive.beside(guest, host)
     fewer = replace(there, millicores=tuple([cores // 2 for cores in there.millicores]))
-    refusal = drive.propose(drive.change(guest, "MOVE", (fewer,)))[0]
+    refusal = drive.propose(drive.change(MoveChange, guest, (fewer,)))[0]
     assert refusal is not None
     assert refusal.reason is Reason.DEVICE_MEMORY
 
@@ -278,35 +290,35 @@ def test_a_parked_colocated_job_resumes_beside_its_partner_and_no_other_job(driv
     assert drive.pack(guest, host) is None
     drive.runs(guest)
     for number in (guest, host):
-        assert drive.propose(drive.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+        assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]
         drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=5)
     assert drive.state.free_devices == 4
-    assert drive.propose(drive.change(host, "RESUME")) == [None]
-    assert drive.propose(drive.change(guest, "RESUME")) == [None]
+    assert drive.propose(drive.change(ResumeChange, host)) == [None]
+    assert drive.propose(drive.change(ResumeChange, guest)) == [None]
     assert drive.state.free_devices == 3
     for number in (host, guest):
         drive.runs(number)
-        assert drive.propose(drive.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+        assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]
         drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=6)
     stranger = drive.submit(small())
     here = tuple(replace(claim, shared_mask=0) for claim in drive.state.gangs[drive.job(host).epoch].claims)
-    assert drive.propose(drive.change(stranger, "START", here)) == [None]
+    assert drive.propose(drive.change(StartChange, stranger, here)) == [None]
     drive.runs(stranger)
-    refusal = drive.propose(drive.change(host, "RESUME"))[0]
+    refusal = drive.propose(drive.change(ResumeChange, host))[0]
     assert refusal is not None
     assert refusal.reason is Reason.GPUS
 
 
 def test_a_job_that_a_plan_has_parked_moves_and_goes_on(drive: Packing) -> None:
     number = drive.run(small())
-    assert drive.propose(drive.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]
     source = drive.job(number).epoch
     drive.seen(number, source, ObservedPhase.PARKED, stop_step=5)
     mine = drive.state.gangs[source].claims[0].device_mask
     elsewhere = tuple(
         replace(claim, device_mask=0b1111 & ~mine & -(0b1111 & ~mine)) for claim in drive.state.gangs[source].claims
     )
-    assert drive.propose(drive.change(number, "MOVE", elsewhere)) == [None]
+    assert drive.propose(drive.change(MoveChange, number, elsewhere)) == [None]
     drive.seen(number, drive.job(number).next_epoch, ObservedPhase.READY, stop_step=5)
     drive.runs(number)
     assert drive.job(number).state is JobState.HOLDING

@@ -8,10 +8,11 @@ import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger_master.core import approval
-from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -84,7 +85,7 @@ def test_a_place_elsewhere_is_looked_for_when_there_is_room_or_time_has_passed_a
 def test_a_job_for_which_the_planner_finds_no_room_is_saved_to_storage_in_the_end() -> None:
     drive = Drive(1, CoreSettings(policy="gandiva"))
     number = drive.submit(job_of(4))
-    start = Change(number, drive.job(number).revision, "START", drive.places(number)[0])
+    start = StartChange(number, drive.job(number).revision, drive.places(number)[0])
     drive.step(ProposePlan((start,)))
     drive.runs(number)
     drive.step(DrainNode("n1", "new fan"))

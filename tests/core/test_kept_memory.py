@@ -6,8 +6,9 @@ from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.placement import still_free
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Approved, Rejected
-from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import ResumeChange, SuspendChange
 from ganger_master.core.state_image import restored
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,11 +100,11 @@ def test_a_resume_waits_only_until_its_memory_is_free() -> None:
 def test_a_plan_resumes_only_what_finds_its_memory() -> None:
     drive = Drive()
     first = running(drive, NODE * 3 // 4)
-    plan = [Change(first, drive.job(first).revision, "SUSPEND", level=OFFLOAD)]
+    plan = [SuspendChange(first, drive.job(first).revision, level=OFFLOAD)]
     drive.step(ProposePlan(tuple(plan)))
     rests(drive, first, 2 * GIB)
     second = running(drive, NODE // 2)
-    back = Change(first, drive.job(first).revision, "RESUME")
+    back = ResumeChange(first, drive.job(first).revision)
     for has_room in (False, True):
         drive.step(ProposePlan((replace(back, revision=drive.job(first).revision),)))
         gang = drive.state.gangs[drive.job(first).epoch]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from core.drive import job_of
 from core.test_time_slices import Turns, blamed
 from ganger.cluster.refusals import Reason
-from ganger_master.core.commands import Change
 from ganger_master.core.model import ObservedPhase
+from ganger_master.core.plan_changes import PlanChange
 
 
 def test_a_gang_on_several_nodes_can_be_time_sliced_once_it_has_stepped() -> None:
@@ -18,7 +18,7 @@ def test_a_gang_on_several_nodes_can_be_time_sliced_once_it_has_stepped() -> Non
     drive.observe("n2", drive.report(drive.state.gangs[epoch], ObservedPhase.STARTING))
     guest = drive.submit(job_of(8))
 
-    def changes() -> tuple[Change, Change]:
+    def changes() -> tuple[PlanChange, PlanChange]:
         return drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))
 
     refusal = blamed(drive.propose(*changes()))

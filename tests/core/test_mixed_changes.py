@@ -12,7 +12,6 @@ from ganger.cluster.placement import resized
 from ganger.cluster.refusals import Reason, Refusal
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
-    Change,
     DrainNode,
     OpenSession,
     Promise,
@@ -23,6 +22,14 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.model import Claim, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    ResizeChange,
+    ResumeChange,
+    StartChange,
+    SuspendChange,
+)
 from msgspec.structs import replace
 
 
@@ -58,13 +65,13 @@ def test_a_world_of_another_size_shares_no_devices_whether_the_old_one_runs_or_r
     drive = Mixed()
     number = drive.running(elastic(2, 1, 4))
     claims = drive.claims(number, gpus, shares=True)
-    assert reason_of(drive.propose(drive.change(number, "RESIZE", claims))[0]) is Reason.NOT_SUPPORTED
+    assert reason_of(drive.propose(drive.change(ResizeChange, number, claims))[0]) is Reason.NOT_SUPPORTED
     drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
     drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 40)
     drive.step(ResumeJob(number))
-    assert reason_of(drive.propose(drive.change(number, "START", claims))[0]) is Reason.NOT_SUPPORTED
+    assert reason_of(drive.propose(drive.change(StartChange, number, claims))[0]) is Reason.NOT_SUPPORTED
     alone = drive.claims(number, gpus)
-    assert drive.propose(drive.change(number, "START", alone)) == [None]
+    assert drive.propose(drive.change(StartChange, number, alone)) == [None]
 
 
 def test_no_job_is_colocated_with_one_between_two_worlds_until_the_old_one_has_left() -> None:
@@ -89,8 +96,8 @@ def test_no_job_is_colocated_with_one_between_two_worlds_until_the_old_one_has_l
 def test_no_job_is_colocated_with_one_that_the_same_plan_resizes() -> None:
     drive = Mixed()
     number, guest = drive.running(elastic(1, 1, 4)), drive.submit(elastic(1, 1, 1))
-    resize = drive.change(number, "RESIZE", drive.claims(number, 2))
-    join = drive.change(guest, "START", drive.beside(guest, number))
+    resize = drive.change(ResizeChange, number, drive.claims(number, 2))
+    join = drive.change(StartChange, guest, drive.beside(guest, number))
     first, second = drive.propose(resize, join)
     assert (first, reason_of(second)) == (None, Reason.STALE_REVISION)
 
@@ -105,7 +112,7 @@ def test_no_job_is_colocated_with_time_sliced_ones() -> None:
     host, _ = turning(drive)
     guest = drive.submit(job_of(2))
     claims = tuple(replace(claim, shared_mask=claim.device_mask) for claim in drive.place(guest, host))
-    refusal = drive.propose(Change(guest, drive.job(guest).revision, "START", claims))[0]
+    refusal = drive.propose(StartChange(guest, drive.job(guest).revision, claims))[0]
     assert reason_of(refusal) is Reason.GPUS
 
 
@@ -113,9 +120,9 @@ def test_a_time_sliced_job_that_is_being_parked_may_resume_in_the_plan_that_star
     drive = PackingTurns()
     host, guest = turning(drive)
     other = drive.submit(job_of(1))
-    assert drive.propose(Change(host, drive.job(host).revision, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
-    resume = Change(host, drive.job(host).revision, "RESUME")
-    start = Change(other, drive.job(other).revision, "START", drive.places(other)[0])
+    assert drive.propose(SuspendChange(host, drive.job(host).revision, level=SuspendLevel.OFFLOAD)) == [None]
+    resume = ResumeChange(host, drive.job(host).revision)
+    start = StartChange(other, drive.job(other).revision, drive.places(other)[0])
     assert drive.propose(resume, start) == [None, None]
     assert {drive.job(number).state for number in (host, guest, other)} == {JobState.HOLDING}
 
@@ -150,7 +157,7 @@ def test_what_has_lost_a_part_has_no_other_cores_and_the_part_s_devices_are_free
     drive.observe(node, *drive.others(node, gang.epoch), done)
     free = drive.state.rows[node].free_mask
     fewer = tuple(replace(claim, millicores=(1_000, 1_000)) for claim in gang.claims)
-    assert reason_of(drive.propose(drive.change(number, "CORES", fewer))[0]) is Reason.WRONG_STATE
+    assert reason_of(drive.propose(drive.change(CoresChange, number, fewer))[0]) is Reason.WRONG_STATE
     answer = drive.step(RetuneJob(number, 1_000))
     assert isinstance(answer, Refused)
     assert "a part of it has ended" in answer.message
@@ -203,7 +210,7 @@ def test_claims_of_other_sockets_than_their_node_s_are_refused_and_none_of_them_
     kept = [Claim(node, 0b11, kept_cores, GIB, 0, (2,)) for node in ("n2", "nowhere")]
     drive.step(ProposePlan((), promises=(Promise(other, tuple(kept)),)))
     (claim,) = drive.state.gangs[drive.job(number).epoch].claims
-    refusal = drive.propose(drive.change(number, "MOVE", (replace(claim, node="n2", millicores=cores),)))[0]
+    refusal = drive.propose(drive.change(MoveChange, number, (replace(claim, node="n2", millicores=cores),)))[0]
     keeps, is_possible = len(kept_cores) == 2, len(cores) == 2
     wanted = (Reason.RESERVED if keeps else None) if is_possible else Reason.CLAIM_MISMATCH
     assert reason_of(refusal) is wanted

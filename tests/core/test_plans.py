@@ -6,8 +6,9 @@ from core.drive import GIB, Drive, job_of
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Change, ProposePlan
+from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Claim, JobState
+from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.core.settings import CoreSettings
 
 
@@ -23,11 +24,11 @@ def two_places(drive: Drive, *numbers: int) -> list[tuple[Claim, ...]]:
     return found
 
 
-def start(drive: Drive, number: int, claims: tuple[Claim, ...], together: int = 0) -> Change:
-    return Change(number, drive.job(number).revision, "START", claims, together=together)
+def start(drive: Drive, number: int, claims: tuple[Claim, ...], together: int = 0) -> PlanChange:
+    return StartChange(number, drive.job(number).revision, claims, together=together)
 
 
-def propose(drive: Drive, *changes: Change) -> list[bool]:
+def propose(drive: Drive, *changes: PlanChange) -> list[bool]:
     version = drive.state.view.version
     answer = drive.step(ProposePlan(changes))
     assert isinstance(answer, PlanAnswer)

@@ -12,9 +12,10 @@ from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import rules
-from ganger_master.core.commands import Change, ProposePlan, SubmitArray, SubmitJob, SuspendJob
+from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import JobState, SuspendLevel
+from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import Shares
@@ -103,7 +104,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
     sizes = {drive.submit(job_of(gpus), "ann"): gpus for gpus in (1, 2, 1)}
     for number in sizes:
         job = drive.job(number)
-        drive.step(ProposePlan((Change(number, job.revision, "START", drive.places(number)[0]),)))
+        drive.step(ProposePlan((StartChange(number, job.revision, drive.places(number)[0]),)))
         assert drive.job(number).state is JobState.HOLDING
     waiting = drive.submit(job_of(1), "ann")
     if policy == "fifo":

@@ -10,7 +10,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.approval import rules
-from ganger_master.core.commands import Change, ProposePlan, ResizeJob
+from ganger_master.core.commands import ProposePlan, ResizeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.elastic import judge_resize
 from ganger_master.core.model import (
@@ -22,6 +22,7 @@ from ganger_master.core.model import (
     ObservedPhase,
     SuspendLevel,
 )
+from ganger_master.core.plan_changes import ResizeChange, StartChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as some
@@ -119,7 +120,7 @@ def test_a_shrink_that_fails_once_the_old_world_rests_lets_the_job_wait_and_rise
     shape = job.spec.shape(job.arena_bytes_per_device, 0, 3)
     claims = resized(drive.state.view, shape, drive.state.gangs[source].claims)
     assert claims is not None
-    answer = drive.step(ProposePlan((Change(number, job.revision, "START", claims),)))
+    answer = drive.step(ProposePlan((StartChange(number, job.revision, claims),)))
     assert isinstance(answer, PlanAnswer)
     assert answer.verdicts[0].approved, answer
     risen = drive.job(number).next_epoch
@@ -197,8 +198,8 @@ def test_a_plan_s_change_of_size_is_judged_beside_its_other_changes() -> None:
     assert claims is not None
     start = drive.places(waits)[0]
     changes = (
-        Change(grows, job.revision, "RESIZE", claims),
-        Change(waits, drive.job(waits).revision, "START", start),
+        ResizeChange(grows, job.revision, claims),
+        StartChange(waits, drive.job(waits).revision, start),
     )
     answer = drive.step(ProposePlan(changes))
     assert isinstance(answer, PlanAnswer)
@@ -254,8 +255,8 @@ def test_a_plan_cannot_exceed_a_user_s_share_by_growth_and_a_start() -> None:
     assert claims is not None
     (start,) = [places for places in drive.places(waits) if places[0].node == "n2"]
     changes = (
-        Change(grows, job.revision, "RESIZE", claims),
-        Change(waits, drive.job(waits).revision, "START", start),
+        ResizeChange(grows, job.revision, claims),
+        StartChange(waits, drive.job(waits).revision, start),
     )
     answer = drive.step(ProposePlan(changes))
     assert isinstance(answer, PlanAnswer)

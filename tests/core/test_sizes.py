@@ -8,7 +8,7 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.answers import PlanAnswer, Refused
-from ganger_master.core.commands import Change, ObservedGang, ProposePlan, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.commands import ObservedGang, ProposePlan, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
 from ganger_master.core.model import (
@@ -21,6 +21,7 @@ from ganger_master.core.model import (
     OutcomeKind,
     SuspendLevel,
 )
+from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as some
@@ -47,14 +48,14 @@ def place(drive: Drive, number: int, gpus: int) -> tuple[Claim, ...]:
 def start(drive: Drive, number: int, gpus: int) -> tuple[Reason, str] | None:
     """Why a plan that starts it with so many devices is refused."""
     job = drive.job(number)
-    answer = drive.step(ProposePlan((Change(number, job.revision, "START", place(drive, number, gpus)),)))
+    answer = drive.step(ProposePlan((StartChange(number, job.revision, place(drive, number, gpus)),)))
     assert isinstance(answer, PlanAnswer)
     (verdict,) = answer.verdicts
     return None if verdict.approved else (verdict.refusals[0].reason, verdict.refusals[0].message)
 
 
 def suspend(drive: Drive, number: int, level: SuspendLevel) -> None:
-    answer = drive.step(ProposePlan((Change(number, drive.job(number).revision, "SUSPEND", level=level),)))
+    answer = drive.step(ProposePlan((SuspendChange(number, drive.job(number).revision, level=level),)))
     assert isinstance(answer, PlanAnswer)
     assert answer.verdicts[0].approved
 
@@ -111,7 +112,7 @@ def test_whole_tasks_are_given() -> None:
     job = drive.job(number)
     (claim,) = place(drive, number, 4)
     three = replace(claim, device_mask=0b111)
-    answer = drive.step(ProposePlan((Change(number, job.revision, "START", (three,)),)))
+    answer = drive.step(ProposePlan((StartChange(number, job.revision, (three,)),)))
     assert isinstance(answer, PlanAnswer)
     assert not answer.verdicts[0].approved
     assert start(drive, number, 4) is None
@@ -205,7 +206,7 @@ def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:
     drive = Drive(2, CoreSettings(quota_devices={"": 5}))
     first, second = (drive.submit(elastic(2, 1, 4), "ann") for _ in range(2))
     at = [place(drive, first, 4), tuple(replace(claim, node="n2") for claim in place(drive, second, 2))]
-    changes = [Change(n, drive.job(n).revision, "START", claims) for n, claims in zip((first, second), at, strict=True)]
+    changes = [StartChange(n, drive.job(n).revision, claims) for n, claims in zip((first, second), at, strict=True)]
     answer = drive.step(ProposePlan(tuple(changes)))
     assert isinstance(answer, PlanAnswer)
     assert [verdict.approved for verdict in answer.verdicts] == [True, False]

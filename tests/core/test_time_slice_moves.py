@@ -9,9 +9,10 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change, DrainNode, MoveJob, ObservedRows, ResizeJob
+from ganger_master.core.commands import DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.model import GangIntent, GangPhase, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace
 
@@ -34,7 +35,7 @@ class Six(Turns):
         (node,) = self.state.sets[self.set].nodes
         self.observe(node, *(self.report(gang, ObservedPhase.RUNNING) for gang in self.on(node)))
 
-    def beside(self, guest: int, host: int) -> list[Change]:
+    def beside(self, guest: int, host: int) -> list[PlanChange]:
         """All of the next matrix, in which the guest is where the host is."""
         rows: dict[int, tuple[int, ...]] = dict.fromkeys(self.jobs, (0, 1))
         one, two, three, four, five, six = self.jobs

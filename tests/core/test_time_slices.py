@@ -10,7 +10,6 @@ from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,
-    Change,
     DeclareLost,
     Observe,
     ObservedGang,
@@ -25,6 +24,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import StoredChanges
 from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.timeslice_groups import charges, has_turn
 from ganger_master.store.codec import Codec
@@ -78,11 +78,11 @@ class Turns(Drive):
             for claim in claims
         )
 
-    def row(self, number: int, *rows: int, claims: tuple[Claim, ...] = (), **other: object) -> Change:
+    def row(self, number: int, *rows: int, claims: tuple[Claim, ...] = (), **other: object) -> PlanChange:
         fields = {"level": SuspendLevel.OFFLOAD, "quantum_seconds": 60.0, "together": 1, **other}
-        return Change(number, self.job(number).revision, "ROW", claims, rows=rows, **fields)  # type: ignore[arg-type]
+        return SliceChange(number, self.job(number).revision, claims, rows=rows, **fields)  # type: ignore[arg-type]
 
-    def propose(self, *changes: Change) -> list[Refusal | None]:
+    def propose(self, *changes: PlanChange) -> list[Refusal | None]:
         answer = self.step(ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         return [None if one.approved else one.refusals[0] for one in answer.verdicts]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
 from core.test_plans import propose, start
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Claim
+from ganger_master.core.plan_changes import CoresChange, PlanChange
 from msgspec.structs import replace
 
 
@@ -15,11 +15,11 @@ def placed(drive: Drive, number: int, millicores: int, memory_bytes: int) -> tup
     return (replace(claim, millicores=(millicores, 0), memory_bytes=memory_bytes),)
 
 
-def cores(drive: Drive, number: int, millicores: int, memory_bytes: int) -> Change:
+def cores(drive: Drive, number: int, millicores: int, memory_bytes: int) -> PlanChange:
     job = drive.job(number)
     (claim,) = drive.state.gangs[job.epoch].claims
     claims = (replace(claim, millicores=(millicores, 0), memory_bytes=memory_bytes),)
-    return Change(number, job.revision, "CORES", claims)
+    return CoresChange(number, job.revision, claims)
 
 
 def test_a_plan_starts_a_gang_with_other_cores_and_more_memory_than_its_job_asks_for() -> None:

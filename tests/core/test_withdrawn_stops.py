@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import ChangeAnswer, JobAnswer, PlanAnswer
-from ganger_master.core.commands import Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.commands import ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange, ResumeChange, SuspendChange
 from msgspec.structs import replace
 
 FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"
 
 
-def planned(drive: Drive, number: int, kind: str, level: SuspendLevel = SuspendLevel.NONE) -> ChangeAnswer:
-    answer = drive.step(ProposePlan((Change(number, drive.job(number).revision, kind, level=level),)))
+def planned(drive: Drive, kind: Callable[..., PlanChange], number: int, *level: SuspendLevel) -> ChangeAnswer:
+    answer = drive.step(ProposePlan((kind(number, drive.job(number).revision, *level),)))
     assert isinstance(answer, PlanAnswer)
     return answer.verdicts[0]
 
@@ -42,7 +45,7 @@ def resting_short_of_a_checkpoint(drive: Drive, number: int, epoch: int) -> int:
     if drive.job(number).state is JobState.SUSPENDED:
         drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
     else:
-        assert planned(drive, number, "SUSPEND", SuspendLevel.CHECKPOINT).approved
+        assert planned(drive, SuspendChange, number, SuspendLevel.CHECKPOINT).approved
     gang = drive.state.gangs[epoch]
     drive.observe("n2", *drive.others("n2", epoch), drive.report(gang, ObservedPhase.STOPPING, 7))
     short = replace(drive.report(gang, ObservedPhase.PARKED, 7), level=SuspendLevel.OFFLOAD, trouble=FULL)
@@ -58,12 +61,12 @@ def resting_short_of_a_checkpoint(drive: Drive, number: int, epoch: int) -> int:
 
 def test_a_part_that_ended_while_its_gang_was_to_stop_takes_no_devices_back_when_the_plan_is_undone() -> None:
     drive, number, epoch = two_parts()
-    assert planned(drive, number, "SUSPEND", SuspendLevel.OFFLOAD).approved
+    assert planned(drive, SuspendChange, number, SuspendLevel.OFFLOAD).approved
     ended = replace(drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED), outcome=Outcome(OutcomeKind.DONE))
     drive.observe("n1", ended)
     other = drive.submit(job_of(4))
     took_over = drive.start(other)
-    assert planned(drive, number, "RESUME").approved
+    assert planned(drive, ResumeChange, number).approved
     assert masks(drive, epoch) == [0, 0b1111]
     assert masks(drive, took_over) == [0b1111]
     assert drive.state.gangs[epoch].intent is GangIntent.RUN
@@ -71,13 +74,13 @@ def test_a_part_that_ended_while_its_gang_was_to_stop_takes_no_devices_back_when
 
 def test_a_job_whose_checkpoint_had_no_room_resumes_by_plan_only_where_its_devices_are_free() -> None:
     drive, number, epoch = two_parts()
-    assert planned(drive, number, "SUSPEND", SuspendLevel.OFFLOAD).approved
+    assert planned(drive, SuspendChange, number, SuspendLevel.OFFLOAD).approved
     other = resting_short_of_a_checkpoint(drive, number, epoch)
-    verdict = planned(drive, number, "RESUME")
+    verdict = planned(drive, ResumeChange, number)
     assert not verdict.approved
     assert verdict.refusals[0].reason is Reason.GPUS
     drive.seen(other, drive.job(other).epoch, ObservedPhase.ENDED)
-    assert planned(drive, number, "RESUME").approved
+    assert planned(drive, ResumeChange, number).approved
     assert masks(drive, epoch) == [0b1111, 0b1111]
 
 
@@ -96,8 +99,8 @@ def test_a_resumed_job_whose_checkpoint_had_no_room_waits_for_devices() -> None:
 def test_a_job_that_was_not_parked_yet_runs_on_with_all_it_holds(by_plan: bool) -> None:
     drive, number, epoch = two_parts()
     if by_plan:
-        assert planned(drive, number, "SUSPEND", SuspendLevel.OFFLOAD).approved
-        assert planned(drive, number, "RESUME").approved
+        assert planned(drive, SuspendChange, number, SuspendLevel.OFFLOAD).approved
+        assert planned(drive, ResumeChange, number).approved
     else:
         drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
         drive.step(ResumeJob(number))

@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
 from ganger.cluster.claims import resplit_cores, split_cores
@@ -15,12 +15,34 @@ from ganger.cluster.placement import places, resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.commands import Change, Line, Promise, ProposePlan
+from ganger_master.core.commands import Line, Promise, ProposePlan
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResizeChange,
+    ResumeChange,
+    SliceChange,
+    StartChange,
+    SuspendChange,
+    claims_in,
+)
 from ganger_master.core.state import State
 from msgspec.structs import replace
 
-_KINDS = ("START", "START", "MOVE", "MOVE", "SUSPEND", "RESUME", "RESUME", "CORES", "RESIZE", "RESIZE")
+_KINDS: tuple[Callable[..., PlanChange], ...] = (
+    StartChange,
+    StartChange,
+    MoveChange,
+    MoveChange,
+    SuspendChange,
+    ResumeChange,
+    ResumeChange,
+    CoresChange,
+    ResizeChange,
+    ResizeChange,
+)
 _EVER = 1e12
 
 
@@ -50,7 +72,7 @@ def let_go(state: State) -> ProposePlan:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
         if gang is None or not gang.parked_by_plan or job.next_epoch:
             continue
-        changes.append(Change(number, job.revision, "RESUME"))
+        changes.append(ResumeChange(number, job.revision))
     return ProposePlan(tuple(changes), promises=())
 
 
@@ -63,35 +85,36 @@ def go_elsewhere(state: State) -> ProposePlan:
             continue
         found = places(state.view, job.shape, waited=_EVER)
         if found:
-            changes.append(Change(number, job.revision, "MOVE", found[0]))
+            changes.append(MoveChange(number, job.revision, found[0]))
     return ProposePlan(tuple(changes))
 
 
 # -- changes one by one ------------------------------------------------------------------------------------------------
 
 
-def _changes(state: State, dice: Random) -> list[Change]:
+def _changes(state: State, dice: Random) -> list[PlanChange]:
     numbers = dice.sample(sorted(state.live), min(dice.randint(1, 4), len(state.live)))
     together = dice.choice([0, 0, 1])
     return [replace(_change(state, dice, state.jobs[number]), together=together) for number in numbers]
 
 
-def _change(state: State, dice: Random, job: JobRecord) -> Change:
+def _change(state: State, dice: Random, job: JobRecord) -> PlanChange:
     gang = state.gangs.get(job.epoch)
     kind = dice.choice(_KINDS)
     if dice.random() < 0.8:
         # What has a chance.
-        kind = "START" if gang is None else "RESUME" if gang.parked_by_plan and dice.random() < 0.5 else kind
+        kind = StartChange if gang is None else ResumeChange if gang.parked_by_plan and dice.random() < 0.5 else kind
     claims: tuple[Claim, ...] = ()
-    if kind in ("START", "MOVE"):
+    if kind in (StartChange, MoveChange):
         claims = _claims(state, dice, job, {})
-    elif gang is not None and kind == "RESIZE":
+    elif gang is not None and kind is ResizeChange:
         claims = _other_size(state, dice, job, gang)
-    elif gang is not None and kind == "CORES":
+    elif gang is not None and kind is CoresChange:
         claims = tuple([_other_cores(state, dice, claim) for claim in gang.claims])
-    level = dice.choice(list(SuspendLevel)) if kind == "SUSPEND" else SuspendLevel.NONE
+    level = dice.choice(list(SuspendLevel)) if kind is SuspendChange else SuspendLevel.NONE
+    details = () if kind is ResumeChange else (level,) if kind is SuspendChange else (claims,)
     purpose = Purpose(dice.choice(list(Goal)), dice.choice(sorted(state.live)), 10.0, 1.0)
-    return Change(job.number, job.revision, kind, claims, level, reason="why not", purpose=purpose)
+    return kind(job.number, job.revision, *details, reason="why not", purpose=purpose)
 
 
 def _claims(state: State, dice: Random, job: JobRecord, company: Mapping[str, int]) -> tuple[Claim, ...]:
@@ -145,7 +168,7 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 # -- matrices ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
+def _rows(state: State, dice: Random, moves: bool) -> Sequence[PlanChange]:
     """A matrix of a set that there is, or of a new one: its gangs, some of them on others' devices, some that
     join, a pending job."""
     of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
@@ -176,10 +199,9 @@ def _rows(state: State, dice: Random, moves: bool) -> list[Change]:
         gang = state.gangs.get(job.epoch)
         claims = () if gang is not None and places_of[job.number] == gang.claims else places_of[job.number]
         changes.append(
-            Change(
-                job.number, job.revision, "ROW", claims, level, together=1, node_set=of, rows=tuple(own),
-                quantum_seconds=quantum, reason="all in turn",
-            )
+            SliceChange(
+                job.number, job.revision, claims, level, together=1, node_set=of, rows=tuple(own),
+                quantum_seconds=quantum, reason="all in turn")
         )  # fmt: skip
     return changes
 
@@ -216,7 +238,7 @@ def _collide(one: Sequence[Claim], other: Sequence[Claim]) -> bool:
 # -- nonsense ----------------------------------------------------------------------------------------------------------
 
 
-def _garbled(state: State, dice: Random, change: Change) -> Change:
+def _garbled(state: State, dice: Random, change: PlanChange) -> PlanChange:
     """What cannot be, or is only a little wrong."""
     what = dice.randrange(8)
     if what == 0:
@@ -224,9 +246,14 @@ def _garbled(state: State, dice: Random, change: Change) -> Change:
     if what == 1:
         return replace(change, number=dice.randint(0, state.counters.next_job))
     if what == 2:
-        return replace(change, rows=(*change.rows, dice.randint(-1, 70)), node_set=dice.randint(0, 3))
-    if not change.claims:
-        return replace(change, level=dice.choice(list(SuspendLevel)), quantum_seconds=dice.choice([-1.0, 0.0]))
+        rows = change.rows if isinstance(change, SliceChange) else ()
+        rows, of = (*rows, dice.randint(-1, 70)), dice.randint(0, 3)
+        return SliceChange(change.number, change.revision, claims_in(change), node_set=of, rows=rows)
+    if isinstance(change, SuspendChange | ResumeChange) or not change.claims:
+        level, quantum = dice.choice(list(SuspendLevel)), dice.choice([-1.0, 0.0])
+        if isinstance(change, SliceChange):
+            return replace(change, level=level, quantum_seconds=quantum)
+        return replace(change, level=level) if isinstance(change, SuspendChange) else change
     place = dice.randrange(len(change.claims))
     claim = change.claims[place]
     wrong = {

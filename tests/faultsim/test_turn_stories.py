@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import Change, ProposePlan
+from ganger_master.core.commands import ProposePlan
 from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange, SliceChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30
@@ -46,21 +49,23 @@ class Story:
     def gang(self, number: int) -> Gang:
         return self.cluster.state.gangs[self.job(number).epoch]
 
-    def change(self, number: int, kind: str, claims: tuple[Claim, ...] = (), **fields: object) -> Change:
-        return Change(number, self.job(number).revision, kind, claims, **fields)  # type: ignore[arg-type]  # its own
+    def change(
+        self, kind: Callable[..., PlanChange], number: int, *claims: tuple[Claim, ...], **fields: object
+    ) -> PlanChange:
+        return kind(number, self.job(number).revision, *claims, **fields)
 
-    def propose(self, *changes: Change) -> None:
+    def propose(self, *changes: PlanChange) -> None:
         answer = self.cluster.ask(ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer.verdicts
 
     def place(self, number: int, *devices: tuple[str, int, int]) -> None:
         """On (node, devices, those of them that are shared), and it runs."""
-        self.propose(self.change(number, "START", tuple([claim(*where) for where in devices])))
+        self.propose(self.change(StartChange, number, tuple([claim(*where) for where in devices])))
         assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.RUNNING, 60.0)
 
     def rest(self, number: int, within: float = 60.0) -> None:
-        self.propose(self.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD))
+        self.propose(self.change(SuspendChange, number, level=SuspendLevel.OFFLOAD))
         assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.PARKED, within)
 
     def rows(self, *rows: tuple[int, ...], node_set: int = 0) -> None:
@@ -68,8 +73,8 @@ class Story:
         self.propose(
             *[
                 self.change(
+                    SliceChange,
                     number,
-                    "ROW",
                     level=SuspendLevel.OFFLOAD,
                     together=1,
                     node_set=node_set,

@@ -11,8 +11,9 @@ from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.commands import CancelJob, Change, ProposePlan
+from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import CoresChange, MoveChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
 from ganger_master.planner.job_table import LiveTable
@@ -111,7 +112,7 @@ def fully_grown() -> tuple[Planned, int]:
 def test_no_job_grows_onto_gpus_that_a_parked_job_may_need_to_resume() -> None:
     drive = Planned()
     number, parked = drive.running(elastic(1, 1, 4)), drive.running(job_of(3))
-    drive.step(ProposePlan((Change(parked, drive.job(parked).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.step(ProposePlan((SuspendChange(parked, drive.job(parked).revision, level=SuspendLevel.OFFLOAD),)))
     drive.seen(parked, drive.job(parked).epoch, ObservedPhase.PARKED, 5)
     drive.running(job_of(2))
     drive.plan()
@@ -213,15 +214,15 @@ def test_a_growth_that_failed_is_not_tried_again_at_once() -> None:
 
 
 def test_the_next_stage_does_not_change_a_job_whose_size_changes() -> None:
-    sizes = Sizes((Change(1, 1, "RESIZE"),), next_s=5.0)
-    found = with_sizes(PlanDraft((Change(1, 1, "SUSPEND"), Change(2, 1, "START"))), sizes)
+    sizes = Sizes((ResizeChange(1, 1, ()),), next_s=5.0)
+    found = with_sizes(PlanDraft((SuspendChange(1, 1), StartChange(2, 1, ()))), sizes)
     assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
     assert found.next_change_s == 5.0
 
 
 def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() -> None:
-    sizes = Sizes((Change(1, 1, "RESIZE"),))
-    pack = (Change(1, 1, "CORES", together=2), Change(2, 1, "MOVE", together=2), Change(3, 1, "MOVE", together=4))
+    sizes = Sizes((ResizeChange(1, 1, ()),))
+    pack = (CoresChange(1, 1, (), together=2), MoveChange(2, 1, (), together=2), MoveChange(3, 1, (), together=4))
     assert [change.number for change in with_sizes(PlanDraft(pack), sizes).changes] == [1, 3]
 
 

@@ -11,9 +11,10 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.commands import Change, ProposePlan, ResizeJob
+from ganger_master.core.commands import ProposePlan, ResizeJob
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, JobRecord, JobSpec, ObservedPhase
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
@@ -46,7 +47,7 @@ class Weighed(World):
     def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
         return [OptimusEstimate(self.left.get(job.number, 1_000.0), is_young=False, speed=LINEAR) for job, _ in jobs]
 
-    def changes(self, may_stop: bool = True, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[Change]:
+    def changes(self, may_stop: bool = True, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[PlanChange]:
         """Of a pass, all of which must be approved."""
         table = LiveTable()
         for job in self.state.jobs.values():

@@ -11,8 +11,9 @@ from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
-from ganger_master.core.commands import CancelJob, Change, OpenSession, ProposePlan
+from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan
 from ganger_master.core.model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow
 from ganger_master.planner.packs import with_refusals
@@ -87,7 +88,7 @@ class InTurns(Sharing):
                 self.runs(change.number)
         return sorted((change.kind, change.number) for change in changes)
 
-    def asked(self) -> tuple[Change, ...]:
+    def asked(self) -> tuple[PlanChange, ...]:
         view = self.state.view.copy()
         found, self.remembered, _ = plan_shared(
             POLICY.placement,

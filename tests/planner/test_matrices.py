@@ -15,7 +15,6 @@ from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import (
     CancelJob,
-    Change,
     CordonNode,
     Observe,
     ObservedGang,
@@ -29,6 +28,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.model import Capabilities, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
 from ganger_master.planner.job_table import LiveTable
@@ -76,7 +76,7 @@ class Sharing(Drive):
 
     def plan(
         self, quantum_s: float | None = 60.0, kept_out: ExcludedJobs = NONE_EXCLUDED, fairness: Fairness = NOTHING
-    ) -> tuple[Change, ...]:
+    ) -> tuple[PlanChange, ...]:
         table = LiveTable()
         for job in self.state.jobs.values():
             message = scheduling_pb2.LiveJob()
@@ -263,10 +263,10 @@ def test_a_parked_job_without_free_devices_is_time_sliced_where_it_was() -> None
     one, other = drive.submitted(*[job_of(4, GIB)] * 2)
     drive.go_on()
     revision = drive.job(one).revision
-    drive.step(ProposePlan((Change(one, revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.step(ProposePlan((SuspendChange(one, revision, level=SuspendLevel.OFFLOAD),)))
     drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
     (place, *_) = drive.places(other)
-    drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place),)))
+    drive.step(ProposePlan((StartChange(other, drive.job(other).revision, place),)))
     drive.runs(other)
     assert drive.go_on() == ["ROW", "ROW"]
     assert drive.rows == [[other], [one]]
@@ -429,10 +429,10 @@ def test_a_parked_job_that_is_not_time_sliced_waits_for_its_own_devices_and_dela
     drive = Sharing()
     one, other = drive.submitted(LIMITED, job_of(4, GIB))
     drive.go_on()
-    drive.step(ProposePlan((Change(one, drive.job(one).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.step(ProposePlan((SuspendChange(one, drive.job(one).revision, level=SuspendLevel.OFFLOAD),)))
     drive.seen(one, drive.job(one).epoch, ObservedPhase.PARKED, 5)
     (place, *_) = drive.places(other)
-    drive.step(ProposePlan((Change(other, drive.job(other).revision, "START", place),)))
+    drive.step(ProposePlan((StartChange(other, drive.job(other).revision, place),)))
     drive.runs(other)
     third = drive.submit(job_of(4, GIB))
     assert drive.go_on() == ["ROW", "ROW"]

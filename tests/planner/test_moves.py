@@ -11,9 +11,10 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal, TrialFinding
-from ganger_master.core.commands import CancelJob, Change, DrainNode, ProposePlan, SuspendJob
+from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import MoveChange, SuspendChange
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
@@ -322,12 +323,12 @@ def test_no_job_leaves_a_drained_node_while_another_moves_out_of_its_host_memory
     drive = Moved(nodes=2)
     goes, stays, third = [drive.running(together(2)) for _ in range(3)]
     assert [drive.node_of(number) for number in (goes, stays, third)] == ["n1", "n1", "n2"]
-    rest = Change(goes, drive.job(goes).revision, "SUSPEND", level=SuspendLevel.OFFLOAD)
+    rest = SuspendChange(goes, drive.job(goes).revision, level=SuspendLevel.OFFLOAD)
     drive.step(ProposePlan((rest,)))
     drive.rests(goes)
     (claim,) = drive.state.gangs[drive.job(third).epoch].claims
     there = replace(claim, device_mask=0b1111 & ~claim.device_mask)
-    drive.step(ProposePlan((Change(goes, drive.job(goes).revision, "MOVE", (there,)),)))
+    drive.step(ProposePlan((MoveChange(goes, drive.job(goes).revision, (there,)),)))
     assert drive.job(goes).next_epoch
     drive.step(DrainNode("n1", "new disk"))
     assert drive.proposed() == []

@@ -12,6 +12,7 @@ from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ObservedGang, ProposePlan
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
+from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.convergence import StepsLeftEstimate
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.job_table import LiveTable
@@ -77,7 +78,7 @@ class Grown(Drive):
         answer = self.step(ProposePlan(changes))
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer
-        return [(one.kind, one.number, sum(c.device_mask.bit_count() for c in one.claims)) for one in changes]
+        return [(one.kind, one.number, sum(c.device_mask.bit_count() for c in claims_in(one))) for one in changes]
 
     def rests(self, number: int) -> None:
         """Its gang is gone, its checkpoint written."""

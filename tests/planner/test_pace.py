@@ -7,8 +7,8 @@ from math import inf
 import numpy as np
 import pytest
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
+from ganger_master.core.plan_changes import MoveChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.plan import PlanDraft
 
@@ -24,10 +24,10 @@ def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
 
 
 def test_the_changes_that_count_as_preemptions() -> None:
-    stop = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT)
-    unpacked = Change(7, 1, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=Purpose(Goal.UNPACK))
-    moments = [Change(7, 1, "SUSPEND", level=SuspendLevel.OFFLOAD), Change(7, 1, "MOVE"), Change(7, 1, "START")]
-    resized = Change(7, 1, "RESIZE")
+    stop = SuspendChange(7, 1, level=SuspendLevel.CHECKPOINT)
+    unpacked = SuspendChange(7, 1, level=SuspendLevel.CHECKPOINT, purpose=Purpose(Goal.UNPACK))
+    moments = [SuspendChange(7, 1, level=SuspendLevel.OFFLOAD), MoveChange(7, 1, ()), StartChange(7, 1, ())]
+    resized = ResizeChange(7, 1, ())
     assert is_stop(stop, resizes=False)
     assert is_stop(resized, resizes=True)
     assert not any(is_stop(change, resizes=False) for change in (unpacked, resized, *moments))
@@ -48,7 +48,7 @@ def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time(
         # Pending jobs are ranked again even if no order reports a change.
         (JOB_WAITS, inf, 300.0),
         (PlanDraft(waits=True), inf, 300.0),
-        (PlanDraft((Change(7, 1, "START"),), line=np.array([7])), inf, inf),
+        (PlanDraft((StartChange(7, 1, ()),), line=np.array([7])), inf, inf),
         (PlanDraft(next_change_s=1020.0), inf, 20.0),
         (PlanDraft(next_change_s=1000.01), inf, 0.5),
         (JOB_WAITS, 1005.0, 5.0),

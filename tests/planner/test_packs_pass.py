@@ -11,6 +11,7 @@ from core.test_colocation import Packing, small
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import ResumeChange, StartChange, SuspendChange
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, plan_packs, with_refusals
@@ -225,7 +226,7 @@ def test_a_guest_that_does_no_step_yet_is_waited_for(tried: Tried) -> None:
 
 def rest(drive: Tried, number: int, residue_bytes: int = 0) -> None:
     drive.residue_bytes = residue_bytes
-    assert drive.propose(drive.change(number, "SUSPEND", level=SuspendLevel.OFFLOAD)) == [None]
+    assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]
     drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=9)
 
 
@@ -233,13 +234,13 @@ def rest_where(drive: Tried, number: int, residue_bytes: int) -> None:
     """Park another job on the devices of a parked one."""
     other = drive.submit(small())
     claims = drive.state.gangs[drive.job(number).epoch].claims
-    assert drive.propose(drive.change(other, "START", tuple(replace(c, shared_mask=0) for c in claims))) == [None]
+    assert drive.propose(drive.change(StartChange, other, tuple(replace(c, shared_mask=0) for c in claims))) == [None]
     drive.runs(other)
     rest(drive, other, residue_bytes)
 
 
 def go_on(drive: Tried, number: int) -> None:
-    assert drive.propose(drive.change(number, "RESUME")) == [None]
+    assert drive.propose(drive.change(ResumeChange, number)) == [None]
     drive.runs(number)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 from ganger.cluster.resources import Claim
-from ganger_master.core.commands import Change
+from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner_process.plan_parts import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def plan(*groups: int) -> list[Change]:
+def plan(*groups: int) -> list[PlanChange]:
     """Groups of so many changes; zero stands for one without a group."""
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     for group in groups:
         first = len(changes) + 1
         numbers = range(first, first + max(1, group))
-        changes.extend([Change(number, 1, "SUSPEND", together=first if group else 0) for number in numbers])
+        changes.extend([SuspendChange(number, 1, together=first if group else 0) for number in numbers])
     return changes
 
 
@@ -38,7 +38,7 @@ def test_a_part_ends_before_the_group_that_no_longer_fits(groups: tuple[int, ...
 
 def test_a_part_ends_before_the_gang_whose_claims_no_longer_fit() -> None:
     claims = tuple([Claim(f"n{number}", 1, (1_000,), 1 << 30, 0, (1,)) for number in range(4)])
-    changes = [Change(number, 1, "START", claims[:many]) for number, many in enumerate((2, 2, 1, 4, 1))]
+    changes = [StartChange(number, 1, claims[:many]) for number, many in enumerate((2, 2, 1, 4, 1))]
     parts = parts_of(changes, most_claims=3)
     assert [[change.number for change in part] for part in parts] == [[0], [1, 2], [3], [4]]
 

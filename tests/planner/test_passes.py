@@ -12,8 +12,9 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import CancelJob, Change, ProposePlan, ResumeJob, SuspendJob
+from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
 from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
@@ -282,7 +283,7 @@ def test_devices_are_counted_where_gangs_can_have_them() -> None:
 
 # what is remembered of refusals
 
-STOP, START = Change(1, 1, "SUSPEND"), Change(2, 1, "START")
+STOP, START = SuspendChange(1, 1), StartChange(2, 1, ())
 
 
 def test_refusals_stand_for_seconds_and_what_a_fresh_view_cures_is_not_noted() -> None:
@@ -321,7 +322,7 @@ def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
     (claims, *_) = candidates(
         drive.state.view, replace(job_of(2), roles=job_of(3).roles).shape(GIB + GIB // 10)
     ).candidates
-    drive.step(ProposePlan((Change(number, drive.job(number).revision, "START", claims),)))
+    drive.step(ProposePlan((StartChange(number, drive.job(number).revision, claims),)))
     drive.runs(number)
     told, gang = drive.as_told(drive.job(number))
     assert gang is not None
@@ -329,6 +330,6 @@ def test_a_planner_is_told_the_size_that_a_job_has_or_is_bound_to() -> None:
     table = LiveTable()
     table.put(told, gang)
     assert table.held_gpus == 3
-    drive.step(ProposePlan((Change(number, drive.job(number).revision, "SUSPEND", level=SuspendLevel.OFFLOAD),)))
+    drive.step(ProposePlan((SuspendChange(number, drive.job(number).revision, level=SuspendLevel.OFFLOAD),)))
     drive.rests(number)
     assert drive.as_told(drive.job(number))[0].gpus == 3

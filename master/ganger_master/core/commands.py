@@ -9,7 +9,7 @@ from ganger.cluster.refusals import Refusal
 from msgspec import Struct, field
 
 from ganger_master.core.array_model import StopRule
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose, TrialFinding
+from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -25,6 +25,7 @@ from ganger_master.core.model import (
     SuspendLevel,
     Update,
 )
+from ganger_master.core.plan_changes import PlanChange
 
 
 class SubmitJob(Struct, frozen=True, gc=False):
@@ -148,24 +149,6 @@ class ReleaseGang(Struct, frozen=True, gc=False):
     scheduler: str = ""
 
 
-class Change(Struct, frozen=True, gc=False):
-    """One change of a plan: kind START, MOVE, SUSPEND, RESUME, CORES, RESIZE or ROW."""
-
-    number: int
-    revision: int
-    kind: str
-    claims: tuple[Claim, ...] = ()
-    level: SuspendLevel = SuspendLevel.NONE
-    together: int = 0
-    # For kind ROW: the time-slice group (zero: a new one), its slices there, and what all changes of the group share.
-    node_set: int = 0
-    rows: tuple[int, ...] = ()
-    quantum_seconds: float = 0.0
-    # What it is expected to gain, with the figures that say so.
-    reason: str = ""
-    purpose: Purpose = NO_PURPOSE
-
-
 class Line(Struct, frozen=True, gc=False):
     """The waiting jobs in the order of the named policy."""
 
@@ -191,7 +174,7 @@ PROMISES_LIMIT: Final = 1_000
 class ProposePlan(Struct, frozen=True, gc=False):
     """A plan of the planner. Without a `line`, or `promises`, those of the last plan stand."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
     reason: str = ""
     proposer: str = "planner"
     line: Line | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from ganger.cluster.refusals import Reason, Refusal
 
@@ -26,14 +26,24 @@ from ganger_master.core.elastic import (
 )
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResizeChange,
+    ResumeChange,
+    SingleChange,
+    SliceChange,
+    StartChange,
+    SuspendChange,
+    claims_in,
+)
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_admission import judge_rows
 from ganger_master.core.user_usage import limit_of
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]
-
-_BUILT = frozenset({"START", "MOVE", "SUSPEND", "RESUME", "CORES", "RESIZE", "ROW"})
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
@@ -44,9 +54,6 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         return (), Refused("PLAN_INVALID", "one change per job")
-    unbuilt = next((change.kind for change in command.changes if change.kind not in _BUILT), None)
-    if unbuilt is not None:
-        return (), Refused("NOT_SUPPORTED", f"{unbuilt.lower()} changes are not built yet")
     trial = _Trial(state)
     happening: list[Event] = []
     verdicts: dict[int, answers.ChangeAnswer] = {}
@@ -73,7 +80,7 @@ def _too_long(plan: commands.ProposePlan) -> str:
     promises = plan.promises or ()
     if len(plan.changes) > CHANGES_LIMIT:
         return f"{len(plan.changes)} changes, at most {CHANGES_LIMIT} in a plan: propose the others in the next one"
-    claims = sum([len(change.claims) for change in plan.changes])
+    claims = sum([len(claims_in(change)) for change in plan.changes])
     if claims > CLAIMS_LIMIT:
         return f"{claims} claims in the changes, at most {CLAIMS_LIMIT} in a plan: propose some in the next one"
     if plan.line is not None and len(plan.line.numbers) > LINE_LIMIT:
@@ -86,11 +93,11 @@ def _too_long(plan: commands.ProposePlan) -> str:
     return ""
 
 
-def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:
+def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
     """Those of one non-zero `together` are one, at the place of the first of them."""
     if not any(change.together for change in changes):
         return [[change] for change in changes]
-    groups: dict[tuple[bool, int], list[commands.Change]] = {}
+    groups: dict[tuple[bool, int], list[PlanChange]] = {}
     for change in changes:
         key = (True, change.together) if change.together else (False, change.number)
         groups.setdefault(key, []).append(change)
@@ -98,17 +105,18 @@ def _groups(changes: Sequence[commands.Change]) -> list[list[commands.Change]]:
 
 
 def _judge_group(
-    trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
+    trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
     """Return the events of changes with one id, or a refusal for each; the trial is unchanged if one is refused."""
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
     # A single change has changed nothing when it is refused.
     mark = trial.mark() if len(group) > 1 else None
-    if "ROW" in [change.kind for change in group]:
+    singles = [change for change in group if not isinstance(change, SliceChange)]
+    if len(singles) < len(group):
         happening, refused = _judge_rows(trial, group, proposer, now)
     else:
-        for change in group:
+        for change in singles:
             judged = trial.disturbed(change) or _judge_change(trial.state, change, proposer, now)
             if isinstance(judged, Refusal):
                 refused[change.number] = judged
@@ -121,15 +129,15 @@ def _judge_group(
     if mark is not None:
         trial.undo(mark)
     blamed = f"jobs/{next(iter(refused))}"
-    for change in group:
-        if change.number not in refused:
+    for one in group:
+        if one.number not in refused:
             detail = f"it is to happen together with a change of {blamed}, which is refused"
-            refused[change.number] = Refusal(Reason.STALE_REVISION, detail=detail, job=f"jobs/{change.number}")
+            refused[one.number] = Refusal(Reason.STALE_REVISION, detail=detail, job=f"jobs/{one.number}")
     return [], refused
 
 
 def _judge_rows(
-    trial: _Trial, group: Sequence[commands.Change], proposer: str, now: float
+    trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float
 ) -> tuple[list[Event], dict[int, Refusal]]:
     """Judge the changes of a slice matrix, which are approved or refused together."""
     for change in group:
@@ -214,17 +222,18 @@ class _Trial:
         if self._state is not self._real:
             self._state.settings = self._settings[-1]
 
-    def disturbed(self, change: commands.Change) -> Refusal | None:
+    def disturbed(self, change: PlanChange) -> Refusal | None:
         """Return a refusal if an earlier change of the plan shares the devices: this one is to be judged after it."""
         self._look()
+        claims = claims_in(change)
         if self._rows_on:
             job = self._state.jobs.get(change.number)
             gang = self._state.gangs.get(job.epoch) if job is not None else None
-            for claim in (*change.claims, *(gang.claims if gang is not None else ())):
+            for claim in (*claims, *(gang.claims if gang is not None else ())):
                 if claim.node in self._rows_on:
                     detail = "another change of this plan has gangs take turns there"
                     return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
-        for claim in change.claims if self._resized else ():
+        for claim in claims if self._resized else ():
             if any(claim.node == one.node and claim.shared_mask & one.device_mask for one in self._resized):
                 detail = "another change of this plan resizes a job that is there"
                 return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
@@ -232,7 +241,7 @@ class _Trial:
             return None
         job = self._state.jobs.get(change.number)
         gang = self._state.gangs.get(job.epoch) if job is not None else None
-        own = (*change.claims, *(gang.claims if gang is not None else ()))
+        own = (*claims, *(gang.claims if gang is not None else ()))
         for claim in self._joined:
             if any(claim.node == other.node and claim.device_mask & other.device_mask for other in own):
                 detail = "another change of this plan shares its devices"
@@ -281,31 +290,33 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return (), ()
 
 
-def _judge_change(state: State, change: commands.Change, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
+def _judge_change(state: State, change: SingleChange, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
     job = unfinished(state, change.number)
     if isinstance(job, Refused):
         return Refusal(Reason.WRONG_STATE, detail=job.message, job=f"jobs/{change.number}")
     if change.revision != job.revision:
         return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
-    if not job.spec.preemptible and change.kind in ("MOVE", "SUSPEND", "RESIZE"):
+    if not job.spec.preemptible and isinstance(change, MoveChange | SuspendChange | ResizeChange):
         return Refusal(Reason.WRONG_STATE, detail="the job is not to be suspended or moved by plans", job=job.name)
-    match change.kind:
-        case "START":
+    match change:
+        case StartChange():
             return _judge_start(state, job, change, proposer, now)
-        case "MOVE":
+        case MoveChange():
             return _judge_move(state, job, change, proposer, now)
-        case "RESIZE":
+        case ResizeChange():
             return _judge_resize(state, job, change, proposer, now)
-        case "CORES":
+        case CoresChange():
             return _judge_cores(state, job, change, proposer, now)
-        case "SUSPEND":
+        case SuspendChange():
             return _judge_suspend(state, job, change, proposer, now)
-        case _:
+        case ResumeChange():
             return _judge_resume(state, job, change, proposer, now)
+        case _:
+            assert_never(change)
 
 
 def _judge_start(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: StartChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     if not state.is_waiting(job) or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
@@ -323,7 +334,7 @@ def _judge_start(
 
 
 def _judge_move(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: MoveChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     claims = check_move(state, job, (), change.claims)
     if isinstance(claims, Refused):
@@ -333,7 +344,7 @@ def _judge_move(
 
 
 def _judge_resize(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: ResizeChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = check_resize(state, job, devices_of(change.claims))
     if isinstance(gang, Refused):
@@ -346,7 +357,7 @@ def _judge_resize(
 
 
 def _judge_cores(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: CoresChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
@@ -372,7 +383,7 @@ def _judge_cores(
 
 
 def _judge_suspend(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: SuspendChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
     if job.state is not JobState.HOLDING or gang is None or job.ending is not None:
@@ -386,7 +397,7 @@ def _judge_suspend(
 
 
 def _judge_resume(
-    state: State, job: JobRecord, change: commands.Change, proposer: str, now: float
+    state: State, job: JobRecord, change: ResumeChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = state.gangs.get(job.epoch)
     if job.state is not JobState.HOLDING or gang is None or gang.intent is not GangIntent.PARK or job.next_epoch:

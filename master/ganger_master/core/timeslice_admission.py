@@ -21,7 +21,6 @@ from ganger_master.core import approval, colocation, events, move_sources, times
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import Change
 from ganger_master.core.elastic import shape_for
 from ganger_master.core.model import (
     Claim,
@@ -36,6 +35,7 @@ from ganger_master.core.model import (
 )
 from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.preconditions import unfinished
 from ganger_master.core.state import State
 
@@ -62,7 +62,7 @@ class _Member:
 
     def __init__(
         self,
-        change: Change,
+        change: SliceChange,
         job: JobRecord,
         gang: Gang | None,
         claims: Claims,
@@ -92,23 +92,32 @@ class _Member:
 
 
 def judge_rows(
-    state: State, changes: Sequence[Change], proposer: str, now: float
+    state: State, changes: Sequence[PlanChange], proposer: str, now: float
 ) -> events.RowsChanged | tuple[int, Refusal]:
     """Return the event that applies the matrix, or the number of the job that it is refused for, and why."""
     try:
-        return _judge(state, changes, proposer, now)
+        return _judge(state, _alike(changes), proposer, now)
     except _RefusedError as refused:
         return refused.number, refused.refusal
 
 
-def _judge(state: State, changes: Sequence[Change], proposer: str, now: float) -> events.RowsChanged:
-    first = changes[0]
+def _alike(changes: Sequence[PlanChange]) -> list[SliceChange]:
+    """Return the changes, if all are of one matrix with one quantum and one level. Raises _RefusedError."""
+    found: list[SliceChange] = []
     for change in changes:
-        common = (change.kind, change.node_set, change.quantum_seconds, change.level)
-        if common != ("ROW", first.node_set, first.quantum_seconds, first.level):
-            _refuse(
-                change.number, Reason.CLAIM_MISMATCH, detail="a matrix is proposed alone, and says one thing of all"
-            )
+        if not isinstance(change, SliceChange) or (found and _common(change) != _common(found[0])):
+            detail = "a matrix is proposed alone, and all its changes have the same group, quantum and level"
+            _refuse(change.number, Reason.CLAIM_MISMATCH, detail=detail)
+        found.append(change)
+    return found
+
+
+def _common(change: SliceChange) -> tuple[int, float, SuspendLevel]:
+    return change.node_set, change.quantum_seconds, change.level
+
+
+def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: float) -> events.RowsChanged:
+    first = changes[0]
     before = state.sets.get(first.node_set)
     if first.node_set and before is None:
         _refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
@@ -245,7 +254,7 @@ def _rests_by_plan(gang: Gang) -> bool:
     return gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and gang.parked_by_plan and offloaded
 
 
-def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
+def _rows(changes: Sequence[SliceChange]) -> tuple[tuple[int, ...], ...]:
     count = max([index for change in changes for index in change.rows], default=-1) + 1
     if not 0 < count <= ROWS_LIMIT:
         _refuse(
@@ -260,7 +269,7 @@ def _rows(changes: Sequence[Change]) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
-def _check_quantum(state: State, change: Change) -> None:
+def _check_quantum(state: State, change: SliceChange) -> None:
     switch = timeslice_groups.slowest_switch(state, change.node_set)
     least = max(_LEAST_QUANTUM_SECONDS, SWITCHES_PER_QUANTUM * switch)
     if change.quantum_seconds < least:
@@ -272,7 +281,7 @@ def _check_quantum(state: State, change: Change) -> None:
         _refuse(change.number, Reason.QUANTUM, figures)
 
 
-def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
+def _member(state: State, change: SliceChange, before: NodeSet | None) -> _Member:
     """Return the member that a change proposes for the set `before` (None: a new set). Raises _RefusedError."""
     job = _may_take_turns(state, change)
     gang = state.gangs.get(job.epoch)
@@ -289,7 +298,7 @@ def _member(state: State, change: Change, before: NodeSet | None) -> _Member:
     return _running(state, change, job, gang, before)
 
 
-def _may_take_turns(state: State, change: Change) -> JobRecord:
+def _may_take_turns(state: State, change: SliceChange) -> JobRecord:
     """Return the job of a change, if its spec and its earlier attempts allow time slices. Raises _RefusedError."""
     job = unfinished(state, change.number)
     if isinstance(job, Refused):
@@ -305,7 +314,7 @@ def _may_take_turns(state: State, change: Change) -> JobRecord:
     return job
 
 
-def _running(state: State, change: Change, job: JobRecord, gang: Gang | None, before: NodeSet | None) -> _Member:
+def _running(state: State, change: SliceChange, job: JobRecord, gang: Gang | None, before: NodeSet | None) -> _Member:
     """Return the member for a job that runs, and stays or moves. Raises _RefusedError."""
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
@@ -325,7 +334,7 @@ def _running(state: State, change: Change, job: JobRecord, gang: Gang | None, be
     return _Member(change, job, gang, gang.claims, gang.level)
 
 
-def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
+def _resting(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> _Member:
     """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
         _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
@@ -337,7 +346,7 @@ def _resting(state: State, change: Change, job: JobRecord, gang: Gang) -> _Membe
     return _Member(change, job, gang, claims, gang.level, rests=True)
 
 
-def _moving(state: State, change: Change, job: JobRecord, gang: Gang) -> _Member:
+def _moving(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> _Member:
     if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not can_hand_over(job):
         _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
     if gang.node_set and not has_arenas(gang):

@@ -16,9 +16,10 @@ from msgspec import Struct
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer
-from ganger_master.core.commands import Change, Command
+from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
 from ganger_master.core.model import JobState
+from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of
 from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
@@ -115,8 +116,12 @@ class Otherwise:
         capacity = capacity_of(view, self._table)
         found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, CapacityIndex(view))
         self.passes += 1
-        starts = {change.number: _nodes_of(change) for change in found.changes if change.kind == "START"}
-        stops = tuple(change.number for change in found.changes if change.kind == "SUSPEND")
+        starts = {
+            change.number: tuple([claim.node for claim in change.claims])
+            for change in found.changes
+            if isinstance(change, StartChange)
+        }
+        stops = tuple(change.number for change in found.changes if isinstance(change, SuspendChange))
         planned = CounterfactualPlan(line, time, starts, stops)
         before = self.planned[-1] if self.planned else CounterfactualPlan(0, 0.0, {}, ())
         if (before.starts, before.stops) != (starts, stops):
@@ -132,10 +137,6 @@ def _jobs_of(command: Command) -> Iterator[int]:
                 yield change.number
         case _:
             return
-
-
-def _nodes_of(change: Change) -> tuple[str, ...]:
-    return tuple(claim.node for claim in change.claims)
 
 
 def _table_of(state: State) -> LiveTable:

@@ -12,6 +12,7 @@ from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer
 from ganger_master.core.commands import Command
 from ganger_master.core.explain import explain
 from ganger_master.core.model import Claim, JobRecord, JobState
+from ganger_master.core.plan_changes import claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.decision_log.rerun import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
@@ -147,8 +148,9 @@ class Story:
                 if change is None:
                     return self._ranked(line, time, command, state)
                 text = f"the {command.proposer} proposes to {change.kind.lower()} it, {_free_in_all(state)}"
-                places = (_places(change.claims),) if change.claims else ()
-                free = _free_on(state, number, [change.claims])
+                claims = claims_in(change)
+                places = (_places(claims),) if claims else ()
+                free = _free_on(state, number, [claims])
                 return Moment(line, time, "plan", text, "", rank, 0, (), places, free)
             case commands.SubmitJob():
                 # The job gets its number with the answer.

@@ -21,9 +21,9 @@ from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.commands import Change
 from ganger_master.core.model import GangIntent, JobRecord
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import MoveChange, PlanChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
@@ -88,7 +88,7 @@ def plan_packing(
     gpus: int,
     plan_every_s: float,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
-) -> tuple[tuple[Change, ...], OrderColocation, tuple[TrialFinding, ...]]:
+) -> tuple[tuple[PlanChange, ...], OrderColocation, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
     The stage runs when the other stages have no changes.
@@ -192,7 +192,7 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
 
 def _separate(
     packs: Colocations, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
-) -> tuple[tuple[Change, ...], Colocations]:
+) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Move guests to devices of their own, as far as there are free ones."""
     room.refresh()
     trying = WhatIf(room)
@@ -206,7 +206,7 @@ def _separate(
             left.append(pack)
             continue
         trying.take(claims)
-        changes.append(Change(job.number, job.revision, "MOVE", claims, purpose=_ROOM_AGAIN))
+        changes.append(MoveChange(job.number, job.revision, claims, purpose=_ROOM_AGAIN))
     trying.undo()
     return tuple(changes), replace(packs, packs=tuple(left))
 

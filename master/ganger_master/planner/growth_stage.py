@@ -20,9 +20,9 @@ from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.commands import Change
 from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.plan_changes import PlanChange, ResizeChange
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
@@ -95,7 +95,7 @@ class Sizes:
     plan again without another event; infinite if there is no need.
     """
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     is_giving: bool = False
     next_s: float = math.inf
@@ -209,10 +209,10 @@ def _given_back(
     speeds: SpeedSource,
     growing: GrowthTrials,
     running: Mapping[int, tuple[JobRecord, Gang]],
-) -> dict[int, tuple[Change, Claims]]:
+) -> dict[int, tuple[PlanChange, Claims]]:
     """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
     shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
-    found: dict[int, tuple[Change, Claims]] = {}
+    found: dict[int, tuple[PlanChange, Claims]] = {}
     waiting = table.waiting_jobs(_FEW) if shrinkable else []
     if not waiting:
         for number, pair in shrinkable.items():
@@ -251,7 +251,7 @@ def _give(trying: WhatIf, claims: Claims) -> None:
             trying.give((claim,))
 
 
-def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> tuple[Change, Claims] | None:
+def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> tuple[PlanChange, Claims] | None:
     """Return the change that shrinks a job to so many GPUs for a pending job, 0 for all of them."""
     job, gang = pair
     claims = _claims(job, gang, gpus, view)
@@ -266,9 +266,9 @@ def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> t
 
 def _judged(
     running: Mapping[int, tuple[JobRecord, Gang]], speeds: SpeedSource, growing: GrowthTrials, view: View, now: float
-) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...], GrowthTrials]:
+) -> tuple[tuple[PlanChange, ...], tuple[TrialFinding, ...], GrowthTrials]:
     """Keep or revert the trials that are conclusive or too old."""
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     findings: list[TrialFinding] = []
     trials, failed = dict(growing.trials), growing.failed
     for number, trial in growing.trials.items():
@@ -320,7 +320,7 @@ def _grown(
     view: View,
     now: float,
     idle_s: float,
-) -> tuple[Change, SizeTrial] | None:
+) -> tuple[PlanChange, SizeTrial] | None:
     """Return the most valuable growth by one size onto GPUs that have been idle for long enough, as a trial."""
     nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
     measured = [
@@ -383,5 +383,5 @@ def _claims(job: JobRecord, gang: Gang, gpus: int, view: View, one_node_only: bo
     return resized(view, as_held(shape, gang), gang.claims, one_node_only)
 
 
-def _change(job: JobRecord, claims: Claims, reason: str, purpose: Purpose) -> Change:
-    return Change(job.number, job.revision, "RESIZE", claims, reason=reason, purpose=purpose)
+def _change(job: JobRecord, claims: Claims, reason: str, purpose: Purpose) -> PlanChange:
+    return ResizeChange(job.number, job.revision, claims, reason=reason, purpose=purpose)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.migration_plans import park
 from ganger_master.planner.packs import is_settled
 
@@ -30,7 +30,7 @@ def make_room(
     running: Sequence[tuple[JobRecord, Gang]],
     leaving: Iterable[tuple[JobRecord, Gang]],
     spared: Collection[int],
-) -> list[Change]:
+) -> list[PlanChange]:
     """Return the suspensions at CHECKPOINT that give jobs the host memory they lack.
 
     Args:
@@ -42,7 +42,7 @@ def make_room(
     Returns:
         Changes of jobs behind those that lack memory; none for a job that would lack it even so.
     """
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     taken = set(spared)
     left = _held(gang for _, gang in leaving)
     for shortage in shortages:

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
+from ganger_master.core.plan_changes import PlanChange, ResumeChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import (
     Colocation,
@@ -40,9 +40,9 @@ _Pair: TypeAlias = tuple[JobRecord, Gang]
 
 def follow(
     packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates
-) -> tuple[tuple[Change, ...], Colocations]:
+) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Return the changes to propose now, and the state if they are proposed."""
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     leaving: list[TimesliceExit] = []
     begun: list[Colocation] = []
     failed = packs.failed
@@ -73,7 +73,7 @@ def follow(
     return tuple(changes), replace(followed, failed=failed)
 
 
-def places_of(table: LiveTable, change: Change) -> Claims:
+def places_of(table: LiveTable, change: PlanChange) -> Claims:
     """Return the claims that a resumed gang takes of what is free now."""
     found = _of(table, change.number)
     return found[1].lacking_claims if found is not None else ()
@@ -86,7 +86,7 @@ def _of(table: LiveTable, number: int) -> _Pair | None:
     return found[0], found[1]
 
 
-def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[Change]:
+def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[PlanChange]:
     purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
     if _may_rest(*guest):
         return [parking(*guest, purpose)]
@@ -96,7 +96,7 @@ def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[Change]:
         detail = f"out of its turns, to be tried with {guest[0].name} on its devices"
         return [parking(*host, Purpose(Goal.PACK, detail=detail))]
     if is_resting(*host):
-        return [Change(host[0].number, host[0].revision, "RESUME", purpose=Purpose(Goal.PACK))]
+        return [ResumeChange(host[0].number, host[0].revision, purpose=Purpose(Goal.PACK))]
     return []
 
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Final
+from typing import Final, assert_never
 
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.commands import Change
 from ganger_master.core.model import SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResizeChange,
+    ResumeChange,
+    SliceChange,
+    StartChange,
+    SuspendChange,
+)
 from ganger_master.planner.plan import PlanDraft
 
 # Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
@@ -24,12 +33,18 @@ _LEAST_ALONE_SECONDS: Final = 0.5
 _BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def is_stop(change: Change, resizes: bool) -> bool:
+def is_stop(change: PlanChange, resizes: bool) -> bool:
     """Return whether an approved change counts as a preemption. `resizes`: the policy sizes jobs, so a resize counts
     too. Parking in host memory costs a job only a moment, and the end of a co-location delays no pending job."""
-    if change.kind == "RESIZE":
-        return resizes
-    return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
+    match change:
+        case ResizeChange():
+            return resizes
+        case SuspendChange():
+            return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
+        case StartChange() | MoveChange() | CoresChange() | ResumeChange() | SliceChange():
+            return False
+        case _:
+            assert_never(change)
 
 
 @dataclass(frozen=True, slots=True)

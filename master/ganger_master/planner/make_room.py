@@ -19,6 +19,7 @@ from msgspec.structs import replace as replace_of
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MakeRoomLook, MigrationContext
 from ganger_master.planner.migration_plans import MigrationPlan, is_waiting
 from ganger_master.planner.plan import PlanDraft
@@ -71,7 +72,7 @@ class MakeRoomSearch:
     def make(self, found: PlanDraft) -> None:
         """Begin migration plans for the first pending jobs that the inner pass did not start."""
         acting = self._acting
-        started = {change.number for change in found.changes if change.kind == "START"}
+        started = {change.number for change in found.changes if isinstance(change, StartChange)}
         numbers = found.line.tolist()
         out = started | acting.busy | acting.changed
         if acting.terms.is_strict:

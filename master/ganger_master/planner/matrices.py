@@ -25,10 +25,11 @@ from msgspec import structs
 
 from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, Change
+from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, SliceChange, StartChange
 from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
@@ -226,7 +227,7 @@ class _Filling:
 
     def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
         self._placement, self._room = placement, room
-        self.changes: list[Change] = []
+        self.changes: list[PlanChange] = []
         self._taken: list[Claims] = []
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
         # A whole share would leave no host memory for other gangs of the device.
@@ -250,7 +251,7 @@ class _Filling:
         crowded, vain = [], set()
         for job, gang in pairs:
             if gang is not None and is_free(self._room.view, gang.lacking_claims):
-                self._change(job, "START", gang.claims, gang.lacking_claims)
+                self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
                 continue
             shape = thin(job.shape, self.least_memory)
             is_bound = gang is not None and not can_hand_over(job)
@@ -262,7 +263,7 @@ class _Filling:
                 if gang is not None and may_go_on is not None and may_go_on(job, gang):
                     self._keep_memory(gang.lacking_claims)
             else:
-                self._change(job, "START", claims)
+                self._change(StartChange(job.number, job.revision, claims), claims)
         return crowded
 
     def _keep_memory(self, lacking: Claims) -> None:
@@ -283,14 +284,14 @@ class _Filling:
         for job, gang in parked:
             own = gang.lacking_claims
             if is_free(view, own):
-                self._change(job, "RESUME", (), own)
+                self._change(ResumeChange(job.number, job.revision), own)
                 continue
             shape = thin(job.shape, self.least_memory)
             claims = self._placement.place(self._room, shape, _ANYWHERE) if can_hand_over(job) else None
             if claims is None:
                 stranded.append((job, gang))
             else:
-                self._change(job, "MOVE", claims)
+                self._change(MoveChange(job.number, job.revision, claims), claims)
         return stranded
 
     def part(self, sharers: Mapping[int, SlicedJob]) -> None:
@@ -303,15 +304,14 @@ class _Filling:
                 continue
             claims = self._placement.place(self._room, thin(one.job.shape, self.least_memory), _ANYWHERE)
             if claims is not None:
-                self._change(one.job, "MOVE", claims, purpose=Purpose(Goal.FAIRNESS, detail="devices are free"))
+                purpose = Purpose(Goal.FAIRNESS, detail="devices are free")
+                self._change(MoveChange(one.number, one.job.revision, claims, purpose=purpose), claims)
                 return
 
-    def _change(
-        self, job: JobRecord, kind: str, claims: Claims, taken: Claims = (), purpose: Purpose = NO_PURPOSE
-    ) -> None:
-        self.changes.append(Change(job.number, job.revision, kind, claims, purpose=purpose))
-        self._room.take(taken or claims)
-        self._taken.append(taken or claims)
+    def _change(self, change: PlanChange, taken: Claims) -> None:
+        self.changes.append(change)
+        self._room.take(taken)
+        self._taken.append(taken)
 
 
 class _Joining:
@@ -433,10 +433,10 @@ class _Joining:
             self._on.setdefault(device, set()).add(one.number)
         self._take_memory(one)
 
-    def changes(self, quantum_s: float, changing: Collection[int]) -> list[Change]:
+    def changes(self, quantum_s: float, changing: Collection[int]) -> list[PlanChange]:
         """Return one group of changes for each time-slice group that jobs join. Groups that are changing are left out
         until that is done."""
-        changes: list[Change] = []
+        changes: list[PlanChange] = []
         for present in self._sets():
             there = [one for one in present if one.number not in self._moved]
             numbers = {one.gang.node_set for one in there if one.gang is not None and one.gang.node_set}
@@ -458,10 +458,9 @@ class _Joining:
             for one in members:
                 own = tuple([index for index, row in enumerate(rows) if one in row])
                 changes.append(
-                    Change(
+                    SliceChange(
                         one.number,
                         one.job.revision,
-                        "ROW",
                         one.claims if one.starts or one.number in self._moved else (),
                         level=level,
                         # A job has one change in a plan, so the name is unique.

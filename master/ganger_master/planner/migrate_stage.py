@@ -19,9 +19,9 @@ from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import MoveChange, ResumeChange, StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import MakeRoomSearch
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory, MigrationTerms
@@ -52,7 +52,7 @@ def drain(acting: MigrationContext, node: str) -> None:
         for job in (*[acting.gangs[number][0] for number in stuck], *_sharing(acting, node)):
             if job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
-                acting.changes.append(Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose))
+                acting.changes.append(SuspendChange(job.number, job.revision, level=level, purpose=purpose))
 
 
 def _is_any_job_moving(table: LiveTable) -> bool:
@@ -96,12 +96,12 @@ def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]
         purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))
         own = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in gang.claims])
         if is_free(acting.room.view, own):
-            acting.changes.append(Change(job.number, job.revision, "RESUME", purpose=purpose))
+            acting.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))
             acting.trying.take(own)
             continue
         claims = acting.terms.placement.place(acting.room, job.shape, Want(math.inf)) if can_hand_over(job) else None
         if claims is not None:
-            acting.changes.append(Change(job.number, job.revision, "MOVE", claims, purpose=purpose))
+            acting.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
             acting.trying.take(claims)
 
 
@@ -224,10 +224,14 @@ class _Pass:
         bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
         for change in acting.changes:
             number, got = change.number, acting.table.get(change.number)
-            if change.kind == "MOVE":
-                self._moved_at[number] = acting.now
-            claims = change.claims if change.kind == "MOVE" else bound_for.get(number, ())
-            if change.kind in ("MOVE", "SUSPEND") and claims and got is not None and got[1] is not None:
+            match change:
+                case MoveChange(claims=claims):
+                    self._moved_at[number] = acting.now
+                case SuspendChange():
+                    claims = bound_for.get(number, ())
+                case _:
+                    continue
+            if claims and got is not None and got[1] is not None:
                 brought = brought.begun(number, change.purpose.goal, got[1], claims, acting.terms.rated, acting.now)
         return brought
 
@@ -238,7 +242,8 @@ class _Pass:
         own = self._acting.changed
         others = tuple([change for change in found.changes if change.number not in own])
         starts = np.array(
-            [c.number for c in self._acting.changes if c.kind == "START" and c.number not in found.line], np.int64
+            [c.number for c in self._acting.changes if isinstance(c, StartChange) and c.number not in found.line],
+            np.int64,
         )
         line = np.concatenate((starts, found.line)) if len(starts) else found.line
         return replace(found, changes=(*self._acting.changes, *others), line=line)
@@ -255,7 +260,11 @@ class _Pass:
         acting = self._acting
         own = acting.changed
         for change in found.changes:
-            if change.kind == "START" and change.number not in own and is_free(acting.room.view, change.claims):
+            if (
+                isinstance(change, StartChange)
+                and change.number not in own
+                and is_free(acting.room.view, change.claims)
+            ):
                 acting.trying.take(change.claims)
 
     def _keep_for(self, errands: Iterable[MigrationPlan]) -> None:

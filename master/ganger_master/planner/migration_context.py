@@ -15,9 +15,10 @@ from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import Change, Promise
+from ganger_master.core.commands import Promise
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.job_table import LiveTable, is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes, NoRates, RateSource
 from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of
@@ -129,7 +130,7 @@ class MigrationContext:
         self.trying = trying
         self.room = trying.room
         self.errands: list[MigrationPlan] = []
-        self.changes: list[Change] = []
+        self.changes: list[PlanChange] = []
         self.again_s = math.inf
 
     def come_back(self, when_s: float) -> None:

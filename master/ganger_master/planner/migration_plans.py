@@ -17,9 +17,9 @@ from ganger.cluster.trial import Claims, WhatIf
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
 
 # A plan that is not done by then is given up; the master waits as long for one move.
@@ -95,7 +95,7 @@ def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
 class CarriedPlans:
     """The changes to propose now, with their places taken, and the plans that go on or are given up."""
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[PlanChange] = field(default_factory=list)
     errands: list[MigrationPlan] = field(default_factory=list)
     given_up: list[MigrationPlan] = field(default_factory=list)
 
@@ -161,8 +161,8 @@ def is_free(view: View, claims: Claims) -> bool:
     return True
 
 
-def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> Change:
-    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
+def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OFFLOAD) -> PlanChange:
+    return SuspendChange(job.number, job.revision, level=level, purpose=purpose)
 
 
 def _is_over(errand: MigrationPlan, stages: list[Stage], table: LiveTable) -> bool:
@@ -190,7 +190,7 @@ def _follow(
     trying: WhatIf,
     now: float,
     leaving: Mapping[str, int],
-    changes: list[Change],
+    changes: list[PlanChange],
 ) -> MigrationPlan | None:
     """Return the plan after appending its next changes to `changes`; None if it is to be given up."""
     view = trying.room.view
@@ -210,7 +210,7 @@ def _follow(
             return None
         legs.append(replace(leg, tries=leg.tries + 1))
         changes.append(change)
-        if change.kind == "MOVE":
+        if isinstance(change, MoveChange):
             trying.take(leg.claims)
     all_gone = all(
         stage is Stage.DONE or (stage is Stage.RESTS and not leg.claims) for leg, stage in _pairs(errand, stages)
@@ -218,21 +218,21 @@ def _follow(
     if errand.waiting and (all_gone or not errand.legs or is_free(view, errand.hole)):
         found = table.get(errand.waiting)
         if found is not None and not fit(view, found[0].shape, errand.hole, retune=True):
-            changes.append(Change(errand.waiting, found[0].revision, "START", errand.hole))
+            changes.append(StartChange(errand.waiting, found[0].revision, errand.hole))
             trying.take(errand.hole)
     return replace(errand, legs=tuple(legs))
 
 
 def _next_change(
     errand: MigrationPlan, leg: MigrationStep, stage: Stage, table: LiveTable, view: View
-) -> Change | None:
+) -> PlanChange | None:
     found = table.get(leg.number)
     if found is None or stage not in (Stage.TO_BEGIN, Stage.RESTS):
         return None
     job, _ = found
     purpose = errand.purpose(leg)
     if leg.claims and is_free(view, leg.claims):
-        return Change(job.number, job.revision, "MOVE", leg.claims, purpose=purpose)
+        return MoveChange(job.number, job.revision, leg.claims, purpose=purpose)
     if stage is Stage.TO_BEGIN and (leg.is_parked or not leg.claims):
         return park(job, purpose, leg.level)
     return None

@@ -36,9 +36,9 @@ from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.commands import Change
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.plan_changes import PlanChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.in_place_resize import (
     NOTHING_UNDER_WAY,
     Resizing,
@@ -153,7 +153,7 @@ def plan_optimus(
         # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
         found = placed(placing=in_line)
     growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
-    is_promised = found.waits and bool(going or stopped or any(one.kind == "SUSPEND" for one in found.changes))
+    is_promised = found.waits and bool(going or stopped or any(isinstance(one, SuspendChange) for one in found.changes))
     # Devices that are being returned, and free ones beside them, may be meant for a pending job.
     may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
     grown = _grown(wanting, may_grow, gpus, found.changes, room)
@@ -188,7 +188,7 @@ def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:
 class _Given:
     """Jobs that shrink: the changes, the claims that they return, and the gangs as if these were all that they hold."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[ResizeChange, ...]
     claims: Mapping[int, Claims]
     parts: Sequence[tuple[JobRecord, Gang]]
 
@@ -208,13 +208,13 @@ class _Given:
 
 
 def _grown(
-    wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[Change], room: CapacityIndex
-) -> list[Change]:
+    wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[PlanChange], room: CapacityIndex
+) -> list[PlanChange]:
     """Return the changes of jobs that can grow fully now, beside the jobs that start. `room` is left unchanged."""
-    found: list[Change] = []
+    found: list[PlanChange] = []
     trying = WhatIf(room)
     for change in changes:
-        if change.kind == "START":
+        if isinstance(change, StartChange):
             trying.take(change.claims)
     for at in positions:
         job, gang = wanting.jobs[at], wanting.gangs[at]

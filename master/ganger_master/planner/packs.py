@@ -23,9 +23,9 @@ from msgspec import structs
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import CoresChange, MoveChange, PlanChange, SuspendChange
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.context import fits_beside
 from ganger_master.planner.job_table import LiveTable
@@ -166,7 +166,7 @@ def plan_packs(
     is_crowded: bool,
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
-) -> tuple[tuple[Change, ...], Colocations, tuple[TrialFinding, ...]]:
+) -> tuple[tuple[PlanChange, ...], Colocations, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
     is_crowded: the cluster is oversubscribed.
@@ -176,7 +176,7 @@ def plan_packs(
     """
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     left: list[Colocation] = []
     findings: list[TrialFinding] = []
     for pack in packs.packs:
@@ -251,24 +251,24 @@ def with_refusals(
     )
 
 
-def parking(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
+def parking(job: JobRecord, gang: Gang, purpose: Purpose) -> PlanChange:
     """Return the change that parks a gang: in host memory if it can, else on storage."""
     has_arena = job.capabilities.offload and has_arenas(gang)
     level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
-    return Change(job.number, job.revision, "SUSPEND", level=level, purpose=purpose)
+    return SuspendChange(job.number, job.revision, level=level, purpose=purpose)
 
 
-def _suspending(job: JobRecord, gang: Gang, purpose: Purpose) -> Change:
+def _suspending(job: JobRecord, gang: Gang, purpose: Purpose) -> PlanChange:
     """Return the change that parks a gang on storage, where it waits as a pending job."""
-    return Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT, purpose=purpose)
+    return SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT, purpose=purpose)
 
 
 def _strangers(
     running: Mapping[int, tuple[JobRecord, Gang]],
     busy: Collection[int],
     seen: JobRates,
-    rests: Callable[[JobRecord, Gang, Purpose], Change],
-) -> Iterator[Change]:
+    rests: Callable[[JobRecord, Gang, Purpose], PlanChange],
+) -> Iterator[PlanChange]:
     """Yield the changes that separate jobs whose trial is not in the state: the job that came last is parked."""
     for number, (job, gang) in running.items():
         mates = seen.beside(number)
@@ -282,7 +282,7 @@ def _strangers(
 
 def whole_again(
     running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
-) -> Iterator[Change]:
+) -> Iterator[PlanChange]:
     """Yield the changes that give jobs alone on their devices the cores that belong to these, as far as free."""
     free: dict[str, tuple[int, ...]] = {}
     # Few nodes of an oversubscribed cluster have free cores: skip all others early.
@@ -306,7 +306,7 @@ def whole_again(
             free[claim.node] = tuple([h + o - n for h, o, n in zip(have, claim.millicores, cores, strict=True)])
             claims.append(structs.replace(claim, millicores=cores))
         if tuple(claims) != gang.claims:
-            yield Change(number, job.revision, "CORES", tuple(claims))
+            yield CoresChange(number, job.revision, tuple(claims))
 
 
 def _judged(
@@ -463,7 +463,7 @@ def _feasible(
 
 def move_in(
     proposal: ColocationProposal, at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
-) -> Sequence[Change]:
+) -> Sequence[PlanChange]:
     """Return the changes that give half of the host's cores to the guest and move it there; empty if its tasks do not
     divide the host's devices."""
     found = _beside(at, comes, view)
@@ -477,8 +477,8 @@ def move_in(
     purpose = Purpose(Goal.PACK, detail=detail)
     gives = f"half of its cores for {guest.name}, which comes to its GPUs"
     return (
-        Change(host.number, host.revision, "CORES", tuple(kept), together=guest.number, reason=gives),
-        Change(guest.number, guest.revision, "MOVE", tuple(taken), together=guest.number, purpose=purpose),
+        CoresChange(host.number, host.revision, tuple(kept), together=guest.number, reason=gives),
+        MoveChange(guest.number, guest.revision, tuple(taken), together=guest.number, purpose=purpose),
     )
 
 

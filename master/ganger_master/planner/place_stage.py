@@ -19,9 +19,9 @@ from ganger.cluster.resources import GangShape
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.commands import Change
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner.context import Unit
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.preempt_stage import PreemptionCandidates
@@ -61,8 +61,8 @@ class GangFitting:
         self._now = now
         self._closed = kept_out.nodes
         self._terms = terms
-        self._starts: list[Change] = []
-        self._stops: list[Change] = []
+        self._starts: list[PlanChange] = []
+        self._stops: list[PlanChange] = []
         # Numbers of preempted jobs without another place.
         self.displaced: set[int] = set()
         # In order: claims taken in the index (None), or returned by nodes of these affinities, though neither has
@@ -98,12 +98,12 @@ class GangFitting:
         return len(self._done)
 
     @property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[PlanChange, ...]:
         self.undo()
         return (*self._stops, *self._starts)
 
     def stop(self, gangs: Iterable[tuple[JobRecord, Gang]]) -> None:
-        self._stops += [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
+        self._stops += [SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT) for job, _ in gangs]
 
     def _displace(self, unit: Unit) -> None:
         self.stop(unit)
@@ -119,7 +119,7 @@ class GangFitting:
             claims = self._hold(job, _NOWHERE, set())
             if claims is None:
                 return False
-            self._starts.append(Change(job.number, job.revision, "START", claims))
+            self._starts.append(StartChange(job.number, job.revision, claims))
         return True
 
     def start(
@@ -137,7 +137,7 @@ class GangFitting:
             is_held_up = bool(self._kept) and job.number not in self._passing
             claims = self._hold(job, avoid | self._kept, held_up) if is_held_up else self._hold(job, avoid, vain)
             if claims is not None:
-                self._starts.append(Change(job.number, job.revision, "START", claims))
+                self._starts.append(StartChange(job.number, job.revision, claims))
                 continue
             if job.number in self._overdue:
                 self._wait_for(job)

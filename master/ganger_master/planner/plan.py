@@ -19,8 +19,8 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
 
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.context import units
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
@@ -48,7 +48,7 @@ class PlanDraft:
     resizing: the resizes under way if the plan is proposed; None: as before.
     """
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PlanChange, ...] = ()
     waits: bool = False
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -60,7 +60,7 @@ class PlanDraft:
     @property
     def leaves_waiting(self) -> bool:
         """Return whether a pending job, chosen or not, does not start in this plan."""
-        return len(self.line) > sum(change.kind == "START" for change in self.changes)
+        return len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
 
 
 NOTHING_TO_DO = PlanDraft()

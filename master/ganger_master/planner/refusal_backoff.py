@@ -11,7 +11,7 @@ from typing import Final
 
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 
-from ganger_master.core.commands import Change
+from ganger_master.core.plan_changes import CoresChange, PlanChange, ResizeChange, SuspendChange
 
 # Changes of other jobs may end the cause without an event for this job.
 _NOTED_SECONDS: Final = 5.0
@@ -50,14 +50,14 @@ class RefusalBackoff:
         self._closed: dict[int, tuple[float, frozenset[str]]] = {}
         self._unplaced: frozenset[int] = frozenset()
 
-    def note(self, change: Change, refusals: Collection[Refusal], now: float) -> None:
+    def note(self, change: PlanChange, refusals: Collection[Refusal], now: float) -> None:
         """Note the first refusal of a change, unless a fresh view removes its cause."""
         refusal = next(iter(refusals), None)
-        if refusal is None or refusal.reason.kind is RefusalKind.RACE or change.kind == "CORES":
+        if refusal is None or refusal.reason.kind is RefusalKind.RACE or isinstance(change, CoresChange):
             # A job whose cores cannot change keeps them, and another request costs no job anything.
             return
         number = change.number
-        if change.kind in ("SUSPEND", "RESIZE"):
+        if isinstance(change, SuspendChange | ResizeChange):
             self._not_stopped[number] = now + _NOTED_SECONDS
         elif refusal.reason in _CLOSED_SECONDS:
             nodes = frozenset(one.node for one in refusals if one.reason in _CLOSED_SECONDS and one.node)

@@ -12,7 +12,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.trial import WhatIf
 
 from ganger_master.core.change_reason import Goal, TrialFinding
-from ganger_master.core.commands import Change
+from ganger_master.core.plan_changes import PlanChange, ResumeChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
@@ -83,7 +83,7 @@ def plan_shared(
         changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
         tried = PlanDraft(changes)
     # If the planner switches the slices, ended co-locations do not keep cores.
-    followed: tuple[Change, ...] = ()
+    followed: tuple[PlanChange, ...] = ()
     if matrices:
         followed, packs = follow(packs, table, room.view, now, seen)
         tried = PlanDraft((*tried.changes, *followed))
@@ -104,7 +104,7 @@ def plan_shared(
                 weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
                 fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
             for change in followed:
-                if change.kind == "RESUME":
+                if isinstance(change, ResumeChange):
                     trying.take(places_of(table, change))
             found = plan_matrices(
                 placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining, changing

@@ -26,8 +26,8 @@ from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, StartChange, SuspendChange
 from ganger_master.planner.context import fits_beside
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
@@ -97,7 +97,7 @@ def plan_slices(
     if not filling.entered.isdisjoint(turns.entering):
         left = {number: seat for number, seat in turns.entering.items() if number not in filling.entered}
         turns = replace(turns, entering=left)
-    started = {change.number for change in filling.changes if change.kind != "SUSPEND"}
+    started = {change.number for change in filling.changes if not isinstance(change, SuspendChange)}
     shares = bool(crowded) or any(number not in started for number in live.parked)
     line = np.array(list(live.waiting), np.int64)
     next_s = turns.since_s + quantum_s if shares else math.inf
@@ -233,7 +233,7 @@ class _Filling:
     def __init__(self, placement: PlacementPreference, room: CapacityIndex, live: _Live) -> None:
         self._placement, self._room, self._live = placement, room, live
         self.view = room.view
-        self.changes: list[Change] = []
+        self.changes: list[PlanChange] = []
         self.entered: set[int] = set()
         self._taken: list[Claims] = []
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
@@ -255,7 +255,7 @@ class _Filling:
                 vain.add(shape)
                 crowded.append(job)
             else:
-                self._change(job, "START", claims)
+                self._change(StartChange(job.number, job.revision, claims), claims)
         return crowded
 
     def enter(self, row: Mapping[int, Seat]) -> None:
@@ -294,7 +294,7 @@ class _Filling:
                 job, gang = self._live.running[one]
                 has_arena = job.capabilities.offload and has_arenas(gang)
                 level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
-                self.changes.append(Change(one, job.revision, "SUSPEND", level=level))
+                self.changes.append(SuspendChange(one, job.revision, level=level))
 
     def _come_back(self, job: JobRecord, gang: Gang, host: int) -> None:
         """Resume a guest beside its host, where they share all of its devices."""
@@ -304,7 +304,7 @@ class _Filling:
             claims = [
                 structs.replace(one, shared_mask=own.shared_mask) for one, own in zip(lacks, gang.claims, strict=True)
             ]
-            self._change(job, "RESUME", (), tuple(claims))
+            self._change(ResumeChange(job.number, job.revision), tuple(claims))
 
     def memory_of(self, job: JobRecord, node: str, gpus: int) -> int:
         """Return the least bytes that so many GPUs of a gang need on a node."""
@@ -323,12 +323,13 @@ class _Filling:
         if gang is not None and seat == seat_of(gang.claims):
             if any(piece.held is None for piece in gang.pieces) or not all(map(self._has_cores, gang.lacking_claims)):
                 return False
-            self._change(job, "RESUME", (), gang.lacking_claims)
+            self._change(ResumeChange(job.number, job.revision), gang.lacking_claims)
             return True
         found = self._claims_at(job, seat)
         if found is None:
             return False
-        self._change(job, "START" if gang is None else "MOVE", found)
+        kind = StartChange if gang is None else MoveChange
+        self._change(kind(job.number, job.revision, found), found)
         return True
 
     def _claims_at(self, job: JobRecord, seat: Seat) -> Claims | None:
@@ -349,10 +350,10 @@ class _Filling:
             found.append(Claim(node, mask, cores, needed.memory_bytes, arena, tasks))
         return tuple(found)
 
-    def _change(self, job: JobRecord, kind: str, claims: Claims, taken: Claims = ()) -> None:
-        self.changes.append(Change(job.number, job.revision, kind, claims))
-        self.entered.add(job.number)
-        self._take(taken or claims)
+    def _change(self, change: PlanChange, taken: Claims) -> None:
+        self.changes.append(change)
+        self.entered.add(change.number)
+        self._take(taken)
 
     def _keep(self, seat: Seat) -> None:
         for node, mask in seat:

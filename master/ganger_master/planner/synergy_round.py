@@ -16,8 +16,8 @@ import numpy as np
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs, asked, choose
 from ganger_master.planner.plan import PlanDraft
@@ -89,8 +89,8 @@ def plan_packed(
         elif place is not None and job.number in may_start:
             starts.append(_starting(view, names, job, *place))
     tuned = fitted(view, stays, starts)
-    stops = [Change(job.number, job.revision, "SUSPEND", level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
-    started = sum(change.kind == "START" for change in tuned.changes)
+    stops = [SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
+    started = sum(isinstance(change, StartChange) for change in tuned.changes)
     return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.queue)
 
 

@@ -18,8 +18,8 @@ from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
 from ganger.cluster.trial import WhatIf
 
-from ganger_master.core.commands import Change
 from ganger_master.core.model import JobRecord
+from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.place_stage import nodes_for
 from ganger_master.planner.plan import PlanDraft
@@ -107,12 +107,12 @@ class _Starting:
         for at, claims in tetris_gangs(self._room, shapes, work[positions], shares[positions], self._knobs):
             self._found.append((int(positions[at]), claims))
 
-    def undone(self) -> tuple[Change, ...]:
+    def undone(self) -> tuple[PlanChange, ...]:
         """Restore the capacity index, and return the starts in the order in which they were found."""
         for _, claims in reversed(self._found):
             self._room.give(claims)
         jobs = self._jobs
-        return tuple([Change(jobs[at].number, jobs[at].revision, "START", claims) for at, claims in self._found])
+        return tuple([StartChange(jobs[at].number, jobs[at].revision, claims) for at, claims in self._found])
 
     def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
         """Return whether the gang fits once all running jobs are gone."""

@@ -13,9 +13,9 @@ from typing import Final, TypeAlias
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, GangPhase, JobRecord
 from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import PlanChange, claims_in
 from ganger_master.planner.migration_context import move_costs
 from ganger_master.planner.slices import seat_of
 from ganger_master.policies.slicing import SliceShare, shares
@@ -98,9 +98,9 @@ def going(
     return balanced(standings, quantum_s)
 
 
-def moved(fairness: Fairness, changes: Iterable[Change], now: float) -> Fairness:
+def moved(fairness: Fairness, changes: Iterable[PlanChange], now: float) -> Fairness:
     """Return the state after these changes have moved jobs."""
-    nodes = {change.number: frozenset(claim.node for claim in change.claims) for change in changes}
+    nodes = {change.number: frozenset(claim.node for claim in claims_in(change)) for change in changes}
     since = {**fairness.since_s, **dict.fromkeys(nodes, now)}
     return replace(fairness, since_s=since, bound_for={**fairness.bound_for, **nodes})
 

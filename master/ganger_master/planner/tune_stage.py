@@ -15,8 +15,8 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.commands import Change
 from ganger_master.core.model import JobRecord
+from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 
 # Millicores and bytes of each claim.
 Amounts: TypeAlias = tuple[tuple[int, int], ...]
@@ -38,7 +38,7 @@ class CoresWish:
 class Fitted:
     """`held_back`: some jobs could not start yet."""
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[PlanChange] = field(default_factory=list)
     held_back: bool = False
 
 
@@ -62,7 +62,7 @@ def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWis
         if claims is None:
             found.held_back = True
         else:
-            found.changes.append(Change(wish.job.number, wish.job.revision, "START", claims))
+            found.changes.append(StartChange(wish.job.number, wish.job.revision, claims))
     for wish in growing[giving:]:
         _retune(free, wish, found)
     return found
@@ -71,7 +71,7 @@ def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWis
 def _retune(free: _Free, wish: CoresWish, found: Fitted) -> None:
     claims = tuple([free.retuned(claim, *amounts) for claim, amounts in zip(wish.claims, wish.amounts, strict=True)])
     if claims != wish.claims:
-        found.changes.append(Change(wish.job.number, wish.job.revision, "CORES", claims))
+        found.changes.append(CoresChange(wish.job.number, wish.job.revision, claims))
 
 
 def _is_less(claim: Claim, amounts: tuple[int, int]) -> bool:

@@ -25,6 +25,7 @@ from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
@@ -75,9 +76,9 @@ def plan_tuned(
     for held, least in reversed(lent):
         room.give(least)
         room.take(held)
-    stops = [change for change in found.changes if change.kind != "START"]
+    stops = [change for change in found.changes if not isinstance(change, StartChange)]
     stopped = {change.number for change in stops}
-    starts = {change.number: change.claims for change in found.changes if change.kind == "START"}
+    starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
     newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
     tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known, trials))

@@ -10,9 +10,9 @@ from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
 
 from ganger_master.core.change_reason import Goal, Purpose
-from ganger_master.core.commands import Change
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.plan_changes import ResizeChange
 from ganger_master.planner.in_place_resize import (
     Resizing,
     can_change,
@@ -141,7 +141,7 @@ class SizeRequests:
         may = sizes_of(job, self.gangs[at]) or range(int(self.least[at]), gpus // each + 1)
         return [tasks * each for tasks in reversed(may) if tasks * each <= gpus]
 
-    def resize(self, at: int, claims: Claims, goal: Goal) -> Change:
+    def resize(self, at: int, claims: Claims, goal: Goal) -> ResizeChange:
         """Return the resize to these claims, with the estimates that it rests on."""
         job, before, gpus = self.jobs[at], int(self.facts.gpus[at]), devices_of(claims)
         belief = self.beliefs[at]
@@ -153,7 +153,7 @@ class SizeRequests:
             text += (
                 f": {now:.3g} steps/s with {before}, {then:.3g} with {gpus}, {belief.steps_left:.4g} {foreseen} left"
             )
-        return Change(job.number, job.revision, "RESIZE", claims, reason=text, purpose=Purpose(goal))
+        return ResizeChange(job.number, job.revision, claims, reason=text, purpose=Purpose(goal))
 
     @property
     def may_change_later(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ganger_master.core.commands import Change
+from ganger_master.core.plan_changes import PlanChange, claims_in
 
 # The master judges such a part in 8 ms, and serves other calls between two parts.
 _CHANGES_MOST: Final = 200
@@ -16,14 +16,14 @@ _CLAIMS_MOST: Final = 1_000
 
 
 def parts_of(
-    changes: Sequence[Change], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
-) -> Iterator[tuple[Change, ...]]:
+    changes: Sequence[PlanChange], most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST
+) -> Iterator[tuple[PlanChange, ...]]:
     """Yield the changes in their order, at most `most` with `most_claims` claims in a part. A group, whose changes
     follow each other, is never split; a group larger than that is a part by itself."""
-    part: list[Change] = []
+    part: list[PlanChange] = []
     claims = 0
     for group in _groups(changes):
-        own = sum([len(change.claims) for change in group])
+        own = sum([len(claims_in(change)) for change in group])
         if part and (len(part) + len(group) > most or claims + own > most_claims):
             yield tuple(part)
             part, claims = [], 0
@@ -33,8 +33,8 @@ def parts_of(
         yield tuple(part)
 
 
-def _groups(changes: Sequence[Change]) -> Iterator[list[Change]]:
-    group: list[Change] = []
+def _groups(changes: Sequence[PlanChange]) -> Iterator[list[PlanChange]]:
+    group: list[PlanChange] = []
     for change in changes:
         if group and (not change.together or change.together != group[-1].together):
             yield group

@@ -29,7 +29,8 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.change_reason import TrialFinding
-from ganger_master.core.commands import LINE_LIMIT, Change, Promise
+from ganger_master.core.commands import LINE_LIMIT, Promise
+from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.planner import core_profiles
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
@@ -296,7 +297,7 @@ class Planner:
         # Under a strict order no later job would start in their place.
         unplaced = frozenset[int]() if policy.order.is_strict else found.unplaced
         self._refused.note_unplaced(unplaced, may_stop, now)
-        started = {change.number for change in found.changes if change.kind == "START"}
+        started = {change.number for change in found.changes if isinstance(change, StartChange)}
         line = tuple([number for number in found.line.tolist() if number not in started][:LINE_LIMIT])
         revisions: dict[int, int] = {}
         # Refused changes; of these, the ones that no fresh view would allow.
@@ -423,8 +424,12 @@ class Planner:
         return replace(found, next_change_s=min(found.next_change_s, again_s)), findings
 
     def _messages(
-        self, policy: Policy, changes: Sequence[Change], line: tuple[int, ...], findings: Sequence[TrialFinding] = ()
-    ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[Change]]]:
+        self,
+        policy: Policy,
+        changes: Sequence[PlanChange],
+        line: tuple[int, ...],
+        findings: Sequence[TrialFinding] = (),
+    ) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[PlanChange]]]:
         """Yield the plan's messages in order. The last one has the line of pending jobs, if it changed; a long line
         only after `_LINE_SECONDS`."""
         now = self._live.now
@@ -449,9 +454,9 @@ class Planner:
                 self._line, self._line_told_s = line, now
             yield message, part
 
-    def _figures(self, change: Change) -> str:
+    def _figures(self, change: PlanChange) -> str:
         """Return the measured effect of cores on the job, for a CORES change without a reason."""
-        return change.reason or (self._seen.measured.describe(change.number) if change.kind == "CORES" else "")
+        return change.reason or (self._seen.measured.describe(change.number) if isinstance(change, CoresChange) else "")
 
     def _turn_s(self, now: float) -> float | None:
         """Return the seconds of a time slice: the cluster's quantum, or more where slice switches need it."""
@@ -460,7 +465,7 @@ class Planner:
             return wanted
         return max(wanted, self._least_quantum_s)
 
-    def _note(self, change: Change, refusals: Sequence[Refusal]) -> None:
+    def _note(self, change: PlanChange, refusals: Sequence[Refusal]) -> None:
         if refusals and refusals[0].reason is Reason.QUANTUM:
             least_s = refusals[0].figures.get("least_milliseconds", 0) / 1000
             self._least_quantum_s = _QUANTUM_MARGIN * least_s

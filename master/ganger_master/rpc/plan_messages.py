@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, TypedDict, assert_never
 
 from ganger.v1 import job_service_pb2, scheduling_pb2
 from ganger.wire import errors, times
@@ -13,7 +13,16 @@ from ganger.wire import resource_names as names
 from ganger_master.core import commands
 from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose, TrialFinding
 from ganger_master.core.explain import OnTheWay
-from ganger_master.core.model import SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResizeChange,
+    ResumeChange,
+    SliceChange,
+    StartChange,
+    SuspendChange,
+)
 from ganger_master.rpc import job_messages
 
 _ROWS_MOST: Final = 1_000
@@ -25,6 +34,14 @@ _DETAIL_MOST: Final = 500
 _POLICY_MOST: Final = 100
 _GOALS: Final = {goal: scheduling_pb2.Purpose.Goal.Value(f"GOAL_{goal.value or 'UNSPECIFIED'}") for goal in Goal}
 _GOALS_FROM_WIRE: Final = {number: goal for goal, number in _GOALS.items()}
+
+
+class _Common(TypedDict):
+    """The fields of every change."""
+
+    together: int
+    reason: str
+    purpose: Purpose
 
 
 def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
@@ -59,7 +76,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
     )
 
 
-def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.Change:
+def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Change:
     """A start, a move, a resize, a suspend, a resume, other cores or rows."""
     message = scheduling_pb2.Change(
         job=names.job_name(change.number),
@@ -67,27 +84,28 @@ def change_to_wire(change: commands.Change, reason: str = "") -> scheduling_pb2.
         together=change.together,
         reason=reason or change.reason,
     )
-    match change.kind:
-        case "START":
+    match change:
+        case StartChange():
             message.start.claims.extend(convert.claims_to_wire(change.claims))
-        case "MOVE":
+        case MoveChange():
             message.move.claims.extend(convert.claims_to_wire(change.claims))
-        case "CORES":
+        case CoresChange():
             message.cores.claims.extend(convert.claims_to_wire(change.claims))
-        case "RESIZE":
+        case ResizeChange():
             message.resize.claims.extend(convert.claims_to_wire(change.claims))
-        case "RESUME":
+        case ResumeChange():
             message.resume.SetInParent()
-        case "ROW":
+        case SliceChange():
             row = message.row
             row.node_set = names.node_set_name(change.node_set) if change.node_set else ""
             row.rows.extend(change.rows)
             row.claims.extend(convert.claims_to_wire(change.claims))
             row.quantum.CopyFrom(times.duration(change.quantum_seconds))
             row.level = job_messages.level_to_wire(change.level)
-        case _:
-            assert change.kind == "SUSPEND", f"no plan may contain {change.kind}"
+        case SuspendChange():
             message.suspend.level = job_messages.level_to_wire(change.level)
+        case _:
+            assert_never(change)
     if change.purpose != NO_PURPOSE:
         purpose_to_wire(change.purpose, message.purpose)
     return message
@@ -134,27 +152,42 @@ def _claims_in(message: scheduling_pb2.Change) -> int:
     return 0 if kind is None else len(getattr(getattr(message, kind), "claims", ()))
 
 
-def _change_from_wire(message: scheduling_pb2.Change) -> commands.Change:
-    kind = message.WhichOneof("change")
-    if kind is None:
-        raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
-    detail = getattr(message, kind)
-    claims = convert.claims_from_wire(detail.claims) if hasattr(detail, "claims") else ()
-    level = job_messages.level_from_wire(detail.level) if kind in ("suspend", "row") else SuspendLevel.NONE
-    is_row = kind == "row"
-    return commands.Change(
-        number=names.parse_job_name(message.job),
-        revision=message.revision,
-        kind=kind.upper(),
-        claims=claims,
-        level=level,
+def _change_from_wire(message: scheduling_pb2.Change) -> PlanChange:
+    number, revision = names.parse_job_name(message.job), message.revision
+    common = _Common(
         together=message.together,
-        node_set=names.parse_node_set_name(detail.node_set) if is_row and detail.node_set else 0,
-        rows=tuple(sorted(set(detail.rows[:_ROWS_MOST]))) if is_row else (),
-        quantum_seconds=times.seconds(detail.quantum) if is_row else 0.0,
         reason=message.reason[:REASON_MOST],
         purpose=_purpose_from_wire(message.purpose) if message.HasField("purpose") else NO_PURPOSE,
     )
+    match message.WhichOneof("change"):
+        case "start":
+            return StartChange(number, revision, convert.claims_from_wire(message.start.claims), **common)
+        case "move":
+            return MoveChange(number, revision, convert.claims_from_wire(message.move.claims), **common)
+        case "cores":
+            return CoresChange(number, revision, convert.claims_from_wire(message.cores.claims), **common)
+        case "resize":
+            return ResizeChange(number, revision, convert.claims_from_wire(message.resize.claims), **common)
+        case "suspend":
+            return SuspendChange(number, revision, job_messages.level_from_wire(message.suspend.level), **common)
+        case "resume":
+            return ResumeChange(number, revision, **common)
+        case "row":
+            row = message.row
+            return SliceChange(
+                number,
+                revision,
+                convert.claims_from_wire(row.claims),
+                job_messages.level_from_wire(row.level),
+                names.parse_node_set_name(row.node_set) if row.node_set else 0,
+                tuple(sorted(set(row.rows[:_ROWS_MOST]))),
+                times.seconds(row.quantum),
+                **common,
+            )
+        case None:
+            raise errors.PlanInvalid(f"a change of {message.job!r} says nothing")
+        case kind:
+            assert_never(kind)
 
 
 def _purpose_from_wire(message: scheduling_pb2.Purpose) -> Purpose:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
 from ganger_master.core.model import JobRecord
+from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.retry import is_backing_off
 from ganger_master.policies import Places
@@ -286,12 +287,14 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
         check_jobs(caller, self._shown, (change.number for change in plan.changes))
         state = self._writer.state
-        if state.policy.places is Places.PLANNER and any(change.kind in ("START", "ROW") for change in plan.changes):
+        if state.policy.places is Places.PLANNER and any(
+            isinstance(change, StartChange | SliceChange) for change in plan.changes
+        ):
             raise errors.PlanInvalid(
                 f"policy {state.settings.policy}: the planner places all jobs, a user's plan starts none and has none"
                 " take turns"
             )
-        for claim in [claim for change in plan.changes for claim in change.claims if claim.shared_mask]:
+        for claim in [claim for change in plan.changes for claim in claims_in(change) if claim.shared_mask]:
             for epoch in state.gangs_on.get(claim.node, ()):
                 piece = state.gangs[epoch].piece(claim.node)
                 if piece is not None and piece.claim.device_mask & claim.shared_mask:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.core.change_reason import TrialFinding
-from ganger_master.core.commands import Change
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.placements import PlacementPreference
@@ -34,7 +34,7 @@ class Packer:
     def next_look_s(self) -> float:
         return self.packing.next_look_s(self._table, self._every_s)
 
-    def plan(self) -> tuple[tuple[Change, ...], tuple[TrialFinding, ...]]:
+    def plan(self) -> tuple[tuple[PlanChange, ...], tuple[TrialFinding, ...]]:
         """Return the changes to propose now and the findings of trials."""
         now = self._windows.now = self._clock.now
         changes, self.packing, findings = plan_packing(

@@ -15,6 +15,7 @@ from ganger_master.core.answers import ChangeAnswer, PlanAnswer
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Command
 from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.loop import is_stop
@@ -223,8 +224,8 @@ class Planning:
             return NOTHING_PLANNED
         if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
             return NOTHING_PLANNED
-        started = frozenset([change.number for change in found.changes if change.kind == "START"])
-        stopped = frozenset([change.number for change in found.changes if change.kind == "SUSPEND"])
+        started = frozenset([change.number for change in found.changes if isinstance(change, StartChange)])
+        stopped = frozenset([change.number for change in found.changes if isinstance(change, SuspendChange)])
         return _Planned(now, started, stopped, found.follow, started | stopped)
 
     def _carried_out(self, now: float) -> _Planned:
@@ -330,9 +331,7 @@ class Planning:
         answer = self._answer(found.changes, findings)
         return answer is not None and any(verdict.approved for verdict in answer.verdicts)
 
-    def _answer(
-        self, changes: tuple[commands.Change, ...], findings: tuple[TrialFinding, ...] = ()
-    ) -> PlanAnswer | None:
+    def _answer(self, changes: tuple[PlanChange, ...], findings: tuple[TrialFinding, ...] = ()) -> PlanAnswer | None:
         if not changes and not findings:
             return None
         answer = self._answer_in_parts(changes, findings)
@@ -347,7 +346,7 @@ class Planning:
             self.sizing.refused(refused)
         return answer
 
-    def _answer_in_parts(self, changes: tuple[commands.Change, ...], findings: tuple[TrialFinding, ...]) -> PlanAnswer:
+    def _answer_in_parts(self, changes: tuple[PlanChange, ...], findings: tuple[TrialFinding, ...]) -> PlanAnswer:
         """Propose the plan in parts, as a live planner does, and return all verdicts."""
         promises = None if self.moves is None else self.moves.moving.promises
         verdicts: list[ChangeAnswer] = []

@@ -8,8 +8,8 @@ from unittest.mock import patch
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.view import View
-from ganger_master.core.commands import Change
 from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.plan_changes import CoresChange, PlanChange
 from ganger_master.planner import packs as of_packs
 from ganger_master.planner.packs import Colocations, JobRates, is_settled, whole_again
 from ganger_master.simulator.inputs import ReplayOptions
@@ -66,7 +66,7 @@ def test_jobs_that_use_all_of_a_gpu_do_not_stay_together() -> None:
 
 def naive_whole_again(
     running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
-) -> Iterator[Change]:
+) -> Iterator[PlanChange]:
     """All jobs are examined, also on nodes without a free core."""
     free = dict(zip(view.nodes, view.millicores, strict=True))
     for number, (job, gang) in running.items():
@@ -80,7 +80,7 @@ def naive_whole_again(
             free[claim.node] = tuple(h + o - n for h, o, n in zip(have, own, cores, strict=True))
             claims.append(replace(claim, millicores=cores))
         if tuple(claims) != gang.claims:
-            yield Change(number, job.revision, "CORES", tuple(claims))
+            yield CoresChange(number, job.revision, tuple(claims))
 
 
 def test_jobs_that_get_their_cores_back_are_found_as_if_all_were_examined() -> None:
@@ -88,7 +88,7 @@ def test_jobs_that_get_their_cores_back_are_found_as_if_all_were_examined() -> N
 
     def both(
         running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
-    ) -> Iterator[Change]:
+    ) -> Iterator[PlanChange]:
         changes = list(whole_again(running, busy, view, seen))
         assert changes == list(naive_whole_again(running, busy, view, seen))
         found.extend(changes)

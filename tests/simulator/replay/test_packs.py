@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import CancelJob, Change, Command, ProposePlan
+from ganger_master.core.commands import CancelJob, Command, ProposePlan
+from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.packs import Colocations
 from ganger_master.policies.slicing import quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
@@ -31,7 +32,7 @@ class _Answered(_Replay):
     """Keeps what was refused of the plans."""
 
     def __init__(self, *given: Any) -> None:
-        self.refused: list[Change] = []
+        self.refused: list[PlanChange] = []
         super().__init__(*given)
 
     def send(self, command: Command) -> object:
