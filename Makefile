@@ -10,7 +10,7 @@ TESTERS ?= 3
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql check docs bench anchors protos clean
+.PHONY: help setup demo test retest explore chaos postgresql check docs bench anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## say what can be made
@@ -74,6 +74,9 @@ protos: ## generate the wire code from protos/ into client/ganger
 	@test -x $(PROTOC)/bin/python || { $(PYTHON) -m venv $(PROTOC) && $(PROTOC)/bin/pip install --quiet grpcio-tools==1.76.0 'mypy-protobuf==4.0.0' 'setuptools<81'; }
 	@PATH=$(PROTOC)/bin:$$PATH $(PROTOC)/bin/python -m grpc_tools.protoc -I protos --python_out=client --grpc_python_out=client \
 		--mypy_out=quiet:client --mypy_grpc_out=quiet:client $$(find protos -name '*.proto' | sort)
+
+wire: $(STAMP) ## record the messages of this version of the wire; a change that breaks a version is refused
+	@PYTHONPATH=tools $(BIN)/python -m guards.wire_listing --record
 
 clean: ## remove what was built
 	@rm -rf $(VENV) $(PROTOC) build dist
