@@ -70,7 +70,7 @@ def test_first_fit_passes_over_no_node_that_has_got_room_again(
             else:
                 for claim in back:
                     view.give(claim)
-                room.refresh()
+                room.follow()
         avoid = frozenset(data.draw(st.sets(st.sampled_from(sorted(view.names())), max_size=2)))
         assert place(room, shape, Want(avoid=avoid)) == place(CapacityIndex(view.copy()), shape, Want(avoid=avoid))
         found = place(room, shape)
@@ -114,18 +114,18 @@ def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], 
     with patch.object(feasibility, "_MANY", 0):
         room = CapacityIndex(view)
         for shape in gangs:
-            ask = room.ask(asked)
+            query = room.query(asked)
             for level in (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER):
                 totals = naive_totals(view, asked, level)
                 for role, expected in enumerate(zip(*totals, strict=True)):
-                    assert room.tally(ask, role).totals(level).tolist() == list(expected)
+                    assert room.tally(query, role).totals(level).tolist() == list(expected)
                 fitting = [
                     (sum(total), number)
                     for number, total in enumerate(totals)
                     if all(has >= role.tasks for has, role in zip(total, asked.roles, strict=True))
                 ]
-                assert fitting_spans(room, ask, level, False) == [number for _, number in fitting]
-                assert fitting_spans(room, ask, level, True) == [number for _, number in sorted(fitting)]
+                assert fitting_spans(room, query, level, False) == [number for _, number in fitting]
+                assert fitting_spans(room, query, level, True) == [number for _, number in sorted(fitting)]
             claims = PLACEMENTS["best-fit"].place(room, shape)
             if claims is not None:
                 room.take(claims)
@@ -169,7 +169,7 @@ def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShap
             case "flicker":
                 for often in range(60):
                     view.set_available(name, bool(often % 2))
-        room.refresh()
+        room.follow()
         assert_index_is_that_of_a_new_room(room)
 
 
@@ -210,7 +210,7 @@ def test_room_follows_a_row_whose_version_is_that_of_a_change_it_made_itself() -
             room.take(found)
             room.give(found)
         assert view.put(full)
-        room.refresh()
+        room.follow()
         assert first_fit.place(room, one) is None
 
 
@@ -226,7 +226,7 @@ def test_room_of_a_copied_view_follows_what_changes_there() -> None:
         for gib in range(1, changes):
             twin.put(replace(twin.row(twin.nodes[0]), free_memory_bytes=(10 + gib) << 30, version=0))
         twin.put(replace(twin.row(twin.nodes[0]), free_mask=0, version=0))
-        room.refresh()
+        room.follow()
         assert first_fit.place(room, one) is None
 
 

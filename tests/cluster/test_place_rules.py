@@ -143,7 +143,7 @@ def test_of_equally_good_nodes_the_first_is_taken_whenever_it_became_so(name: st
     room = CapacityIndex(view)
     view.put(replace(view.row("s0"), affinity=2, version=view.version + 1))
     view.put(replace(view.row("s1"), affinity=4, version=view.version + 2))
-    room.refresh()
+    room.follow()
     (claim,) = PLACEMENTS[name].place(room, gang(1)) or ()
     assert claim.node == "s0"
 

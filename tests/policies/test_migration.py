@@ -9,7 +9,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.policies.backoff import FailedTrials
@@ -92,7 +92,7 @@ def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[
             put(view, 2 + node, (node, count))
     one = put(view, 1, *enumerate(own), shape=gang(sum(own)))
     closest, room = closest_with_room(view, one), CapacityIndex(view)
-    trying = WhatIf(room)
+    trying = Trial(room)
     for level in range(LocalityLevel.NVLINK, gang_level(view, one.claims)):
         shape = gang(sum(own), widest=LocalityLevel(level))
         trying.give(one.claims)

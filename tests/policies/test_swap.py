@@ -9,7 +9,7 @@ from itertools import combinations
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.park_and_move import swap_for
@@ -103,7 +103,7 @@ def full_clusters(draw: st.DrawFn) -> tuple[View, list[Movable], GangShape]:
 
 def best_of_all_sets(room: CapacityIndex, gangs: list[Movable], wanted: GangShape) -> tuple[float, int, int] | None:
     """Cost, victims and nodes of the gang, by stopping every set of gangs."""
-    found, trying = [], WhatIf(room)
+    found, trying = [], Trial(room)
     for count in range(len(gangs) + 1):
         for chosen in combinations(gangs, count):
             for one in chosen:
@@ -142,7 +142,7 @@ def test_a_hole_stops_no_gang_without_which_it_would_be_there(case: tuple[View, 
         return
     victims = [move.gang for move in found.moves]
     for needed in victims:
-        trying = WhatIf(room)
+        trying = Trial(room)
         for one in victims:
             if one is not needed:
                 trying.give(one.claims)

@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.cluster.feasibility import Answers, Ask, CapacityTotals, TaskKind, TaskRoom, closest
+from ganger.cluster.feasibility import Answers, CapacityTotals, FeasibilityQuery, TaskKind, TaskRoom, closest
 from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
@@ -76,7 +76,7 @@ _State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], 
 
 # Bounds of what is remembered, so that a room may live as long as the cluster.
 _MOST_STATES: Final = 1 << 13
-_MOST_ASKS: Final = 1 << 10
+_MOST_QUERIES: Final = 1 << 10
 _MOST_TALLIES: Final = 256
 _MOST_CHANGES: Final = 1 << 18
 # Nodes that are looked at together.
@@ -119,7 +119,7 @@ class CapacityIndex:
                 changed.append(view.slots[claim.node])
         self._all_changed(changed)
 
-    def refresh(self) -> None:
+    def follow(self) -> None:
         """Follows what others did to the view meanwhile."""
         view = self.view
         if self._followed == view.changes:
@@ -144,7 +144,7 @@ class CapacityIndex:
         self._followed = view.changes
 
     @contextmanager
-    def without(self, names: Collection[str]) -> Iterator[None]:
+    def excluding(self, names: Collection[str]) -> Iterator[None]:
         """Meanwhile nothing is found on these nodes."""
         slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
         for slot in slots:
@@ -157,13 +157,13 @@ class CapacityIndex:
             for slot in slots:
                 self._changed(slot)
 
-    def ask(self, shape: GangShape) -> Ask:
+    def query(self, shape: GangShape) -> FeasibilityQuery:
         """What the gang means to nodes alike."""
-        found = self._asks.get(shape)
+        found = self._queries.get(shape)
         if found is None:
-            if len(self._asks) >= _MOST_ASKS:
-                self._asks.clear()
-            found = self._asks[shape] = Ask(self.view, shape, self._task_room, self._levels)
+            if len(self._queries) >= _MOST_QUERIES:
+                self._queries.clear()
+            found = self._queries[shape] = FeasibilityQuery(self.view, shape, self._task_room, self._levels)
         return found
 
     def first(self, which: NDArray[np.bool_], asked: Hashable) -> int | None:
@@ -248,15 +248,15 @@ class CapacityIndex:
             found = self._spans[level, number] = together(slots, len(self._alike))
         return found
 
-    def tally(self, ask: Ask, role: int) -> CapacityTotals:
+    def tally(self, query: FeasibilityQuery, role: int) -> CapacityTotals:
         """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
         if len(self._journal) > _MOST_CHANGES:
             self._journal.clear()
             self._tallies.clear()
-        tasks = ask.rooms[role]
+        tasks = query.rooms[role]
         gpus = tasks.kind.task.gpus
         # More than a node has devices for need not be told apart.
-        most = min(ask.everything[role], self.most_free // gpus) if gpus else ask.everything[role]
+        most = min(query.everything[role], self.most_free // gpus) if gpus else query.everything[role]
         tally = self._tallies.get((tasks.kind, most))
         if tally is None:
             if len(self._tallies) >= _MOST_TALLIES:
@@ -285,7 +285,7 @@ class CapacityIndex:
     def _build(self) -> None:
         view = self.view
         size = len(view.nodes)
-        self._asks: dict[GangShape, Ask] = {}
+        self._queries: dict[GangShape, FeasibilityQuery] = {}
         self._task_rooms: dict[TaskKind, TaskRoom] = {}
         # By devices, their type and what each must have left.
         self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}

@@ -114,7 +114,7 @@ class TaskRoom:
         return room
 
 
-class Ask:
+class FeasibilityQuery:
     """One shape of gang. What it finds out it remembers, as long as the entries of the room's index live. `levels`: of
     all gangs with as many devices of the same kind, see `closest`."""
 

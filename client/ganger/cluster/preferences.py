@@ -24,7 +24,7 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.counted import FreeDevices
-from ganger.cluster.feasibility import Ask
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
 from ganger.cluster.placement_search import evenly, greedily
@@ -47,42 +47,46 @@ from ganger.cluster.search import (
 from ganger.cluster.view import LoadMode
 
 
-def alike_good(alike: Alike, ask: Ask) -> int:
+def alike_good(alike: Alike, query: FeasibilityQuery) -> int:
     return 0
 
 
-def _first_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-    return on_first_node(room, ask, widest) or over_nodes(room, ask, widest, _FIRST_FIT_SPREAD)
+def _first_fit(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
+    return on_first_node(room, query, widest) or over_nodes(room, query, widest, _FIRST_FIT_SPREAD)
 
 
 _FIRST_FIT_SPREAD = SpreadSearch(alike_good, closest_first=False, most_spans=None)
 FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the order in which nodes came", _first_fit)
 
 
-def cut(family: Family, ask: Ask) -> tuple[int, int]:
+def cut(family: Family, query: FeasibilityQuery) -> tuple[int, int]:
     """Devices left over, and those of them beside the gang's in groups that it cuts."""
     topology = family.topology
-    if not ask.gpus:
+    if not query.gpus:
         return (family.free, topology.devices)
-    free = ask.takable(family)
-    mask = topology.best(free, ask.gpus)
+    free = query.takable(family)
+    mask = topology.best(free, query.gpus)
     assert mask is not None
     beside = sum((free & ~mask & circle).bit_count() for circle in topology.circles if circle & mask)
-    return (free.bit_count() - ask.gpus, beside)
+    return (free.bit_count() - query.gpus, beside)
 
 
-def left_over(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+def left_over(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
     """Then cores and memory."""
     return (*bound, alike.millicores, alike.memory)
 
 
-def least(alike: Alike, ask: Ask) -> tuple[int, int, int]:
+def least(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int]:
     """Of nodes with room for equally many tasks."""
-    return (ask.takable(alike.family).bit_count(), alike.millicores, alike.memory)
+    return (query.takable(alike.family).bit_count(), alike.millicores, alike.memory)
 
 
-def _best_fit(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-    return on_one_node(room, ask, widest, _BEST_FIT_SINGLE) or over_nodes(room, ask, widest, _BEST_FIT_SPREAD)
+def _best_fit(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
+    return on_one_node(room, query, widest, _BEST_FIT_SINGLE) or over_nodes(room, query, widest, _BEST_FIT_SPREAD)
 
 
 _BEST_FIT_SINGLE = Single(cut, left_over, parts=by_free_devices)
@@ -92,32 +96,34 @@ BEST_FIT = PlacementPreference(
 )
 
 
-def _anywhere(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-    if ask.gpus > room.free_devices:
+def _anywhere(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
+    if query.gpus > room.free_devices:
         return None
-    if widest <= LocalityLevel.NODE or ask.tasks == 1 or ask.shape.nodes == 1:
-        return on_first_node(room, ask, widest)
-    for number in fitting_spans(room, ask, widest, tightest_first=False):
-        found = _from_the_first(room, ask, widest, number)
+    if widest <= LocalityLevel.NODE or query.tasks == 1 or query.shape.nodes == 1:
+        return on_first_node(room, query, widest)
+    for number in fitting_spans(room, query, widest, tightest_first=False):
+        found = _from_the_first(room, query, widest, number)
         if found is not None:
             return found
     return None
 
 
-def has_room(alike: Alike, ask: Ask) -> int | None:
-    return 0 if ask.spread_room(alike) else None
+def has_room(alike: Alike, query: FeasibilityQuery) -> int | None:
+    return 0 if query.spread_room(alike) else None
 
 
-def _from_the_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Claims | None:
-    view, shape = room.view, ask.shape
+def _from_the_first(room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int) -> Claims | None:
+    view, shape = room.view, query.shape
     if shape.nodes or len(shape.roles) > 1:
-        key_of: dict[Alike, Any] = ask.memo(has_room, lambda alike: has_room(alike, ask))
-        nodes = list(in_span(room, ask, level, number, key_of))
+        key_of: dict[Alike, Any] = query.memo(has_room, lambda alike: has_room(alike, query))
+        nodes = list(in_span(room, query, level, number, key_of))
         even = evenly(view, shape, walk(nodes), LoadMode.PACK) if shape.nodes else None
         return even if even is not None else greedily(view, shape, walk(nodes), LoadMode.PACK)
-    remaining = ask.tasks
+    remaining = query.tasks
     claims: list[Claim] = []
-    rooms = ask.rooms[0].by_number(room.entries)[room.entries_in(level, number)]
+    rooms = query.rooms[0].by_number(room.entries)[room.entries_in(level, number)]
     slots = room.slots_in(level, number)
     for position in np.flatnonzero(rooms).tolist():
         count = min(remaining, int(rooms[position]))
@@ -139,59 +145,61 @@ _MOST_JOBS = 255
 _MOST_CORES = 4095
 
 
-def line_then_most(family: Family, ask: Ask) -> tuple[int, ...]:
+def line_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
     """Line of the algorithm and level, then the most left; cores beside devices are left to gangs that use those."""
-    if not ask.gpus:
+    if not query.gpus:
         return (family.topology.devices,)
-    return (line(family, ask), ask.level[family], -ask.takable(family).bit_count())
+    return (line(family, query), query.level[family], -query.takable(family).bit_count())
 
 
-def apart(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+def apart(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
     """Then the fewest jobs."""
     jobs = min(alike.jobs, _MOST_JOBS)
-    return (*bound, jobs) if ask.gpus else (*bound, jobs, -_cores(alike))
+    return (*bound, jobs) if query.gpus else (*bound, jobs, -_cores(alike))
 
 
-def line_then_least(family: Family, ask: Ask) -> tuple[int, ...]:
+def line_then_least(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
     """Line of the algorithm and level, then the least left."""
-    if not ask.gpus:
+    if not query.gpus:
         return (family.topology.devices,)
-    return (line(family, ask), ask.level[family], ask.takable(family).bit_count())
+    return (line(family, query), query.level[family], query.takable(family).bit_count())
 
 
-def packed(alike: Alike, ask: Ask, bound: tuple[int, ...]) -> tuple[int, ...]:
+def packed(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
     """Then the fewest jobs, or cores."""
-    return (*bound, min(alike.jobs, _MOST_JOBS) if ask.gpus else _cores(alike))
+    return (*bound, min(alike.jobs, _MOST_JOBS) if query.gpus else _cores(alike))
 
 
-def line(family: Family, ask: Ask) -> int:
+def line(family: Family, query: FeasibilityQuery) -> int:
     """Of the algorithm: 0 the same affinity, 1 no jobs yet, 2 any."""
-    return 0 if family.affinity == ask.gpus else 2 if family.affinity else 1
+    return 0 if family.affinity == query.gpus else 2 if family.affinity else 1
 
 
-def by_line(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
-    if not ask.gpus:
-        return at_once(room, ask)
-    others = [affinity for affinity in room.affinities if affinity not in (0, ask.gpus)]
+def by_line(room: CapacityIndex, query: FeasibilityQuery) -> Iterable[Iterable[Family]]:
+    if not query.gpus:
+        return at_once(room, query)
+    others = [affinity for affinity in room.affinities if affinity not in (0, query.gpus)]
     return (
-        room.families_of(ask.gpus),
+        room.families_of(query.gpus),
         room.families_of(0),
         chain.from_iterable(room.families_of(affinity) for affinity in others),
     )
 
 
-def few_jobs(alike: Alike, ask: Ask) -> int:
+def few_jobs(alike: Alike, query: FeasibilityQuery) -> int:
     return alike.jobs
 
 
-def keeps_holes(alike: Alike, ask: Ask) -> bool:
+def keeps_holes(alike: Alike, query: FeasibilityQuery) -> bool:
     """Of this affinity, or idle: servers whose holes no other size of gang waits for."""
-    return line(alike.family, ask) < 2
+    return line(alike.family, query) < 2
 
 
-def _gandiva(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
+def _gandiva(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
     mode = room.view.mode
-    return on_one_node(room, ask, widest, _SINGLE[mode]) or over_nodes(room, ask, widest, _SPREAD[mode])
+    return on_one_node(room, query, widest, _SINGLE[mode]) or over_nodes(room, query, widest, _SPREAD[mode])
 
 
 def _cores(alike: Alike) -> int:
@@ -208,12 +216,14 @@ GANDIVA = PlacementPreference(
 )
 
 
-def level_and_cut(family: Family, ask: Ask) -> tuple[int, int, int]:
-    return (ask.level[family], *cut(family, ask))
+def level_and_cut(family: Family, query: FeasibilityQuery) -> tuple[int, int, int]:
+    return (query.level[family], *cut(family, query))
 
 
-def _locality(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-    return on_one_node(room, ask, widest, _LOCALITY_SINGLE) or over_nodes(room, ask, widest, _LOCALITY_SPREAD)
+def _locality(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
+    return on_one_node(room, query, widest, _LOCALITY_SINGLE) or over_nodes(room, query, widest, _LOCALITY_SPREAD)
 
 
 _LOCALITY_SINGLE = Single(level_and_cut, left_over)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.counted import FreeDevices
-from ganger.cluster.feasibility import Ask, CapacityTotals
+from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
 from ganger.cluster.placement import asked_for, still_free, widest_now
@@ -28,7 +28,7 @@ from ganger.cluster.view import LoadMode, View
 
 Claims: TypeAlias = tuple[Claim, ...]
 # From a room, a gang and the widest level it takes now to its place, or None where it finds none.
-Search: TypeAlias = Callable[[CapacityIndex, Ask, LocalityLevel, GangMix | None], Claims | None]
+Search: TypeAlias = Callable[[CapacityIndex, FeasibilityQuery, LocalityLevel, GangMix | None], Claims | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +68,33 @@ class PlacementPreference:
         widest = widest_now(shape, want.waited_s)
         if want.prefer:
             near = CapacityIndex(room.view, only=want.prefer - want.avoid)
-            found = self.search(near, near.ask(shape), widest, want.demand)
+            found = self.search(near, near.query(shape), widest, want.demand)
             if found is not None:
                 return found
         if not want.avoid:
-            return self.search(room, room.ask(shape), widest, want.demand)
-        with room.without(want.avoid):
-            return self.search(room, room.ask(shape), widest, want.demand)
+            return self.search(room, room.query(shape), widest, want.demand)
+        with room.excluding(want.avoid):
+            return self.search(room, room.query(shape), widest, want.demand)
 
 
 # Smaller is better. One question must be one function, since answers are remembered by it.
-Key: TypeAlias = Callable[[Alike, Ask], Any]
+Key: TypeAlias = Callable[[Alike, FeasibilityQuery], Any]
 # So many nodes are told apart one by one.
 _FEW: Final = 128
 _LEVELS: Final = (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
 _NO_ROOM: Final = np.iinfo(np.int64).max
 
 
-def at_once(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
-    return (room.families(ask.gpus),)
+def at_once(room: CapacityIndex, query: FeasibilityQuery) -> Iterable[Iterable[Family]]:
+    return (room.families(query.gpus),)
 
 
-def by_free_devices(room: CapacityIndex, ask: Ask) -> Iterable[Iterable[Family]]:
+def by_free_devices(room: CapacityIndex, query: FeasibilityQuery) -> Iterable[Iterable[Family]]:
     """For bounds that begin with the devices that a gang could take, the fewest first."""
-    if ask.shape.device_memory_bytes:
+    if query.shape.device_memory_bytes:
         # Of the free ones it may be able to take some only.
-        return at_once(room, ask)
-    return (room.families_with(free) for free in range(ask.gpus, room.most_free + 1))
+        return at_once(room, query)
+    return (room.families_with(free) for free in range(query.gpus, room.most_free + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,13 @@ class Single:
     that have the gang's devices free, in parts of which each has smaller bounds than all that follow.
     """
 
-    bound: Callable[[Family, Ask], Any]
-    key: Callable[[Alike, Ask, Any], Any]
+    bound: Callable[[Family, FeasibilityQuery], Any]
+    key: Callable[[Alike, FeasibilityQuery, Any], Any]
     mode: LoadMode = LoadMode.PACK
-    parts: Callable[[CapacityIndex, Ask], Iterable[Iterable[Family]]] = at_once
+    parts: Callable[[CapacityIndex, FeasibilityQuery], Iterable[Iterable[Family]]] = at_once
 
 
-def any_node(alike: Alike, ask: Ask) -> bool:
+def any_node(alike: Alike, query: FeasibilityQuery) -> bool:
     return True
 
 
@@ -127,91 +127,97 @@ class SpreadSearch:
 
     key: Key
     mode: LoadMode = LoadMode.PACK
-    tries: tuple[Callable[[Alike, Ask], bool], ...] = (any_node,)
+    tries: tuple[Callable[[Alike, FeasibilityQuery], bool], ...] = (any_node,)
     closest_first: bool = True
     most_spans: int | None = 4
 
 
-def on_one_node(room: CapacityIndex, ask: Ask, widest: LocalityLevel, single: Single) -> Claims | None:
+def on_one_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single) -> Claims | None:
     """The whole gang on the node with the smallest key."""
-    if ask.shape.nodes > 1:
+    if query.shape.nodes > 1:
         return None
     best: Any = None
     slot = -1
     key_of = single.key
-    for bounded in _bounded(room, ask, widest, single):
+    for bounded in _bounded(room, query, widest, single):
         for bound, family in bounded:
             if best is not None and bound > best:
                 break
-            for alike in able(family, ask):
-                key = key_of(alike, ask, bound)
+            for alike in able(family, query):
+                key = key_of(alike, query, bound)
                 if best is None or key < best or (key == best and alike.lowest < slot):
                     best, slot = key, alike.lowest
         if best is not None:
-            return _claim(room, ask, slot, widest, single.mode)
+            return _claim(room, query, slot, widest, single.mode)
     return None
 
 
-def on_first_node(room: CapacityIndex, ask: Ask, widest: LocalityLevel) -> Claims | None:
+def on_first_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Claims | None:
     """The whole gang on the first node, in the order in which nodes came, that has room for it."""
-    if ask.shape.nodes > 1:
+    if query.shape.nodes > 1:
         return None
-    if widest >= LocalityLevel.NODE and len(ask.rooms) == 1:
+    if widest >= LocalityLevel.NODE and len(query.rooms) == 1:
         # Of a gang of one role a node has room for the whole if it has room for so many of its tasks.
-        tasks = ask.rooms[0]
-        slot = room.first(tasks.by_number(room.entries) >= ask.tasks, (tasks.kind, ask.tasks))
-        return None if slot is None else _claim(room, ask, slot, widest, LoadMode.PACK)
+        tasks = query.rooms[0]
+        slot = room.first(tasks.by_number(room.entries) >= query.tasks, (tasks.kind, query.tasks))
+        return None if slot is None else _claim(room, query, slot, widest, LoadMode.PACK)
     first = nowhere = len(room.view.nodes)
-    for family in hosts(room, ask, widest):
+    for family in hosts(room, query, widest):
         if family.lowest < first:
-            first = min([first, *[alike.lowest for alike in able(family, ask)]])
-    return _claim(room, ask, first, widest, LoadMode.PACK) if first < nowhere else None
+            first = min([first, *[alike.lowest for alike in able(family, query)]])
+    return _claim(room, query, first, widest, LoadMode.PACK) if first < nowhere else None
 
 
-def able(family: Family, ask: Ask) -> Sequence[Alike]:
+def able(family: Family, query: FeasibilityQuery) -> Sequence[Alike]:
     """Nodes of the family with cores and memory for the whole gang."""
-    needed = ask.whole(family.topology)
+    needed = query.whole(family.topology)
     return family.able(needed.millicores, needed.memory_bytes)
 
 
-def hosts(room: CapacityIndex, ask: Ask, widest: LocalityLevel) -> list[Family]:
+def hosts(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> list[Family]:
     """Families with devices for the whole gang within that level, those with the fewest free first."""
-    if ask.shape.nodes > 1:
+    if query.shape.nodes > 1:
         return []
     within = min(widest, LocalityLevel.NODE)
-    level = ask.level
-    return [family for family in room.families(ask.gpus) if level[family] <= within]
+    level = query.level
+    return [family for family in room.families(query.gpus) if level[family] <= within]
 
 
-def over_nodes(room: CapacityIndex, ask: Ask, widest: LocalityLevel, spread: SpreadSearch) -> Claims | None:
+def over_nodes(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, spread: SpreadSearch
+) -> Claims | None:
     """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
-    if ask.shape.nodes == 1 or ask.tasks <= 1 or ask.gpus > room.free_devices:
+    if query.shape.nodes == 1 or query.tasks <= 1 or query.gpus > room.free_devices:
         return None
-    tallies = [room.tally(ask, role) for role in ask.by_weight]
+    tallies = [room.tally(query, role) for role in query.by_weight]
     for level in _LEVELS:
         if level > widest or (level < widest and not spread.closest_first):
             continue
         most = None if level is LocalityLevel.CLUSTER else spread.most_spans
-        for number in islice(_fitting(tallies, ask, level, spread.closest_first), most):
+        for number in islice(_fitting(tallies, query, level, spread.closest_first), most):
             for accepts in spread.tries:
-                claims = _fill(room, ask, level, number, spread, accepts)
+                claims = _fill(room, query, level, number, spread, accepts)
                 if claims is not None:
                     return claims
     return None
 
 
-def fitting_spans(room: CapacityIndex, ask: Ask, level: LocalityLevel, tightest_first: bool) -> Sequence[int]:
+def fitting_spans(
+    room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, tightest_first: bool
+) -> Sequence[int]:
     """Racks (fabrics, the cluster) with room for every role."""
-    return list(_fitting([room.tally(ask, role) for role in ask.by_weight], ask, level, tightest_first))
+    return list(_fitting([room.tally(query, role) for role in query.by_weight], query, level, tightest_first))
 
 
-def _fitting(tallies: Sequence[CapacityTotals], ask: Ask, level: LocalityLevel, tightest_first: bool) -> Iterator[int]:
-    """By the tallies of the roles, as `Ask.by_weight` has them."""
+def _fitting(
+    tallies: Sequence[CapacityTotals], query: FeasibilityQuery, level: LocalityLevel, tightest_first: bool
+) -> Iterator[int]:
+    """By the tallies of the roles, as `FeasibilityQuery.by_weight` has them."""
     totals = [tally.totals(level) for tally in tallies]
-    enough = totals[0] >= ask.everything[ask.by_weight[0]]
+    enough = totals[0] >= query.everything[query.by_weight[0]]
     tightness = totals[0]
-    for role, total in zip(ask.by_weight[1:], totals[1:], strict=True):
-        enough &= total >= ask.everything[role]
+    for role, total in zip(query.by_weight[1:], totals[1:], strict=True):
+        enough &= total >= query.everything[role]
         tightness = tightness + total
     if not tightest_first:
         yield from enough.nonzero()[0].tolist()
@@ -224,10 +230,10 @@ def _fitting(tallies: Sequence[CapacityTotals], ask: Ask, level: LocalityLevel, 
 
 
 def in_span(
-    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
+    room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[Any, Slots]]:
     """The nodes of a rack (fabric, ...) by their keys, the smallest first; those without a key are left out."""
-    return by_key(_present(room, ask, level, number), key_of, room.span(level, number))
+    return by_key(_present(room, query, level, number), key_of, room.span(level, number))
 
 
 def by_key(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[tuple[Any, Slots]]:
@@ -242,51 +248,53 @@ def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator
 
 
 def _bounded(
-    room: CapacityIndex, ask: Ask, widest: LocalityLevel, single: Single
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single
 ) -> Iterator[list[tuple[Any, Family]]]:
     """Families that host the gang, by their bounds; in parts of which each is better than all that follow."""
     within = min(widest, LocalityLevel.NODE)
-    level = ask.level
-    bounds: dict[Family, Any] = ask.memo(
-        (single.bound, within), lambda family: single.bound(family, ask) if level[family] <= within else None
+    level = query.level
+    bounds: dict[Family, Any] = query.memo(
+        (single.bound, within), lambda family: single.bound(family, query) if level[family] <= within else None
     )
-    for families in single.parts(room, ask):
+    for families in single.parts(room, query):
         found = [(bound, family) for family in families if (bound := bounds[family]) is not None]
         found.sort(key=itemgetter(0))
         yield found
 
 
-def _claim(room: CapacityIndex, ask: Ask, slot: int, widest: LocalityLevel, mode: LoadMode) -> Claims:
-    claim = make_claim(room.view, slot, ask.shape, ask.everything, mode, widest)
+def _claim(room: CapacityIndex, query: FeasibilityQuery, slot: int, widest: LocalityLevel, mode: LoadMode) -> Claims:
+    claim = make_claim(room.view, slot, query.shape, query.everything, mode, widest)
     assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
     return (claim,)
 
 
 def _fill(
     room: CapacityIndex,
-    ask: Ask,
+    query: FeasibilityQuery,
     level: LocalityLevel,
     number: int,
     spread: SpreadSearch,
-    accepts: Callable[[Alike, Ask], bool],
+    accepts: Callable[[Alike, FeasibilityQuery], bool],
 ) -> Claims | None:
-    view, shape, mode = room.view, ask.shape, spread.mode
+    view, shape, mode = room.view, query.shape, spread.mode
 
     def key(alike: Alike) -> Any:
-        most = ask.spread_room(alike)
-        return (-most, spread.key(alike, ask)) if most and accepts(alike, ask) else None
+        most = query.spread_room(alike)
+        return (-most, spread.key(alike, query)) if most and accepts(alike, query) else None
 
-    key_of: dict[Alike, Any] = ask.memo((spread.key, accepts), key)
+    key_of: dict[Alike, Any] = query.memo((spread.key, accepts), key)
     if shape.nodes:
-        return _over_exactly(room, ask, list(in_span(room, ask, level, number, key_of)), mode)
+        return _over_exactly(room, query, list(in_span(room, query, level, number, key_of)), mode)
     if len(shape.roles) > 1:
-        return greedily(view, shape, walk(in_span(room, ask, level, number, key_of)), mode)
-    return fewest(view, shape, _roomiest_first(room, ask, level, number, key_of), mode)
+        return greedily(view, shape, walk(in_span(room, query, level, number, key_of)), mode)
+    return fewest(view, shape, _roomiest_first(room, query, level, number, key_of), mode)
 
 
-def _over_exactly(room: CapacityIndex, ask: Ask, runs: Sequence[tuple[Any, Slots]], mode: LoadMode) -> Claims | None:
-    shape = ask.shape
-    share = -(-ask.everything[ask.by_weight[0]] // shape.nodes)
+def _over_exactly(
+    room: CapacityIndex, query: FeasibilityQuery, runs: Sequence[tuple[Any, Slots]], mode: LoadMode
+) -> Claims | None:
+    shape = query.shape
+    share = -(-query.everything[query.by_weight[0]] // shape.nodes)
     if len(shape.roles) > 1:
         share *= PLENTY
     roomy = [run for run in runs if -run[0][0] >= share]
@@ -297,24 +305,24 @@ def _over_exactly(room: CapacityIndex, ask: Ask, runs: Sequence[tuple[Any, Slots
 
 
 def _roomiest_first(
-    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
+    room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[int, Iterator[int]]]:
     """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
     are not asked for before it comes to their nodes."""
     span = room.span(level, number)
     # Of the whole cluster the index is shorter than the nodes are many, but only of those that have devices free.
-    by_entry = level is LocalityLevel.CLUSTER and ask.least_free
-    for most, some in _by_room(room, ask) if by_entry else _by_room_of_nodes(room, ask, level, number):
+    by_entry = level is LocalityLevel.CLUSTER and query.least_free
+    for most, some in _by_room(room, query) if by_entry else _by_room_of_nodes(room, query, level, number):
         if any(key_of[alike] is not None for alike in some):
             yield most, _walk(some, key_of, span)
 
 
 def _by_room_of_nodes(
-    room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int
+    room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int
 ) -> Iterator[tuple[int, list[Alike]]]:
     """Node by node."""
     entries = room.entries_in(level, number)
-    rooms = ask.rooms[0].by_number(room.entries)[entries]
+    rooms = query.rooms[0].by_number(room.entries)[entries]
     if len(entries) <= _FEW:
         every = room.entries.alikes
         by_room: dict[int, set[int]] = {}
@@ -330,19 +338,19 @@ def _by_room_of_nodes(
         entries, rooms = entries[less], rooms[less]
 
 
-def _by_room(room: CapacityIndex, ask: Ask) -> Iterator[tuple[int, list[Alike]]]:
+def _by_room(room: CapacityIndex, query: FeasibilityQuery) -> Iterator[tuple[int, list[Alike]]]:
     """Entry by entry."""
     every = room.entries.alikes
-    rooms = np.where(room.entries.is_present, ask.rooms[0].by_number(room.entries), 0)
+    rooms = np.where(room.entries.is_present, query.rooms[0].by_number(room.entries), 0)
     while most := int(rooms.max(initial=0)):
         is_most = rooms == most
         yield most, [every[number - 1] for number in np.flatnonzero(is_most).tolist()]
         rooms[is_most] = 0
 
 
-def _present(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Iterable[Alike]:
+def _present(room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int) -> Iterable[Alike]:
     if level is LocalityLevel.CLUSTER:
-        return chain.from_iterable(family.members for family in room.families(ask.least_free))
+        return chain.from_iterable(family.members for family in room.families(query.least_free))
     entries = room.entries_in(level, number)
     return _named(room, entries[entries > 0])
 

@@ -1,4 +1,4 @@
-"""Gangs given back to a room and taken from it, and all of it undone: the room is as it was, affinities too."""
+"""Gangs given back to a capacity index and taken from it, all of it undone later: affinities too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ganger.cluster.resources import Claim
 Claims: TypeAlias = tuple[Claim, ...]
 
 
-class WhatIf:
+class Trial:
     def __init__(self, room: CapacityIndex) -> None:
         self.room = room
         # What was taken, or given back with the affinity that its node had.

@@ -16,7 +16,7 @@ from typing import Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import GangShape
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec import structs
 
@@ -104,7 +104,7 @@ def plan_packing(
         plan_every_s: Least time between two plans that preempt running jobs.
         kept_out: Jobs that would be rejected whatever is free.
     """
-    room.refresh()
+    room.follow()
     pending = _PendingDemand(table, room.view, gpus, kept_out)
     is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * plan_every_s)
     before = packing.packs
@@ -194,8 +194,8 @@ def _separate(
     packs: Colocations, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
 ) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Move guests to devices of their own, as far as there are free ones."""
-    room.refresh()
-    trying = WhatIf(room)
+    room.follow()
+    trying = Trial(room)
     changes, left = [], []
     for pack in packs.packs:
         job, gang = table.get(pack.guest) or (None, None)

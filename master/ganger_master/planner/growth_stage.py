@@ -16,7 +16,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
@@ -123,7 +123,7 @@ def plan_sizes(
         idle_s: Time for which GPUs must have been idle before a job grows onto them.
         busy: Numbers of the jobs that keep their sizes.
     """
-    room.refresh()
+    room.follow()
     pairs = [pair for pair in table.running if _may_change(*pair)]
     running = {job.number: (job, gang) for job, gang in pairs if job.number not in busy}
     growing = _followed(growing, table, now)
@@ -220,7 +220,7 @@ def _given_back(
             if cut is not None:
                 found[number] = cut
         return found
-    trying = WhatIf(room)
+    trying = Trial(room)
     claims_of = {number: gang.claims for number, (_, gang) in shrinkable.items()}
     try:
         for claims in growing.giving.values():
@@ -242,7 +242,7 @@ def _given_back(
     return found
 
 
-def _give(trying: WhatIf, claims: Claims) -> None:
+def _give(trying: Trial, claims: Claims) -> None:
     """Free these claims on trial, except those whose devices are free in the view already."""
     view = trying.room.view
     for claim in claims:

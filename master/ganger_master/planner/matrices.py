@@ -102,7 +102,7 @@ def plan_matrices(
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     """
-    room.refresh()
+    room.follow()
     filling = _Filling(placement, room)
     waiting = _waiting(table, kept_out)
     parked = [pair for pair in _rested(table) if pair[0].number not in busy]

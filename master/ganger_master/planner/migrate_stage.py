@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
@@ -125,8 +125,8 @@ def plan_moves(
     `inner` plans with the room that migrations leave, and gets the jobs that it must not start or preempt. Without
     `is_news` its last result still holds. `room` is left unchanged.
     """
-    room.refresh()
-    trying = WhatIf(room)
+    room.follow()
+    trying = Trial(room)
     planner = _Pass(MigrationContext(terms, table, now, trying), moving)
     try:
         return planner.run(inner, kept_out, may_stop, is_news)
@@ -139,7 +139,7 @@ def moves_no_job(
 ) -> bool:
     """Return whether a pass without preemption would certainly move no job and find nothing, because every pending job
     needs more than is free. Cheaper than the pass itself."""
-    room.refresh()
+    room.follow()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
     if moving.errands or moving.brought.owed or terms.draining or now >= moving.brought.look_s or table.parked:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal
@@ -123,7 +123,7 @@ class MigrationTerms:
 class MigrationContext:
     """One migration pass. `trying` is the capacity index with the places of everything begun so far."""
 
-    def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: WhatIf) -> None:
+    def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: Trial) -> None:
         self.terms = terms
         self.table = table
         self.now = now

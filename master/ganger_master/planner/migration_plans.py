@@ -13,7 +13,7 @@ from typing import Final
 
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose
@@ -100,7 +100,7 @@ class CarriedPlans:
     given_up: list[MigrationPlan] = field(default_factory=list)
 
 
-def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, now: float) -> CarriedPlans:
+def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: Trial, now: float) -> CarriedPlans:
     """Return the next changes of all plans. The places that they use or still need are taken in `trying`, as far as
     free."""
     done = CarriedPlans()
@@ -122,7 +122,7 @@ def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf,
     return done
 
 
-def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, begun: Collection[int] = ()) -> None:
+def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: Trial, begun: Collection[int] = ()) -> None:
     """Take the free parts of the places that plans still need. `begun`: numbers of jobs whose changes have taken
     theirs."""
     for errand in errands:
@@ -135,7 +135,7 @@ def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: WhatIf, beg
             keep(trying, errand.hole)
 
 
-def keep(trying: WhatIf, claims: Claims) -> None:
+def keep(trying: Trial, claims: Claims) -> None:
     """Take the free parts of these claims."""
     view = trying.room.view
     for claim in claims:
@@ -187,7 +187,7 @@ def _follow(
     errand: MigrationPlan,
     stages: list[Stage],
     table: LiveTable,
-    trying: WhatIf,
+    trying: Trial,
     now: float,
     leaving: Mapping[str, int],
     changes: list[PlanChange],

@@ -27,11 +27,11 @@ from functools import partial
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import Ask
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import Claims
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 
@@ -95,7 +95,7 @@ def plan_optimus(
     )
     if not wanting.has_choices and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
-    room.refresh()
+    room.follow()
     costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
     takes_s = [
         costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else resize_s
@@ -212,7 +212,7 @@ def _grown(
 ) -> list[PlanChange]:
     """Return the changes of jobs that can grow fully now, beside the jobs that start. `room` is left unchanged."""
     found: list[PlanChange] = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     for change in changes:
         if isinstance(change, StartChange):
             trying.take(change.claims)
@@ -300,15 +300,17 @@ def _held(gang: Gang | None) -> Claims:
 def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
     """Return the placement with fewer tasks for an elastic gang that does not fit, but at least `least`."""
 
-    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-        found = placement.search(room, ask, widest, demand)
-        if found is not None or ask.shape not in least:
+    def search(
+        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+    ) -> Claims | None:
+        found = placement.search(room, query, widest, demand)
+        if found is not None or query.shape not in least:
             return found
         # Where a gang fits, one with fewer tasks does.
-        fits, too_many = least[ask.shape] - 1, ask.tasks
+        fits, too_many = least[query.shape] - 1, query.tasks
         while fits + 1 < too_many:
             tasks = (fits + too_many) // 2
-            smaller = placement.search(room, room.ask(_with_tasks(ask.shape, tasks)), widest, demand)
+            smaller = placement.search(room, room.query(_with_tasks(query.shape, tasks)), widest, demand)
             if smaller is None:
                 too_many = tasks
             else:

@@ -49,11 +49,11 @@ class GangFitting:
         terms: PassTerms,
     ) -> None:
         self._placement = placement
-        self._what_if = room
+        self._index = room
         # None: the capacity index counts, and is up to date.
         self._counted = None if placement.counts is None else placement.counts(room.view)
         if self._counted is None:
-            room.refresh()
+            room.follow()
         # Places that the index does not show yet: all that were found by counts, else only the newest one, because no
         # search follows the last placement of a pass.
         self._unseen: list[Claims] = []
@@ -81,14 +81,14 @@ class GangFitting:
     def _room(self) -> CapacityIndex:
         """The capacity index with all claims of this pass."""
         self._see()
-        return self._what_if
+        return self._index
 
     def _see(self) -> None:
         if self._counted is not None:
             self._counted = None
-            self._what_if.refresh()
+            self._index.follow()
         for claims in self._unseen:
-            self._what_if.take(claims)
+            self._index.take(claims)
             self._done.append((claims, None))
         self._unseen.clear()
 
@@ -205,7 +205,7 @@ class GangFitting:
             for claims in self._unseen:
                 self._counted.give(claims)
         self._unseen.clear()
-        room = self._what_if
+        room = self._index
         while len(self._done) > mark:
             claims, affinities = self._done.pop()
             if affinities is None:

@@ -123,7 +123,7 @@ def started(
 def _free_devices(placement: PlacementPreference, room: CapacityIndex) -> int:
     if placement.counts is not None:
         return placement.counts(room.view).count
-    room.refresh()
+    room.follow()
     return room.free_devices
 
 
@@ -136,7 +136,7 @@ def may_start(
 ) -> bool:
     """Return whether a pending job, other than `resting` (numbers), may fit on free devices. If not, `plan` without
     `may_stop` starts no job, whatever the order."""
-    room.refresh()
+    room.follow()
     vain: set[GangShape] = set()
     for job in table.waiting_at_most(room.free_devices):
         if job.number in resting:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.plan_changes import PlanChange, ResumeChange
@@ -93,8 +93,8 @@ def plan_shared(
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
     busy = packs.on_trial | {change.number for change in tried.changes}
     busy = busy.union(*[errand.numbers for errand in errands])
-    room.refresh()
-    trying = WhatIf(room)
+    room.follow()
+    trying = Trial(room)
     try:
         hold(errands, table, trying)
         if matrices:

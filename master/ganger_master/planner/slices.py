@@ -80,7 +80,7 @@ def plan_slices(
     live = _Live(table, now, kept_out, frozenset(busy), units)
     if not (live.waiting or live.parked):
         return PlanDraft(), Turns(since_s=turns.since_s)
-    room.refresh()
+    room.follow()
     filling = _Filling(placement, room, live)
     is_due = now >= turns.since_s + quantum_s
     try:

@@ -16,7 +16,7 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 
 from ganger_master.core.model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
@@ -62,12 +62,12 @@ def plan_tetris(
     waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
     overdue, _ = guarded(order, facts, capacity.gpus)
     jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]
-    room.refresh()
+    room.follow()
     starting = _Starting(knobs, jobs, table, room)
     work, shares = work[waiting], _shares(facts, capacity)[waiting]
     ahead, behind = starting.overdue(np.flatnonzero(overdue[waiting]))
     starting.best(ahead, work, shares)
-    with room.without(starting.kept):
+    with room.excluding(starting.kept):
         starting.best(behind, work, shares)
     starts = starting.undone()
     return PlanDraft(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
@@ -116,11 +116,11 @@ class _Starting:
 
     def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
         """Return whether the gang fits once all running jobs are gone."""
-        what_if = WhatIf(self._room)
+        trial = Trial(self._room)
         for claims in held_by_all(self._table):
-            what_if.give(claims)
+            trial.give(claims)
         found = placement.place(self._room, shape)
-        what_if.undo()
+        trial.undo()
         return found is not None
 
 

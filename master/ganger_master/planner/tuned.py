@@ -57,7 +57,7 @@ def plan_tuned(
     """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places.
     `trials`: millicores per GPU, by job number, that replace the tuning for a trial, as far as other jobs leave them
     and no job is to start."""
-    room.refresh()
+    room.follow()
     view = room.view
     running = [pair for pair in table.running if is_tuned(view, *pair)]
     placing = running if table.has_waiting else []

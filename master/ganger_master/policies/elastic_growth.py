@@ -16,7 +16,7 @@ from typing import Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.policies.placements import PlacementPreference, Want
@@ -137,7 +137,7 @@ def shrink(
             if loss < math.inf:
                 options.append((round(loss, 9), slot, cuts))
     options.sort()
-    trying = WhatIf(room)
+    trying = Trial(room)
     for start in range(len(options)):
         sizes: dict[int, int] = {}
         for _, slot, cuts in options[start : start + count]:

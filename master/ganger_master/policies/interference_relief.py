@@ -13,7 +13,7 @@ from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.make_room import Displacement, Movable
@@ -57,7 +57,7 @@ def relieved(
     for one in gangs:
         there.setdefault(one.node, []).append(one)
     found: list[MigrationProposal] = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     ranked = [(at_most(one), one) for one in gangs if one.gang.move_cost < math.inf]
     for (load, gain), one in sorted(ranked, key=lambda pair: (-pair[0][1], pair[1].gang.number)):
         saves = (1.0 - 1.0 / gain) * one.remaining_s * one.gang.shape.gpus - one.gang.move_cost

@@ -23,7 +23,7 @@ from ganger.cluster.fit import gang_level
 from ganger.cluster.placement_search import evenly, greedily
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import LoadMode, View
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -197,7 +197,7 @@ class _Search:
         self._room = room
         self._movables = movables
         self._placement = placement
-        self._trying = WhatIf(room)
+        self._trying = Trial(room)
         # Gangs that stay or are being moved.
         self._busy = frozenset(stay)
         self._looks = _MOST_LOOKS

@@ -18,7 +18,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import gang_level
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.trial import Claims, WhatIf
+from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
@@ -145,7 +145,7 @@ def closer(
     Places are free or, with `others`, freed by moving these, through host memory on a full cluster.
     """
     found = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     for one in sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number)):
         if _could_save(room.view, one) <= one.gang.move_cost or one.gang.move_cost == math.inf:
             continue
@@ -178,7 +178,7 @@ def exchanged(
     gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
     others = sorted(others, key=lambda one: one.gang.number)
     found: list[MigrationProposal] = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     done: set[int] = set()
     looks = _MOST_LOOKS
     for one in gangs:
@@ -201,7 +201,7 @@ def exchanged(
 
 
 def _exchange(
-    trying: WhatIf, one: GangDistance, other: GangDistance, placement: PlacementPreference
+    trying: Trial, one: GangDistance, other: GangDistance, placement: PlacementPreference
 ) -> tuple[float, MigrationProposal] | None:
     """The first one as close as it can be where the two are and what is free there, the other in what is left."""
     if math.inf in (one.gang.move_cost, other.gang.move_cost):
@@ -213,7 +213,7 @@ def _exchange(
     trying.give(other.gang.claims)
     best: tuple[float, MigrationProposal] | None = None
     # Once for all levels: to hide a node takes as long as to look for a place on it.
-    with room.without(elsewhere):
+    with room.excluding(elsewhere):
         for level in range(LocalityLevel.NVLINK, gang_level(room.view, one.gang.claims)):
             shape = replace(
                 one.gang.shape, locality=replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
@@ -265,7 +265,7 @@ def unpacked(
     `horizon_s`: how long the GPUs are expected to stay idle.
     """
     found = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
         for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
             # The others go on at least as fast as all of them did, and this one by itself.
@@ -292,7 +292,7 @@ def drained(
     """Return migrations of all gangs off a node, the largest first, with the moves that make room for them elsewhere;
     and the numbers of the gangs that find no place or may not be moved."""
     found, stuck = [], []
-    trying = WhatIf(room)
+    trying = Trial(room)
     there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
     on_the_way = {gang.number for gang in there}
     for gang in sorted(there, key=lambda gang: (-gang.shape.gpus, gang.number)):
@@ -334,7 +334,7 @@ def defragmented(
     for some in on.values():
         some.sort(key=lambda gang: (gang.shape.gpus, gang.number))
     found: list[MigrationProposal] = []
-    trying = WhatIf(room)
+    trying = Trial(room)
     done: set[str] = set()
     while len(found) < most_moves:
         sources = [name for name in on if on[name] and name not in done and _is_fragmented(view, name, fragmented)]
@@ -385,7 +385,7 @@ def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> floa
 
 
 def _better_place(
-    trying: WhatIf, one: GangDistance, others: Movables | None, placement: PlacementPreference
+    trying: Trial, one: GangDistance, others: Movables | None, placement: PlacementPreference
 ) -> tuple[float, Hole]:
     """What saves the most, and what it saves beyond its cost: beside what it holds, so that it can move while it runs,
     else with its own pieces, else where others go."""

@@ -11,7 +11,7 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape
-from ganger.cluster.trial import WhatIf
+from ganger.cluster.trial import Trial
 
 from ganger_master.policies.make_room import (
     MOST_MOVES,
@@ -52,7 +52,7 @@ def swap_for(
     stoppable = sorted((gang for gang in gangs if gang.stop_cost < float("inf")), key=_dearness)
     names = {gang.number for gang in stoppable}
     movables = Movables(room.view, [gang for gang in gangs if gang.number not in names])
-    trying = WhatIf(room)
+    trying = Trial(room)
 
     def search() -> Hole | None:
         return hole_for(room, movables, shape, placement=placement, most_moves=most_moves, stay=stay)
@@ -72,7 +72,7 @@ def badness(hole: Hole) -> tuple[float, int, int]:
     return hole.cost, len(hole.moves), len(hole.claims)
 
 
-def _better(trying: WhatIf, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
+def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
     """Return the best of this hole and those of other sets of victims; the cheapest sets are tried first."""
     missing = gpus - int(np.bitwise_count(trying.room.view.columns().free).sum())
     by_price = sorted(stoppable, key=lambda gang: (gang.stop_cost, gang.number))
@@ -112,7 +112,7 @@ def _dearness(gang: Movable) -> tuple[float, int]:
     return gang.stop_cost / max(1, gang.shape.gpus), gang.number
 
 
-def _stopping(trying: WhatIf, order: Sequence[Movable], gpus: int, search: _Search) -> Hole | None:
+def _stopping(trying: Trial, order: Sequence[Movable], gpus: int, search: _Search) -> Hole | None:
     """Of these, in their order, as few as make a hole."""
     free = int(np.bitwise_count(trying.room.view.columns().free).sum())
     stopped: list[Movable] = []

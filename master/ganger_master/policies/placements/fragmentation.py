@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import Ask
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger.cluster.node_classes import Alike, Family
@@ -46,39 +46,45 @@ class FragmentationGrowth:
         self.single = Single(_anything, self._whole)
         self.spread = SpreadSearch(self._part)
 
-    def foresee(self, some: Sequence[Alike], ask: Ask) -> None:
-        """Counts for all of them at once what their keys will ask for."""
-        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
-        states = [state for alike in some if alike not in known for state in self._states(alike, ask, ask.everything)]
+    def foresee(self, some: Sequence[Alike], query: FeasibilityQuery) -> None:
+        """Counts for all of them at once what their keys will query for."""
+        known: dict[Alike, tuple[float, ...]] = query.memo(self, lambda alike: self._grown(alike, query))
+        states = [
+            state for alike in some if alike not in known for state in self._states(alike, query, query.everything)
+        ]
         missing = [state for state in dict.fromkeys(states) if state not in self._fragments]
         if missing:
             self._fragments.update(zip(missing, self._count(missing), strict=True))
 
-    def _whole(self, alike: Alike, ask: Ask, bound: tuple[()]) -> tuple[float, ...]:
-        known: dict[Alike, tuple[float, ...]] = ask.memo(self, lambda alike: self._grown(alike, ask))
+    def _whole(self, alike: Alike, query: FeasibilityQuery, bound: tuple[()]) -> tuple[float, ...]:
+        known: dict[Alike, tuple[float, ...]] = query.memo(self, lambda alike: self._grown(alike, query))
         return known[alike]
 
-    def _grown(self, alike: Alike, ask: Ask) -> tuple[float, ...]:
-        return (self._of(alike, ask, ask.everything), *cut(alike.family, ask), alike.millicores, alike.memory)
+    def _grown(self, alike: Alike, query: FeasibilityQuery) -> tuple[float, ...]:
+        return (self._of(alike, query, query.everything), *cut(alike.family, query), alike.millicores, alike.memory)
 
-    def _part(self, alike: Alike, ask: Ask) -> tuple[float, tuple[int, ...]]:
-        role = ask.by_weight[0]
-        most = min(ask.rooms[role].of[alike], ask.everything[role])
-        tasks = tuple(most if index == role else 0 for index in range(len(ask.everything)))
-        return (self._of(alike, ask, tasks), least(alike, ask))
+    def _part(self, alike: Alike, query: FeasibilityQuery) -> tuple[float, tuple[int, ...]]:
+        role = query.by_weight[0]
+        most = min(query.rooms[role].of[alike], query.everything[role])
+        tasks = tuple(most if index == role else 0 for index in range(len(query.everything)))
+        return (self._of(alike, query, tasks), least(alike, query))
 
-    def _of(self, alike: Alike, ask: Ask, tasks: tuple[int, ...]) -> float:
-        before, after = self._states(alike, ask, tasks)
+    def _of(self, alike: Alike, query: FeasibilityQuery, tasks: tuple[int, ...]) -> float:
+        before, after = self._states(alike, query, tasks)
         for state in (before, after):
             if state not in self._fragments:
                 self._fragments[state] = self._count([state])[0]
         # Less than a millionth of a GPU is a rounding error.
         return round(self._fragments[after] - self._fragments[before], 6)
 
-    def _states(self, alike: Alike, ask: Ask, tasks: tuple[int, ...]) -> tuple[_State, _State]:
+    def _states(self, alike: Alike, query: FeasibilityQuery, tasks: tuple[int, ...]) -> tuple[_State, _State]:
         family = alike.family
         topology = family.topology
-        taken = ask.whole(topology) if tasks is ask.everything else needs(topology.configuration_set, ask.shape, tasks)
+        taken = (
+            query.whole(topology)
+            if tasks is query.everything
+            else needs(topology.configuration_set, query.shape, tasks)
+        )
         millicores, memory = alike.millicores - taken.millicores, alike.memory - taken.memory_bytes
         before = (topology, family.free, alike.millicores, alike.memory)
         return before, (topology, family.free - taken.gpus, millicores, memory)
@@ -102,16 +108,18 @@ class FragmentationGrowth:
         ]
 
 
-def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-    if not ask.gpus:
+def search(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Claims | None:
+    if not query.gpus:
         # Without devices it leaves no fragments.
-        return BEST_FIT.search(room, ask, widest, None)
-    growth = _growth(demand if demand is not None else ask.own_kind)
-    growth.foresee([alike for family in hosts(room, ask, widest) for alike in able(family, ask)], ask)
-    return on_one_node(room, ask, widest, growth.single) or over_nodes(room, ask, widest, growth.spread)
+        return BEST_FIT.search(room, query, widest, None)
+    growth = _growth(demand if demand is not None else query.own_kind)
+    growth.foresee([alike for family in hosts(room, query, widest) for alike in able(family, query)], query)
+    return on_one_node(room, query, widest, growth.single) or over_nodes(room, query, widest, growth.spread)
 
 
-def _anything(family: Family, ask: Ask) -> tuple[()]:
+def _anything(family: Family, query: FeasibilityQuery) -> tuple[()]:
     """Where a family's growth begins is not known before its members are counted."""
     return ()
 

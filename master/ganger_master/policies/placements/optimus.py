@@ -18,7 +18,7 @@ from typing import Any
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
-from ganger.cluster.feasibility import Ask
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each
@@ -39,18 +39,18 @@ def traffic_per_card(workers: int, servers: int) -> float:
     return workers * (servers - 1) / servers**2
 
 
-def emptiest(alike: Alike, ask: Ask) -> tuple[int, int, int, str]:
+def emptiest(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str]:
     """By free devices, then cores, then memory; nodes of one key are alike in what they can hold."""
     hardware = alike.family.topology.configuration_set.name
-    return (-ask.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware)
+    return (-query.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware)
 
 
-def _emptiest_with_room(alike: Alike, ask: Ask) -> tuple[int, int, int, str] | None:
-    return emptiest(alike, ask) if ask.spread_room(alike) else None
+def _emptiest_with_room(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str] | None:
+    return emptiest(alike, query) if query.spread_room(alike) else None
 
 
-def most_devices(family: Family, ask: Ask) -> tuple[int]:
-    return (-ask.takable(family).bit_count(),)
+def most_devices(family: Family, query: FeasibilityQuery) -> tuple[int]:
+    return (-query.takable(family).bit_count(),)
 
 
 def by_theorem(workers: int, servers: int) -> tuple[float, int]:
@@ -62,30 +62,32 @@ def by_card(workers: int, servers: int) -> tuple[float, int]:
 
 
 def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> PlacementPreference:
-    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-        shape = ask.shape
-        single = on_one_node(room, ask, widest, _SINGLE)
-        if single is not None or shape.nodes == 1 or ask.tasks == 1 or widest < LocalityLevel.RACK:
+    def search(
+        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+    ) -> Claims | None:
+        shape = query.shape
+        single = on_one_node(room, query, widest, _SINGLE)
+        if single is not None or shape.nodes == 1 or query.tasks == 1 or widest < LocalityLevel.RACK:
             return single
-        most = max(ask.everything)
+        most = max(query.everything)
         numbers: Iterable[int] = (shape.nodes,) if shape.nodes else range(2, most + 1)
         # Jobs of one role have no parameter servers: what a ring sends over a card does not depend on k.
         if len(shape.roles) > 1:
-            workers = ask.everything[ask.by_weight[0]]
+            workers = query.everything[query.by_weight[0]]
             numbers = sorted(numbers, key=lambda servers: cost(workers, servers))
-        for span in fitting_spans(room, ask, widest, tightest_first=False):
-            servers = _Known(_emptiest_first(room, ask, widest, span))
+        for span in fitting_spans(room, query, widest, tightest_first=False):
+            servers = _Known(_emptiest_first(room, query, widest, span))
             for number in numbers:
-                if _all_fit(room, ask, servers, number):
-                    return _claims(room, ask, servers, number)
+                if _all_fit(room, query, servers, number):
+                    return _claims(room, query, servers, number)
         return None
 
     return PlacementPreference(name, summary, search)
 
 
-def _share(ask: Ask, number: int, server: int) -> tuple[int, ...]:
+def _share(query: FeasibilityQuery, number: int, server: int) -> tuple[int, ...]:
     """Tasks of each role on one of so many servers."""
-    return tuple([tasks // number + (server < tasks % number) for tasks in ask.everything])
+    return tuple([tasks // number + (server < tasks % number) for tasks in query.everything])
 
 
 class _Known(Iterable[tuple[Any, Slots]]):
@@ -107,30 +109,32 @@ class _Known(Iterable[tuple[Any, Slots]]):
             at += 1
 
 
-def _emptiest_first(room: CapacityIndex, ask: Ask, level: LocalityLevel, number: int) -> Iterator[tuple[Any, Slots]]:
-    keys: dict[Alike, Any] = ask.memo(_emptiest_with_room, lambda alike: _emptiest_with_room(alike, ask))
-    if level is not LocalityLevel.CLUSTER or ask.shape.device_memory_bytes:
-        yield from in_span(room, ask, level, number, keys)
+def _emptiest_first(
+    room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int
+) -> Iterator[tuple[Any, Slots]]:
+    keys: dict[Alike, Any] = query.memo(_emptiest_with_room, lambda alike: _emptiest_with_room(alike, query))
+    if level is not LocalityLevel.CLUSTER or query.shape.device_memory_bytes:
+        yield from in_span(room, query, level, number, keys)
         return
     # By free devices first, so the fuller ones need not be looked at before it comes to them.
-    for free in range(room.most_free, ask.least_free - 1, -1):
+    for free in range(room.most_free, query.least_free - 1, -1):
         some = [alike for family in room.families_with(free) for alike in family.members]
         yield from by_key(some, keys, room.span(level, number))
 
 
-def _all_fit(room: CapacityIndex, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
+def _all_fit(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
     """Whether each of the first servers, of runs of servers alike, can hold its share."""
     # From these servers on the share is smaller by a task.
-    edges = sorted({number, *(tasks % number for tasks in ask.everything)} - {0})
+    edges = sorted({number, *(tasks % number for tasks in query.everything)} - {0})
     at = 0
     for (devices, millicores, memory, _), nodes in servers:
         of = room.view.topologies[next(each(nodes))].configuration_set
         end = at + nodes.bit_count()
         while at < min(end, number):
-            needed = needs(of, ask.shape, _share(ask, number, at))
+            needed = needs(of, query.shape, _share(query, number, at))
             if needed.gpus > -devices or needed.millicores > -millicores or needed.memory_bytes > -memory:
                 return False
-            if needed.gpus and ask.shape.device_type not in ("", of.device_type):
+            if needed.gpus and query.shape.device_type not in ("", of.device_type):
                 return False
             at = min(end, next(edge for edge in edges if edge > at))
         if at == number:
@@ -138,15 +142,15 @@ def _all_fit(room: CapacityIndex, ask: Ask, servers: Iterable[tuple[Any, Slots]]
     return False
 
 
-def _claims(room: CapacityIndex, ask: Ask, servers: Iterable[tuple[Any, Slots]], number: int) -> Claims:
+def _claims(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tuple[Any, Slots]], number: int) -> Claims:
     claims = []
     for server, slot in zip(range(number), walk(servers), strict=False):
-        claim = make_claim(room.view, slot, ask.shape, _share(ask, number, server), LoadMode.SPREAD)
+        claim = make_claim(room.view, slot, query.shape, _share(query, number, server), LoadMode.SPREAD)
         assert claim is not None, f"the index has room on {room.view.nodes[slot]} where there is none"
         claims.append(claim)
     return tuple(claims)
 
 
-_SINGLE = Single(most_devices, lambda alike, ask, bound: emptiest(alike, ask), LoadMode.SPREAD)
+_SINGLE = Single(most_devices, lambda alike, query, bound: emptiest(alike, query), LoadMode.SPREAD)
 OPTIMUS = _placement("optimus", "the fewest servers, equal parts of the gang on each, the emptiest first", by_theorem)
 OPTIMUS_CARDS = _placement("optimus-cards", "the same with the least traffic over any server's network card", by_card)

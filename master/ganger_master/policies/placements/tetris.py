@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import Ask
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
@@ -108,22 +108,22 @@ def within_fairness(shares: Floats, waiting: NDArray[Any], fairness: float) -> N
     return allowed
 
 
-def by_dot(alike: Alike, ask: Ask) -> float:
-    return -_dot(available(alike), demanded(alike.family, ask))
+def by_dot(alike: Alike, query: FeasibilityQuery) -> float:
+    return -_dot(available(alike), demanded(alike.family, query))
 
 
-def at_best_by_dot(family: Family, ask: Ask) -> float:
+def at_best_by_dot(family: Family, query: FeasibilityQuery) -> float:
     """With all cores and all memory of the node free."""
-    return -_dot((family.free / (family.topology.devices or 1), 1.0, 1.0), demanded(family, ask))
+    return -_dot((family.free / (family.topology.devices or 1), 1.0, 1.0), demanded(family, query))
 
 
-def by_cosine(alike: Alike, ask: Ask) -> float:
-    free, wanted = available(alike), demanded(alike.family, ask)
+def by_cosine(alike: Alike, query: FeasibilityQuery) -> float:
+    free, wanted = available(alike), demanded(alike.family, query)
     lengths = math.hypot(*free) * math.hypot(*wanted)
     return -_dot(free, wanted) / lengths if lengths else 0.0
 
 
-def at_best_by_cosine(family: Family, ask: Ask) -> float:
+def at_best_by_cosine(family: Family, query: FeasibilityQuery) -> float:
     """No angle is smaller than none."""
     return -math.inf
 
@@ -133,11 +133,11 @@ def available(alike: Alike) -> tuple[float, float, float]:
     return _shares(alike.family, alike.family.free, alike.millicores, alike.memory)
 
 
-def demanded(family: Family, ask: Ask) -> tuple[float, float, float]:
+def demanded(family: Family, query: FeasibilityQuery) -> tuple[float, float, float]:
     """Shares of such a node for the whole gang if it could be there, else for one task of its heaviest role."""
-    needed = ask.whole(family.topology)
+    needed = query.whole(family.topology)
     if needed.gpus > family.topology.devices:
-        needed = ask.rooms[ask.by_weight[0]].needs(family.topology)
+        needed = query.rooms[query.by_weight[0]].needs(family.topology)
     return _shares(family, needed.gpus, needed.millicores, needed.memory_bytes)
 
 
@@ -153,16 +153,21 @@ def _dot(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
 
 
 def _placement(
-    name: str, summary: str, at_best: Callable[[Family, Ask], float], score: Callable[[Alike, Ask], float]
+    name: str,
+    summary: str,
+    at_best: Callable[[Family, FeasibilityQuery], float],
+    score: Callable[[Alike, FeasibilityQuery], float],
 ) -> PlacementPreference:
-    def key(alike: Alike, ask: Ask, bound: float) -> float:
-        scores: dict[Alike, float] = ask.memo(score, lambda alike: score(alike, ask))
+    def key(alike: Alike, query: FeasibilityQuery, bound: float) -> float:
+        scores: dict[Alike, float] = query.memo(score, lambda alike: score(alike, query))
         return scores[alike]
 
     single, spread = Single(at_best, key), SpreadSearch(score)
 
-    def search(room: CapacityIndex, ask: Ask, widest: LocalityLevel, demand: GangMix | None) -> Claims | None:
-        return on_one_node(room, ask, widest, single) or over_nodes(room, ask, widest, spread)
+    def search(
+        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+    ) -> Claims | None:
+        return on_one_node(room, query, widest, single) or over_nodes(room, query, widest, spread)
 
     return PlacementPreference(name, summary, search)
 
