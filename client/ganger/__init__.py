@@ -19,13 +19,27 @@ _HOMES = {
 # `arrays`: the name of versions up to 0.1.
 _MODULES = {"array_spec": "ganger.array_spec", "arrays": "ganger.array_spec"}
 
-__all__ = ["ApiError", "Client", "Job", "attach", "report"]
+__all__ = ["ApiError", "Client", "Job", "__version__", "attach", "report"]
+
+# Version of the installed package; "unknown" in a bare checkout.
+__version__: str
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _installed_version()
     if name in _MODULES:
         return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ganger' has no attribute {name!r}")
     return getattr(import_module(home), name)
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ganger")
+    except PackageNotFoundError:
+        return "unknown"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.resource_messages import configuration_set_to_wire
@@ -54,7 +55,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-VERSION = "0.1.0"
 _REVIVE_SECONDS = 2.0
 # Interval of removing old logs.
 _SWEEP_SECONDS = 3600.0
@@ -359,7 +359,7 @@ class Daemon:
             peer_address=self.peer_address,
             stream_address=self.stream_address,
             capabilities=capabilities,
-            version=VERSION,
+            version=__version__,
         )
 
     async def _hold_session(self) -> None:

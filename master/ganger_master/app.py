@@ -9,12 +9,11 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+from ganger import __version__
 from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.roles import CallerRole
 from ganger.wire.tls import check_directory, server_context, tell_end
@@ -62,13 +61,6 @@ _NOTING_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
 _COMPACT_ROWS: Final = 5_000
-
-
-def version() -> str:
-    try:
-        return version_of("ganger")
-    except PackageNotFoundError:
-        return "0"
 
 
 class Master:
@@ -169,7 +161,7 @@ class Master:
             self.progress,
             token=self.token,
             listen=config.listen,
-            version=version(),
+            version=__version__,
             clock=self._clock,
             captures=config.state_dir / recorder.DIRECTORY,
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
@@ -190,7 +182,7 @@ class Master:
 
         tls = self.config.tls
         context = None if tls is None or is_loopback(listen) else server_context(tls)
-        return MetricsServer(listen, version(), snapshot, asyncio.get_running_loop(), context)
+        return MetricsServer(listen, __version__, snapshot, asyncio.get_running_loop(), context)
 
     async def stop(self) -> None:
         """Idempotent. What was accepted is durable when it returns."""

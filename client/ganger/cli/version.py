@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ganger import __version__
 from ganger.cli.options import json_option, open_client
 
 
@@ -11,17 +12,10 @@ from ganger.cli.options import json_option, open_client
 @json_option
 def version(as_json: bool) -> None:
     """Print versions of client and master."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
     from ganger.console.json_output import print_json
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError
 
-    try:
-        ours = installed("ganger")
-    except PackageNotFoundError:
-        ours = "unknown"
     try:
         with open_client() as client:
             theirs, why = client.get_cluster().version, ""
@@ -29,6 +23,6 @@ def version(as_json: bool) -> None:
         # A version is asked for just when things do not work.
         theirs, why = "", str(error).partition("\n")[0]
     if as_json:
-        print_json({"client": ours, "master": theirs or None})
+        print_json({"client": __version__, "master": theirs or None})
     else:
-        print(f"client {ours}\nmaster {theirs or f'unknown ({why})'}")
+        print(f"client {__version__}\nmaster {theirs or f'unknown ({why})'}")

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from ganger import __version__
 from ganger.console.parameter_types import Within
 
 if TYPE_CHECKING:
@@ -95,8 +95,9 @@ def _opened(file: Path) -> Rerun:
 
     with _errors_of(file):
         rerun = Rerun(read_lines(file))
-    if rerun.header.ganger != (own := _own_version()):
-        print(f"recorded by ganger {rerun.header.ganger}, replayed by {own}: it may decide otherwise", file=sys.stderr)
+    if rerun.header.ganger != __version__:
+        warning = f"recorded by ganger {rerun.header.ganger}, replayed by {__version__}: it may decide otherwise"
+        print(warning, file=sys.stderr)
     return rerun
 
 
@@ -161,10 +162,3 @@ def _print_text(replayed: _Replayed) -> None:
             for job, asking in sorted(summary.jobs.items())
         ]
         print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)
-
-
-def _own_version() -> str:
-    try:
-        return version("ganger")
-    except PackageNotFoundError:
-        return "0"
