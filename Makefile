@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test retest explore chaos postgresql check docs bench anchors protos wire clean
 .DEFAULT_GOAL := help
 
-help: ## say what can be made
+help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## virtual environment with everything, in .venv
@@ -38,7 +38,7 @@ retest: $(STAMP) ## only the tests that failed the last time
 	@test -e build/tested || { echo "no run of the tests came to its end: make test" >&2; exit 1; }
 	@$(BIN)/python -m pytest -q -m "not chaos" --last-failed --last-failed-no-failures none; code=$$?; [ $$code -eq 5 ] || exit $$code
 
-explore: $(STAMP) ## the property tests with examples nobody has tried yet (five minutes)
+explore: $(STAMP) ## the property tests with new random examples (five minutes)
 	@$(BIN)/python -m pytest -q -m "hypothesis and not chaos" --hypothesis-profile explore
 
 chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
@@ -48,13 +48,14 @@ postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's pa
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[postgresql]'
 	@tests/store/on_postgresql.sh $(BIN)/python
 
-check: $(STAMP) ## lint, types, import contracts, generated code
+check: $(STAMP) ## lint, types, import contracts, words and names
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
 	@PYTHONPATH=tools $(BIN)/python -m guards.import_circles
+	@PYTHONPATH=tools $(BIN)/python -m guards.person_words
 
 $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs

@@ -119,7 +119,7 @@ def main(quick: bool = False) -> dict[str, object]:
     _tell(report, "swap", [swap])
     report.at_most("swap_rests_above_fewest", swap.rests - swap.fewest_rests, 0)
     report.figure("swap_rests", swap.rests)
-    report.at_most("swap_who_rested_goes_on_seconds", back_seconds, LIMIT_SECONDS)
+    report.at_most("swap_parked_job_resumed_s", back_seconds, LIMIT_SECONDS)
     return report.result()
 
 

@@ -209,8 +209,8 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
         f"{gb['sealed_s']:.1f} s for 1 GB; "
         f"of Gandiva's 35 s {1.0 - downtime_s / _NAIVE_S:.1%} are hidden. A gang that wants a node waits "
         f"{np.mean(of('wait_s', 'moved')):.0f} s instead of {np.mean(of('wait_s', 'still')) / 3600.0:.1f} h, and at "
-        f"load {_LOAD:g} gangs of four and more wait {against('large_wait_s', 'moved').mean:.0%} of what they do where "
-        "no job is moved",
+        f"load {_LOAD:g} gangs of four and more wait {against('large_wait_s', 'moved').mean:.0%} as long as "
+        "without migrations",
     )
 
 

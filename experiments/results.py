@@ -17,11 +17,11 @@ from experiments.paper_claims import PaperClaim, half_width, meets, middle
 
 _PAGE = """# The papers' claims, run again
 
-`ganger reproduce --all --json` runs the experiments of the papers anew, each with the paper's set-up, and prints the
-paper's figures beside ours, whether the claim *holds* and whether ours *beats* it. What holds and what beats is decided
-by one file, `experiments/thresholds.toml`; each experiment is a file beside
-it that begins with its set-up. Published data are read from the folders `--traces` and `--papers`; an experiment whose
-data are not there is skipped, and says so.
+`ganger reproduce --all --json` runs the experiments of the papers anew, each with the paper's
+set-up. It prints the paper's figures beside ours, whether the claim *holds*, and whether ours
+*beats* it. `experiments/thresholds.toml` decides both; each experiment is a file beside it that
+begins with its set-up. Published data are read from the folders `--traces` and `--papers`; an
+experiment without its data is skipped and reported as such.
 
 ```console
 $ ganger reproduce --list
@@ -29,15 +29,15 @@ $ ganger reproduce --only B14 --quick
 $ ganger reproduce --all --document docs/measurements/reproduce.md
 ```
 
-A run that was stopped goes on where it was: what the same code has measured on the same data is not measured again,
-unless with `--anew`. Processor time, of one core, is noted below: {minutes:.0f} min for {noted} experiments.
+A stopped run continues: measurements by the same code on the same data are kept, unless with
+`--anew`. Processor time, of one core, is stated below: {minutes:.0f} min for {noted} experiments.
 
-± is the half-width of a 95 % confidence interval over seeds; of such figures the mean is compared. Loads are what was
-offered by what the cluster can do. Raw rows are in `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim
-hold.
+± is the half-width of a 95 % confidence interval over seeds; the mean of such figures is compared.
+A load is the offered work divided by the capacity of the cluster. Raw rows are in
+`build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim hold.
 
-{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold, {beaten} are beaten. This page is what
-`--document` wrote.
+{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold, {beaten} are beaten.
+`--document` wrote this page.
 """
 HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
 
@@ -145,12 +145,19 @@ def document(results: Sequence[Result], date: str) -> str:
     )
     head = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     every = [
-        f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}"
-        f"{'' if math.isnan(result.cpu_s) else f'; {result.cpu_s:.0f} s'}): {_figures(found, set(found.ours))}"
+        _wrapped(
+            f"* **{result.claim.name}** ({result.claim.source}; {found.seeds} seed{'s' if found.seeds > 1 else ''}"
+            f"{'' if math.isnan(result.cpu_s) else f'; {result.cpu_s:.0f} s'}): {_figures(found, set(found.ours))}"
+        )
         for result in results
         if (found := result.found) is not None
     ]
     return "\n".join([text, *head, *rows, "", "## Every figure", "", *every, ""])
+
+
+def _wrapped(item: str) -> str:
+    """Break a list item of the page into lines of at most 100 columns."""
+    return textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _machine() -> str:
