@@ -48,8 +48,7 @@ from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity, Facts, Integers
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.orders import JobOrder, ranked
-from ganger_master.policies.orders.attained_service import LAS2D
-from ganger_master.policies.orders.fifo import FIFO_BACKFILL
+from ganger_master.policies.orders.registry import FIFO_BACKFILL, LAS2D
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.selection import chosen
 from ganger_master.policies.tunings import profiles_of

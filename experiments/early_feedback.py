@@ -27,7 +27,7 @@ from ganger.cluster.topology import Topology, parse_topology
 from ganger_master.policies.job_facts import Floats
 from ganger_master.policies.orders.registry import ORDERS
 from ganger_master.policies.slicing import QUANTUM_S, SharedNode, SliceShare, credited, next_row, seated
-from ganger_master.simulator.report.seeds import interval, paired_ratio
+from ganger_master.simulator.report.side_by_side import interval, paired_ratio
 from ganger_master.simulator.traces.transform import scaled_to_load
 from ganger_master.simulator.traces.workload import workload
 

@@ -27,7 +27,7 @@ from ganger_master.policies.tunings import Tuning, TuningNodes, gangs, profiles_
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
 from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
-from ganger_master.simulator.report.seeds import Interval, interval, paired_ratio
+from ganger_master.simulator.report.side_by_side import Interval, interval, paired_ratio
 from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
 from ganger_master.simulator.traces.statistics import offered_load
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic

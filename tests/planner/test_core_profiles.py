@@ -12,7 +12,7 @@ from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.tunings import TuningNodes
 from ganger_master.policies.tunings.demand import Known, known_gangs
 from ganger_master.policies.tunings.predictor import predicted
-from ganger_master.policies.tunings.synergy_greedy import SYNERGY_GREEDY
+from ganger_master.policies.tunings.synergy_tune import SYNERGY_GREEDY
 from hypothesis import given
 from hypothesis import strategies as st
 

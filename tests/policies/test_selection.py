@@ -12,8 +12,7 @@ from ganger_master.policies import selection
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.orders import JobOrder, ranked
 from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.attained_service import LAS
-from ganger_master.policies.orders.fifo import FIFO, FIFO_BACKFILL
+from ganger_master.policies.orders.registry import FIFO, FIFO_BACKFILL, LAS
 from ganger_master.policies.selection import chosen, selected
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ganger_master.policies.job_facts import Facts, Floats
 from ganger_master.policies.orders import SLACK_S, JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.oracles import SRSF
+from ganger_master.policies.orders.registry import SRSF
 from ganger_master.policies.orders.tiresias import Queues, tiresias, tiresias_gittins
 from ganger_master.policies.service_history import NO_HISTORY, ServiceHistory
 from hypothesis import given

@@ -12,14 +12,12 @@ from ganger_master.policies.tunings import (
     Pieces,
     Profiles,
     TuningNodes,
-    balance,
     exact,
     gangs,
     pieces,
     proportional_rates,
     rates,
     runnable,
-    synergy_greedy,
     synergy_opt,
     synergy_tune,
 )
@@ -57,7 +55,7 @@ def test_every_usable_gpu_is_used_and_no_gang_falls_below_its_share(
     assert np.all(rates(of_round, placed) >= floor * (1 - 1e-6))
 
 
-@pytest.mark.parametrize("place", [synergy_tune.place, synergy_greedy.place, synergy_opt.place, exact.place])
+@pytest.mark.parametrize("place", [synergy_tune.place, synergy_tune.place_greedily, synergy_opt.place, exact.place])
 @settings(max_examples=50)
 @given(case=rounds())
 def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one(
@@ -242,7 +240,7 @@ def test_peers_give_back_in_the_documented_order() -> None:
 def test_greedy_leaves_gpus_idle_where_tune_does_not() -> None:
     server = servers(1)
     six = gangs([1] * 6, [NAMES.index("alexnet")] * 6, SYNERGY)
-    assert synergy_greedy.place(six, server).gang.tolist() == [0, 1]
+    assert synergy_tune.place_greedily(six, server).gang.tolist() == [0, 1]
     assert synergy_tune.place(six, server).gang.tolist() == list(range(6))
 
 
@@ -290,7 +288,7 @@ def test_the_hungry_are_spread_as_by_looking_at_every_node(case: tuple[Gangs, Tu
                 used[node][0] + count * float(demand.cores[gang]),
                 used[node][1] + count * float(demand.memory_bytes[gang]),
             )
-    placed = balance.place(of_round, nodes, demand)
+    placed = exact.place_by_demand(of_round, nodes, demand)
     found = dict(zip(zip(placed.gang.tolist(), placed.node.tolist(), strict=True), placed.gpus.tolist(), strict=True))
     assert found == expected
 
@@ -465,7 +463,7 @@ def test_opt_refuses_what_it_could_not_solve() -> None:
 @given(clusters())
 def test_an_empty_round_needs_nothing(nodes: TuningNodes) -> None:
     empty = gangs([], [], SYNERGY)
-    for place in (synergy_tune.place, synergy_greedy.place, synergy_opt.place, exact.place):
+    for place in (synergy_tune.place, synergy_tune.place_greedily, synergy_opt.place, exact.place):
         assert len(place(empty, nodes)) == 0
     assert synergy_opt.upper_bound(empty, nodes) == 0.0
 

@@ -27,7 +27,7 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.finish_time_fairness import expected_s
+from ganger_master.policies.orders.registry import expected_s
 from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.placements.tetris import Knobs, placement_by, tetris_gangs
 from ganger_master.policies.selection import guarded

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from ganger_master.core.model import JobRecord
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.fifo import FIFO_BACKFILL
-from ganger_master.policies.orders.registry import ORDERS, order_named
+from ganger_master.policies.orders.registry import FIFO_BACKFILL, ORDERS, order_named
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
 from ganger_master.policies.placements.tetris import Alignment, Knobs
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.orders import SLACK_S
-from ganger_master.policies.orders import earliest_deadline as edf
+from ganger_master.policies.orders.registry import AHEAD, deadline_groups
 
 
 class DeadlineVerdict(Enum):
@@ -102,9 +102,9 @@ def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
     is_kept = np.append(facts.is_running & ~facts.is_preemptible, False)
     priority = np.append(facts.priority, newcomer.priority)
     deadline = np.append(facts.deadline_s, newcomer.deadline_s)
-    group = edf.group(deadline, now)
+    group = deadline_groups(deadline, now)
     number = np.append(facts.number, np.iinfo(np.int64).max)
     line = np.lexsort((number, np.append(facts.arrival_s, now), deadline, group, -priority, ~is_kept))
     # The newcomer counts even if its deadline has passed.
-    counting = (group == edf.AHEAD) | (number == number[-1]) | is_kept
+    counting = (group == AHEAD) | (number == number[-1]) | is_kept
     return line, int(np.flatnonzero(counting[line])[-1]) + 1

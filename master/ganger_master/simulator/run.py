@@ -19,7 +19,7 @@ from ganger_master.core.model import Gang
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
-from ganger_master.policies.orders.attained_service import LAS2D
+from ganger_master.policies.orders.registry import LAS2D
 from ganger_master.quotas import as_settings
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ganger_master.simulator import output_files
 from ganger_master.simulator.inputs import Load, Material, ReplayOptions
-from ganger_master.simulator.report import documents, side_by_side
+from ganger_master.simulator.report import side_by_side
 from ganger_master.simulator.report.figures import Figures
 from ganger_master.simulator.traces.row_findings import RowFinding, RowFindingKind, rows_of, shown
 from ganger_master.simulator.traces.servers import Servers
@@ -74,7 +75,7 @@ def unbounded_load_row(figures: Figures) -> list[tuple[str, str]]:
 
 def simulated(source: Material, load: Load, options: ReplayOptions, figures: Figures) -> dict[str, Any]:
     """Return one run for JSON: figures by name, trace, cluster, options and load."""
-    return documents.as_json(figures) | about(source, options) | {"load": load_asked(load)}
+    return output_files.as_json(figures) | about(source, options) | {"load": load_asked(load)}
 
 
 def compared(
@@ -86,7 +87,7 @@ def compared(
             {
                 "load": load_asked(load),
                 "policies": side_by_side.as_json(runs),
-                "runs": [documents.as_json(run) for of_policy in runs.values() for run in of_policy],
+                "runs": [output_files.as_json(run) for of_policy in runs.values() for run in of_policy],
             }
             for load, runs in groups
         ],

@@ -3,8 +3,8 @@
 Synergy-Tune cuts a peer straight back to its share (OSDI 2022, section 4.2). Here a knapsack is solved exactly on each
 node: one choice for each gang, the highest sum of rates relative to the shares, no gang below its share. Gangs on
 several nodes get one choice for all their nodes, one gang after the other, by its value with the best choice of all
-other gangs there. Gangs are placed before, by `balance`, with the demands of Synergy-OPT's relaxed program where there
-are few kinds of gangs.
+other gangs there. Gangs are placed before, by `place_by_demand`, with the demands of Synergy-OPT's relaxed program
+where there are few kinds of gangs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,50 @@ from ganger_master.policies.tunings import (
     Pieces,
     Tuning,
     TuningNodes,
-    balance,
+    pieces,
     proportionally,
     runnable,
 )
 from ganger_master.policies.tunings.demand import TuningDemand, demands, options
 from ganger_master.policies.tunings.knapsack import Choices, best_choice
+from ganger_master.policies.tunings.round_packing import RoundPacking
 from ganger_master.policies.tunings.synergy_opt import best_amounts
+
+
+def place_by_demand(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Pieces:
+    """Place gangs by GPUs, then by the part of a node that they want, most first, to separate gangs of large demand.
+
+    Synergy-Tune fills node after node, so gangs that want many cores end up together and lose them again when gangs of
+    small demand come last. Here only GPUs decide what fits, since shares always suffice; demands only decide which
+    gangs are placed together.
+
+    Each goes on the node that holds it whole and is then least full, by the fuller of cores and memory; ties go to the
+    node named first. A gang that no node holds is split over the fewest nodes, if it may be. A gang without GPUs is
+    left out.
+    """
+    packing = RoundPacking(gangs, nodes)
+    capacity = np.maximum(np.stack([nodes.cores, nodes.memory_bytes]), 1e-9)
+    each = np.stack([wanted.cores, wanted.memory_bytes])
+    whole_gangs = each * gangs.gpus
+    part = np.max(whole_gangs / capacity.max(axis=1, initial=1e-9)[:, None], axis=0)
+    used = np.zeros_like(capacity)
+    for gang in np.lexsort((-part, -gangs.gpus)).tolist():
+        gpus = int(gangs.gpus[gang])
+        holding = np.flatnonzero(packing.free_gpus >= gpus)
+        if len(holding):
+            full = np.max((used[:, holding] + whole_gangs[:, gang, None]) / capacity[:, holding], axis=0)
+            where = [(int(holding[int(np.argmin(full))]), gpus)]
+        else:
+            found = packing.tightest(gang, 0.0, 0.0)
+            if found is None:
+                continue
+            where = found
+        packing.take(gang, where, 0.0, 0.0)
+        for node, count in where:
+            used[:, node] += count * each[:, gang]
+    rows = [(gang, node, count) for gang in sorted(packing.where) for node, count in packing.where[gang]]
+    return pieces([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
+
 
 # Kinds of gangs (profile, GPUs, weight) up to which the relaxed program is solved: some tenths of a second. Four
 # thousand take half a minute, and there whole demands lead to within half a percent of the same rates.
@@ -46,7 +83,7 @@ def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     """The runnable gangs; ties go to the gangs and nodes named first."""
     running = runnable(gangs, nodes)
     of_round = gangs.take(running)
-    placed = tune(of_round, nodes, balance.place(of_round, nodes, _wishes(of_round, nodes)))
+    placed = tune(of_round, nodes, place_by_demand(of_round, nodes, _wishes(of_round, nodes)))
     return placed.of(running[placed.gang])
 
 

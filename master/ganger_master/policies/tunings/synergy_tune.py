@@ -1,11 +1,12 @@
-"""Synergy-Tune (OSDI 2022, section 4.2, and its public simulator): every gang its demand where it fits, else its
-proportional share, taking back from neighbours what they hold beyond theirs.
+"""Synergy-Tune and its baseline Synergy-Greedy (Mohan et al., OSDI 2022, sections 4.1 and 4.2).
 
-Guarantees: every gang whose GPUs are there is placed, so no GPU idles for want of cores or memory; none runs slower
-than with its proportional share; no node gives more than it has. What the public code does otherwise is not repeated:
-it gives up the whole round when the GPUs for one gang are scattered (here such a gang is split, or, if it must stay on
-one node, left out), and counts a gang that was cut back as slowed to its share whatever it still holds (here `rates`
-looks at what it holds).
+Synergy-Tune gives every gang its demand where it fits, else its proportional share, and takes back from neighbours what
+they hold beyond theirs. Guarantees: every gang whose GPUs are free is placed, so no GPU idles for lack of cores or
+memory; no gang runs slower than with its proportional share; no node gives more than it has.
+
+Differences from the public simulator: it gives up the whole round when the GPUs of one gang are scattered (here such a
+gang is split, or left out if it must stay on one node), and counts a gang that was cut back as slowed to its share
+whatever it still holds (here `rates` reads what it holds).
 """
 
 from __future__ import annotations
@@ -104,3 +105,38 @@ def raised(gangs: Gangs, nodes: TuningNodes, placed: Pieces, demand: TuningDeman
 
 
 SYNERGY_TUNE = Tuning("synergy-tune", tune, place)
+
+
+def place_greedily(gangs: Gangs, nodes: TuningNodes) -> Pieces:
+    """Place each gang, in the policy's order, on the first node that holds its whole demand of GPUs, cores and memory.
+
+    A gang without such a node waits. This leaves GPUs idle beside gangs of large demand and guarantees nothing.
+    """
+    demand = demands(gangs, nodes)
+    packing = RoundPacking(gangs, nodes)
+    for gang, (cores, memory) in enumerate(zip(demand.cores.tolist(), demand.memory_bytes.tolist(), strict=True)):
+        where = packing.first(gang, cores, memory)
+        if where is not None:
+            packing.take(gang, where, cores, memory)
+    return packing.placed()
+
+
+def tune_greedily(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
+    """In order, the whole demand where it still fits on all nodes of the gang; the pieces of others are left out."""
+    demand = demands(gangs, nodes)
+    cores = placed.gpus * demand.cores[placed.gang]
+    memory = placed.gpus * demand.memory_bytes[placed.gang]
+    free_cores, free_memory = nodes.cores * (1.0 + ROUNDING), nodes.memory_bytes * (1.0 + ROUNDING)
+    runs = np.zeros(len(placed), bool)
+    starts = np.searchsorted(placed.gang, np.arange(len(gangs) + 1))
+    for gang in range(len(gangs)):
+        rows = slice(int(starts[gang]), int(starts[gang + 1]))
+        on = placed.node[rows]
+        if np.all(cores[rows] <= free_cores[on]) and np.all(memory[rows] <= free_memory[on]):
+            free_cores[on] -= cores[rows]
+            free_memory[on] -= memory[rows]
+            runs[rows] = True
+    return placed.given(cores, memory).only(runs)
+
+
+SYNERGY_GREEDY = Tuning("synergy-greedy", tune_greedily, place_greedily)
