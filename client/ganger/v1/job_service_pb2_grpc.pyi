@@ -7,7 +7,9 @@ PERMISSION_DENIED/ROLE_NOT_PERMITTED (where there are certificates; metadata "pe
 names a job or array PERMISSION_DENIED/JOB_NOT_YOURS, UNAVAILABLE/NOT_READY (master starting or stopping; retry),
 RESOURCE_EXHAUSTED/{MESSAGE_TOO_LARGE, USER_LIMIT (more than each user may ask for; the message has the number and the
 setting, and what to do)}, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
-method) and INTERNAL/INTERNAL (our bug; the id is in metadata).
+method), FAILED_PRECONDITION/WIRE_VERSION_UNSUPPORTED (the metadata "ganger-wire-versions" of the call, "OLDEST-NEWEST",
+states no version that the server speaks; metadata "caller" and "server": both ranges) and INTERNAL/INTERNAL (our bug;
+the id is in metadata).
 """
 
 import abc

@@ -1,7 +1,8 @@
 """Channels towards a server: with token on loopback TCP or a Unix socket, with a certificate anywhere; with deadlines,
 keepalive and bounded messages.
 
-A channel made here puts the start-up token and the method's default deadline on every call that brings none of its own.
+A channel made here puts the start-up token and the supported versions of the wire on every call, and the method's
+default deadline on every call without a deadline.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import grpc.aio
 from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
 from ganger.wire.methods import deadline_seconds, retry_service_config
 from ganger.wire.roles import CallerRole, served_name
+from ganger.wire.versions import SUPPORTED_VERSIONS, VERSIONS_KEY
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Lists and sets are sent in parts of at most this: room is left for what comes with a part.
@@ -93,7 +95,8 @@ def _target(endpoint: Endpoint) -> str:
 class _Channel:
     def __init__(self, channel: Any, token: str) -> None:
         self._channel = channel
-        self._metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, f"Bearer {token}"),) if token else ()
+        versions = (VERSIONS_KEY, str(SUPPORTED_VERSIONS))
+        self._metadata = (versions, (TOKEN_KEY, f"Bearer {token}")) if token else (versions,)
 
     def unary_unary(self, method: str, *arguments: Any, **more: Any) -> Any:
         return self._wrap(method, self._channel.unary_unary(method, *arguments, **more))
@@ -144,5 +147,5 @@ class _MultiCallable:
     def _start(
         self, start: Callable[..., Any], request: Any, timeout: float | None, metadata: Any, more: dict[str, Any]
     ) -> Any:
-        metadata = (*self._metadata, *metadata) if metadata is not None else self._metadata or None
+        metadata = (*self._metadata, *metadata) if metadata is not None else self._metadata
         return start(request, timeout=self._deadline if timeout is None else timeout, metadata=metadata, **more)

@@ -125,6 +125,10 @@ class RequestReused(ApiError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "REQUEST_REUSED"
 
 
+class WireVersionUnsupported(ApiError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "WIRE_VERSION_UNSUPPORTED"
+
+
 class GangImpossible(ApiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GANG_IMPOSSIBLE"
 

@@ -34,9 +34,12 @@ from ganger.wire.errors import (
 )
 from ganger.wire.methods import largest_bytes
 from ganger.wire.roles import CallerIdentity, check_call, check_local_call
+from ganger.wire.versions import UNSTATED_VERSIONS, VERSIONS_KEY, common_version, read_versions
 
 log = logging.getLogger(__name__)
 
+# CreateSession negotiates the version of a daemon's session.
+_SESSIONS = "/ganger.agent.v1.AgentService/"
 # Health answers every connection: a probe has no token.
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _SSL: Final = b"ssl"
@@ -135,13 +138,16 @@ class WrappingInterceptor(_ServerInterceptor, ABC):
 
 
 class ErrorInterceptor(WrappingInterceptor):
-    """Turns what handlers raise into google.rpc.Status."""
+    """Turns what handlers raise into google.rpc.Status, and refuses callers without a common version of the wire."""
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         behaviour = behaviour_of(handler)
+        is_negotiated = method.startswith(_SESSIONS)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
+                if not is_negotiated:
+                    _check_versions(context)
                 if isinstance(request, ApiError):
                     raise request
                 return await behaviour(request, context)
@@ -150,6 +156,8 @@ class ErrorInterceptor(WrappingInterceptor):
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
+                if not is_negotiated:
+                    _check_versions(context)
                 if isinstance(request, ApiError):
                     raise request
                 async for response in behaviour(request, context):
@@ -159,6 +167,11 @@ class ErrorInterceptor(WrappingInterceptor):
 
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else answer
         return rebuilt(handler, wrapped, _reader(method, handler))
+
+
+def _check_versions(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    stated = next((value for key, value in context.invocation_metadata() or () if key == VERSIONS_KEY), None)
+    common_version(UNSTATED_VERSIONS if stated is None else read_versions(str(stated)))
 
 
 class TokenInterceptor(WrappingInterceptor):

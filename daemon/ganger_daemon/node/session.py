@@ -24,9 +24,10 @@ from ganger.protocol.execution_lease import lease_until, renewed
 from ganger.v1 import job_pb2
 from ganger.wire.channels import PART_BYTES, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
-from ganger.wire.errors import from_rpc_error, reason_of
+from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds
 from ganger.wire.tls import trouble_with
+from ganger.wire.versions import SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from google.protobuf import json_format
 
 from ganger_daemon.gang.observation import add_metrics
@@ -129,7 +130,7 @@ _FIELD_BYTES = 16
 _LASTING = frozenset(
     {
         "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
-        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS",
+        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
     }
 )  # fmt: skip
 
@@ -205,6 +206,9 @@ class Session:
                 self._wait = _FIRST_RETRY_SECONDS
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})
+            except WireVersionUnsupported as error:
+                log.error("master not reached", extra={"reason": error.reason, "error": error.message})
+                self._wait = _LASTING_RETRY_SECONDS
             except grpc.aio.AioRpcError as error:
                 reason = reason_of(from_rpc_error(error))
                 level = logging.ERROR if reason in _LASTING else logging.INFO
@@ -239,7 +243,9 @@ class Session:
         storage = self._host.storage
         request.storage_token = storage.found
         request.seen.CopyFrom(self._seen.message)
+        request.wire_versions.CopyFrom(agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()))
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
+        version = session_version(answer)
         storage.learn(answer.storage, answer.storage_token)
         self._host.storage_learned()
         self._host.logs.storage = storage.path if storage.proved else None
@@ -247,7 +253,13 @@ class Session:
         self._host.logs.kept_seconds = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
         self._gangs.new_session()
         log.info(
-            "session opened", extra={"session": answer.session, "storage": answer.storage, "proved": storage.proved}
+            "session opened",
+            extra={
+                "session": answer.session,
+                "storage": answer.storage,
+                "proved": storage.proved,
+                "wire_version": version,
+            },
         )
         lost_after = seconds(answer.lost_after) if answer.HasField("lost_after") else None
         return Conversation(answer.session, lost_after, store=answer.store, reports_finished=answer.report_finished)
@@ -354,6 +366,15 @@ class Session:
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()
+
+
+def session_version(answer: agent_pb2.Session) -> int:
+    """Return the version of the wire that the session uses. Raises WireVersionUnsupported for a master that is too old
+    to have refused this daemon."""
+    stated = UNSTATED_VERSIONS
+    if answer.HasField("wire_versions"):
+        stated = WireVersions(answer.wire_versions.oldest, answer.wire_versions.newest)
+    return common_version(SUPPORTED_VERSIONS, stated, names=("daemon", "master"))
 
 
 def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.ReconcileRequest]:

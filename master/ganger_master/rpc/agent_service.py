@@ -14,6 +14,7 @@ from ganger.wire import resource_names as names
 from ganger.wire.channels import MAX_MESSAGE_BYTES
 from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
+from ganger.wire.versions import SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from msgspec.structs import replace
 
 from ganger_master.core import commands
@@ -73,6 +74,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         # A daemon with a certificate causes no entry but that of its own node.
         subject = caller.name if caller.role is CallerRole.DAEMON else node
         try:
+            version = _common_version(request)
             _check_node(caller, node)
             command = agent_messages.open_session_from_wire(request)
             session = await self._open(command)
@@ -100,6 +102,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             logs_kept=None if logs_kept is None else times.duration(logs_kept),
             store=self._writer.committed.counters.store,
             report_finished=self._writer.committed.counters.restoring is not None,
+            wire_version=version,
+            wire_versions=agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()),
         )
 
     async def _open(self, command: commands.OpenSession) -> str:
@@ -252,6 +256,14 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         report = report_of(rule, sample.step, loss, sample.metrics)
         if report is not None and has_climbed(rule, job, report[1]):
             self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
+
+
+def _common_version(request: agent_pb2.CreateSessionRequest) -> int:
+    """Return the highest version of the wire that the daemon and this master speak. Raises WireVersionUnsupported."""
+    stated = UNSTATED_VERSIONS
+    if request.HasField("wire_versions"):
+        stated = WireVersions(request.wire_versions.oldest, request.wire_versions.newest)
+    return common_version(stated, names=("daemon", "master"))
 
 
 def _check_node(caller: CallerIdentity, node: str) -> None:

@@ -93,6 +93,7 @@ class CreateSessionRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
     SEEN_FIELD_NUMBER: builtins.int
+    WIRE_VERSIONS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -117,6 +118,10 @@ class CreateSessionRequest(google.protobuf.message.Message):
     def seen(self) -> Global___Seen:
         """How far this daemon has seen the master's database come: by it a master notices that its database is an older copy."""
 
+    @property
+    def wire_versions(self) -> Global___WireVersions:
+        """What the daemon speaks. Unset: version 1."""
+
     def __init__(
         self,
         *,
@@ -132,13 +137,35 @@ class CreateSessionRequest(google.protobuf.message.Message):
         version: builtins.str = ...,
         storage_token: builtins.str = ...,
         seen: Global___Seen | None = ...,
+        wire_versions: Global___WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set", "seen", b"seen"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set", "seen", b"seen", "wire_versions", b"wire_versions"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "seen", b"seen", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "seen", b"seen", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version", "wire_versions", b"wire_versions"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CreateSessionRequest: typing_extensions.TypeAlias = CreateSessionRequest
+
+@typing.final
+class WireVersions(google.protobuf.message.Message):
+    """A range of versions of the wire, both ends included."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OLDEST_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
+    oldest: builtins.int
+    newest: builtins.int
+    def __init__(
+        self,
+        *,
+        oldest: builtins.int = ...,
+        newest: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["newest", b"newest", "oldest", b"oldest"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WireVersions: typing_extensions.TypeAlias = WireVersions
 
 @typing.final
 class Seen(google.protobuf.message.Message):
@@ -182,6 +209,8 @@ class Session(google.protobuf.message.Message):
     LOGS_KEPT_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     REPORT_FINISHED_FIELD_NUMBER: builtins.int
+    WIRE_VERSION_FIELD_NUMBER: builtins.int
+    WIRE_VERSIONS_FIELD_NUMBER: builtins.int
     session: builtins.str
     storage: builtins.str
     """Directory all nodes see."""
@@ -191,6 +220,8 @@ class Session(google.protobuf.message.Message):
     """Names the master's database, whichever copy of it."""
     report_finished: builtins.bool
     """The database was restored from a backup: the observed sets of this session name what has ended here, too."""
+    wire_version: builtins.int
+    """Of this session: the highest one that both speak. Zero: version 1."""
     @property
     def lost_after(self) -> google.protobuf.duration_pb2.Duration:
         """Reads as "never" when unset."""
@@ -200,6 +231,10 @@ class Session(google.protobuf.message.Message):
     @property
     def logs_kept(self) -> google.protobuf.duration_pb2.Duration:
         """Logs of a job that has nothing on the node any more go so long after they were last written; unset: never."""
+
+    @property
+    def wire_versions(self) -> Global___WireVersions:
+        """What the master speaks. Unset: version 1."""
 
     def __init__(
         self,
@@ -212,10 +247,12 @@ class Session(google.protobuf.message.Message):
         logs_kept: google.protobuf.duration_pb2.Duration | None = ...,
         store: builtins.str = ...,
         report_finished: builtins.bool = ...,
+        wire_version: builtins.int = ...,
+        wire_versions: Global___WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "wire_versions", b"wire_versions"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "report_finished", b"report_finished", "session", b"session", "storage", b"storage", "storage_token", b"storage_token", "store", b"store"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "report_finished", b"report_finished", "session", b"session", "storage", b"storage", "storage_token", b"storage_token", "store", b"store", "wire_version", b"wire_version", "wire_versions", b"wire_versions"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session

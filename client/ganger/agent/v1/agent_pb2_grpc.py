@@ -60,7 +60,8 @@ class AgentServiceServicer(object):
 
     def CreateSession(self, request, context):
         """Opens a session; older sessions of this node are void. Gangs that run keep running.
-        Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH},
+        Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
+        WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
         INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

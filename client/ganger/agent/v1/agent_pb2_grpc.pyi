@@ -31,7 +31,8 @@ class AgentServiceStub:
     def __new__(cls, channel: grpc.aio.Channel) -> AgentServiceAsyncStub: ...
     CreateSession: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.CreateSessionRequest, ganger.agent.v1.agent_pb2.Session]
     """Opens a session; older sessions of this node are void. Gangs that run keep running.
-    Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH},
+    Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
+    WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
     INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
     """
     Reconcile: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.ReconcileRequest, ganger.agent.v1.agent_pb2.ReconcileResponse]
@@ -50,7 +51,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     CreateSession: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.CreateSessionRequest, ganger.agent.v1.agent_pb2.Session]  # type: ignore[assignment]
     """Opens a session; older sessions of this node are void. Gangs that run keep running.
-    Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH},
+    Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
+    WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
     INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
     """
     Reconcile: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.ReconcileRequest, ganger.agent.v1.agent_pb2.ReconcileResponse]  # type: ignore[assignment]
@@ -72,7 +74,8 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.agent.v1.agent_pb2.Session, collections.abc.Awaitable[ganger.agent.v1.agent_pb2.Session]]:
         """Opens a session; older sessions of this node are void. Gangs that run keep running.
-        Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH},
+        Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
+        WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
         INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
         """
 
