@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY
 from ganger_master.estimators.cpu import CpuPoint, averaged
+from ganger_master.estimators.cpu_design import MOST_POINTS, SensitivityMatrix, next_cores
 from ganger_master.estimators.fitting import fit_error
-from ganger_master.estimators.memory_sensitivity import MOST_POINTS, SensitivityMatrix, next_cores
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from estimators.published import synergy_points
 from ganger_master.estimators.cpu import CpuModel, fit_cpu
-from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
+from ganger_master.estimators.cpu_design import SensitivityMatrix
 from ganger_master.policies.tunings import (
     Gangs,
     Pieces,

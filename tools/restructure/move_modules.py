@@ -36,7 +36,6 @@ _UNTIL_MERGED = {
     "ganger_daemon.core.rotation": "ganger_daemon.core.rotation",
     "ganger_daemon.core.turns": "ganger_daemon.core.turns",
     "ganger_master.estimators.server_speed": "ganger_master.estimators.server_speed",
-    "ganger_master.estimators.speed_design": "ganger_master.estimators.speed_design",
     "ganger_master.runtime.failpoints": "ganger_master.runtime.failpoints",
 }
 

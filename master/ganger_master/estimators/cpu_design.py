@@ -1,23 +1,91 @@
-"""Which numbers of cores to measure a job at, so that few probes pin its CPU curve down.
+"""Numbers of cores at which to measure a job, so that few probes determine its CPU curve, and the rates found there.
 
-Optimal experiment design (Xiao et al., SoCC 2018 poster; the method of Ernest, NSDI 2016): of all sets of probes within
-a budget, the one with the smallest trace of (X^T X)^-1 (A-optimal), in relative error. Probes cost a running job time,
-so the sequential form looks at what the earlier probes said before it names the next.
+Two designs: optimal experiment design for the learned predictor (Xiao et al., SoCC 2018 poster; the method of Ernest,
+NSDI 2016), and the bisection of Synergy's optimistic profiling (Mohan et al., OSDI 2022), which measures only the
+cores, at full memory, and only where the rate still changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain, combinations
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, averaged, fit_cpu, sweet_point_bracket
 from ganger_master.estimators.fitting import Floats
-from ganger_master.estimators.memory_sensitivity import MOST_POINTS, next_cores
 
-# Sets of probes are compared one by one: C(24, 4) = 10,626. More candidates are thinned, evenly in their logarithm.
+# Ends of an interval closer than this need no point between them (Synergy's fixed threshold).
+SAME_RATE = 0.1
+# What Synergy's profiler needs at most on a 24-core server; each costs the job about a minute.
+MOST_POINTS = 8
+
+
+@dataclass(frozen=True)
+class SensitivityMatrix:
+    """Rates of a job: `rates[i][j]` with `cores[i]` cores and `memory_bytes[j]` bytes per GPU; both axes ascending."""
+
+    cores: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    rates: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.cores or not self.memory_bytes:
+            raise ValueError("a sensitivity matrix needs at least one number of cores and one amount of memory")
+        if list(self.cores) != sorted(set(self.cores)) or list(self.memory_bytes) != sorted(set(self.memory_bytes)):
+            raise ValueError("the axes of a sensitivity matrix must ascend")
+        if len(self.rates) != len(self.cores) or any(len(row) != len(self.memory_bytes) for row in self.rates):
+            raise ValueError(f"rates must be {len(self.cores)} rows of {len(self.memory_bytes)}")
+
+    @cached_property
+    def table(self) -> Floats:
+        """The rates as an array (cores, memory)."""
+        return np.array(self.rates, float)
+
+    def rate(self, cores: float, memory_bytes: float) -> float:
+        """Return the rate: linear between measured cores, and down to zero below the least of them.
+
+        Memory is rounded down to a measured amount, since a cache model's knee may lie anywhere before the next. Below
+        the least measured amount the rate is in proportion.
+        """
+        if not (cores > 0.0 and memory_bytes > 0.0):
+            return 0.0
+        column = int(np.searchsorted(self.memory_bytes, memory_bytes * (1 + 1e-9), side="right")) - 1
+        share = 1.0 if column >= 0 else memory_bytes / self.memory_bytes[0]
+        rates = self.table[:, max(column, 0)]
+        if cores <= self.cores[0]:
+            return share * float(rates[0]) * cores / self.cores[0]
+        return share * float(np.interp(cores, self.cores, rates))
+
+
+def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = SAME_RATE) -> int | None:
+    """Return the number of cores that Synergy's optimistic profiling measures next, at full memory; None: no more.
+
+    All cores, then one; then the middle of the interval whose ends differ most. It stops when the ends differ by at
+    most `same_rate` of the higher rate, when no whole number of cores lies between them, or after eight points.
+    """
+    measured = averaged(points)
+    counts = [round(point.cores) for point in measured]
+    if most_cores < 1:
+        return None
+    for count in (most_cores, 1):
+        if count not in counts:
+            return count
+    if len(measured) >= MOST_POINTS:
+        return None
+    steps = [
+        (-abs(high.rate - low.rate) / max(high.rate, low.rate), (round(low.cores) + round(high.cores)) // 2)
+        for low, high in pairwise(measured)
+        if round(high.cores) - round(low.cores) > 1
+    ]
+    wide = [step for step in steps if -step[0] > same_rate]
+    return min(wide)[1] if wide else None
+
+
+# Sets of probes are compared one by one: C(24, 4) = 10,626. More candidates are thinned evenly in their logarithm.
 _CANDIDATES = 24
 _MOST_PROBES = 4
 # Keeps the trace finite while fewer probes than coefficients were made.
@@ -31,11 +99,15 @@ def a_optimal(
     known: Sequence[CpuPoint] = (),
     cost: Mapping[int, float] | None = None,
 ) -> tuple[int, ...]:
-    """The cores to probe, ascending: of all sets of at most four candidates that together cost no more than `budget`
-    (one each unless `cost` says otherwise), the one whose fit of (P0, P1, P2) has the least summed variance.
+    """Return the numbers of cores to probe, ascending: the A-optimal set, with the smallest trace of (X^T X)^-1.
 
-    `model` is the present belief and weighs every probe by its predicted rate; without one the rate is taken to grow in
-    proportion and no plateau is looked for. `known` probes count as made. Ties go to the cheaper, then the smaller set.
+    All sets of at most four candidates within `budget` are compared by the summed variance of the fitted (P0, P1, P2),
+    in relative error. Ties go to the cheaper, then the smaller set.
+
+    * `cost`: of each candidate, in the unit of the budget; 1 without it.
+    * `model`: the present fit, which weighs each probe by its predicted rate. Without one the rate is assumed to grow
+      in proportion, and no plateau is estimated.
+    * `known`: probes that are made.
     """
     cores = _thinned(sorted({count for count in candidates if count >= 1}))
     prices = {count: 1.0 if cost is None else cost[count] for count in cores}
@@ -55,12 +127,12 @@ def a_optimal(
 
 
 def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0.05) -> int | None:
-    """The next number of cores to measure, given `points` in the order they were measured; None: enough is known.
+    """Return the next number of cores to measure, given `points` in the order of measurement; None: enough is known.
 
-    All cores, then one, then inside the bracket that must hold the sweet point: where the fit sees it, or in the middle
-    where the fit sees it elsewhere, until the bracket is a core wide or the last probe moved no predicted rate by more
-    than `precision`; last, one A-optimal probe of the lower slope, if it has none. A curve that the fit then misses by
-    twice that somewhere has another shape: its points go where Synergy's bisection puts them.
+    All cores, then one, then inside the bracket of the sweet point: where the fit places it, or in the middle if the
+    fit places it elsewhere. This ends when the bracket is one core wide, or the last probe changed no predicted rate by
+    more than `precision`. The last probe is an A-optimal one of the lower slope, if it has none. A curve that the fit
+    misses by twice `precision` has another shape and is measured by Synergy's bisection.
     """
     measured = {round(point.cores) for point in averaged(points)}
     if most_cores < 1:
@@ -85,7 +157,7 @@ def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0
 
 
 def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
-    """The largest relative change the last measurement made to the predicted curve."""
+    """Return the largest relative change that the last measurement made to the predicted curve."""
     cores = np.arange(1, most_cores + 1)
     before, after = fit_cpu(points[:-1]), fit_cpu(points)
     if before is None or after is None:
@@ -96,7 +168,7 @@ def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
 
 
 def _row(cores: float, model: CpuModel | None) -> Floats:
-    """Derivatives of the relative rate by (P0, P1, P2)."""
+    """Return the derivatives of the relative rate by (P0, P1, P2)."""
     if model is None:
         return np.array([math.log(max(cores, 1.0)) / cores, 1.0, 0.0])
     if cores >= model.sweet_point:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ganger_master.estimators.memory_sensitivity import SensitivityMatrix
+from ganger_master.estimators.cpu_design import SensitivityMatrix
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 from ganger_master.policies.selection import chosen
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from ganger.cluster.fragmentation import MOST_KINDS, GangMix
 
+from ganger_master.policies.job_facts import Flags
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.simulator.report.outcomes import Outcomes, Run
 from ganger_master.simulator.report.series import StepSeries
@@ -147,15 +148,15 @@ class Figures:
 
 
 def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
-    """The figures of a run. With a window, of the jobs submitted in it (from the first to before the second), and of
-    the cluster during it: the steady part of a run, without its start and its end."""
+    """Return the figures of a run.
+
+    With a window, those of the jobs submitted in it (from its first second to before its second), and of the cluster
+    during it: the steady part of a run, without its start and its end.
+    """
     every = run.outcomes
     begin, end = (run.start_s, run.end_s) if window_s is None else window_s
     chosen = np.ones(len(every), bool) if window_s is None else (every.submit_s >= begin) & (every.submit_s < end)
-    # Contention is that of all jobs, whichever are looked at.
-    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)
-    known = chosen & ~np.isnan(rho)
-    rho, jct = rho[known], every.jct_s[known]
+    rho, jct_s = _fairness(run, chosen)
     jobs = every if window_s is None else every.take(chosen)
     done = jobs.take(jobs.finished)
     last_end = float(done.end_s.max()) if len(jobs) and len(done) == len(jobs) else math.nan
@@ -192,7 +193,7 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         p95_rho=percentile(rho, 95),
         max_rho=float(rho.max()) if len(rho) else math.nan,
         # Longer than it would have taken alone, jct / rho, by more than sums of times are rounded.
-        share_rho_above_1=_mean(jct * (rho - 1.0) > SLACK_S * rho),
+        share_rho_above_1=_mean(jct_s * (rho - 1.0) > SLACK_S * rho),
         deadlines=int(deadlines.sum()),
         # A job that has not ended compares as NaN: no hit.
         deadline_hits=int((jobs.end_s[deadlines] <= jobs.deadline_s[deadlines] + SLACK_S).sum()),
@@ -207,6 +208,14 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         events_per_s=_ratio(run.events, run.wall_s),
         peak_memory_bytes=run.peak_memory_bytes,
     )
+
+
+def _fairness(run: Run, chosen: Flags) -> tuple[Floats, Floats]:
+    """Return rho and the JCT in seconds of the chosen jobs that have a rho; contention is that of all jobs."""
+    every = run.outcomes
+    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)
+    known = chosen & ~np.isnan(rho)
+    return rho[known], every.jct_s[known]
 
 
 def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
