@@ -15,7 +15,7 @@ from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.model import ObservedPhase, SuspendLevel
 from ganger_master.core.plan_changes import CoresChange, MoveChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.core_profiles import TrialPace
-from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.speeds import SpeedsByGpus
@@ -214,16 +214,16 @@ def test_a_growth_that_failed_is_not_tried_again_at_once() -> None:
 
 
 def test_the_next_stage_does_not_change_a_job_whose_size_changes() -> None:
-    sizes = Sizes((ResizeChange(1, 1, ()),), next_s=5.0)
-    found = with_sizes(PlanDraft((SuspendChange(1, 1), StartChange(2, 1, ()))), sizes)
+    sizes = PlanDraft((ResizeChange(1, 1, ()),), next_change_s=5.0)
+    found = sizes.followed_by(PlanDraft((SuspendChange(1, 1), StartChange(2, 1, ()))))
     assert [(change.number, change.kind) for change in found.changes] == [(1, "RESIZE"), (2, "START")]
     assert found.next_change_s == 5.0
 
 
 def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() -> None:
-    sizes = Sizes((ResizeChange(1, 1, ()),))
+    sizes = PlanDraft((ResizeChange(1, 1, ()),))
     pack = (CoresChange(1, 1, (), together=2), MoveChange(2, 1, (), together=2), MoveChange(3, 1, (), together=4))
-    assert [change.number for change in with_sizes(PlanDraft(pack), sizes).changes] == [1, 3]
+    assert [change.number for change in sizes.followed_by(PlanDraft(pack)).changes] == [1, 3]
 
 
 def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:

@@ -9,8 +9,8 @@ import pytest
 from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.model import SuspendLevel
 from ganger_master.core.plan_changes import MoveChange, ResizeChange, StartChange, SuspendChange
-from ganger_master.planner.loop import PlanPace, is_stop
 from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.plan_pace import PlanPace, is_stop
 
 NOTHING = PlanDraft()
 JOB_WAITS = PlanDraft(line=np.array([7]))

@@ -16,6 +16,7 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.model import JobSpec
+from ganger_master.planner.context import ClusterChange
 from ganger_master.planner_process.cluster_mirror import ClusterMirror
 from ganger_master.planner_process.run import NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
@@ -256,32 +257,32 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
     async def story(served: Served, node: Speaker) -> None:
         await asyncio.gather(*[served.submit(spec_of(1)) for _ in range(450)])
         await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
-        live = ClusterMirror(lambda: 0.0)
+        mirror = ClusterMirror(lambda: 0.0)
         stream = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
 
-        async def hear() -> tuple[list[int], int]:
-            changed: list[int] = []
+        async def hear() -> tuple[ClusterChange, int]:
             parts = 0
             while True:
                 delta = await asyncio.wait_for(stream.read(), 10.0)
                 parts += 1
-                changed += live.apply(delta)  # type: ignore[arg-type]
-                if not delta.continues:  # type: ignore[attr-defined]
-                    return changed, parts
-                assert not changed
-                assert not live.told
+                change = mirror.apply(delta)  # type: ignore[arg-type]
+                assert (change is None) == delta.continues  # type: ignore[attr-defined]
+                if change is not None:
+                    return change, parts
 
-        changed, parts = await hear()
-        assert (sorted(changed), parts) == (list(range(1, 451)), 3)
-        assert (len(live.table), live.policy, live.plan_every_s) == (449, "las", 1.0)
-        assert (live.capacity.gpus, live.capacity.gpus_per_node) == (4, 4)
-        assert live.now == pytest.approx(served.master._clock(), abs=5.0)
+        first, parts = await hear()
+        assert (sorted(job.number for job, _, _ in first.jobs), parts) == (list(range(1, 451)), 3)
+        assert [job.number for job, _, _ in first.jobs if job.state.is_finished] == [1]
+        assert (first.is_whole, mirror.policy, mirror.plan_every_s) == (True, "las", 1.0)
+        assert [free.bit_count() for free in first.view.free] == [4]
+        assert mirror.now == pytest.approx(served.master._clock(), abs=5.0)
         await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/7"))
-        assert await hear() == ([7], 1)
-        assert len(live.table) == 448
+        second, parts = await hear()
+        assert [job.number for job, _, _ in second.jobs] == [7]
+        assert (second.is_whole, second.view, parts) == (False, first.view, 1)
         await Speaker(served, "n2").join()
-        while live.capacity.gpus == 4:
-            assert (await hear())[0] == []
+        while len(first.view.slots) == 1:
+            assert (await hear())[0].jobs == []
         stream.cancel()
 
     on_a_master(tmp_path, story)

@@ -9,9 +9,9 @@ any.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand
@@ -24,6 +24,7 @@ from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.model import GangIntent, JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, PlanChange
+from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
@@ -76,6 +77,43 @@ class OrderColocation:
             barred: Those among them whose changes would be rejected again.
         """
         return replace(self, packs=with_refusals(before.packs, self.packs, refused, barred))
+
+
+class ColocationStage:
+    """The stage, with its state. It plans where no earlier stage has changes."""
+
+    def __init__(self, packing: OrderColocation | None = None) -> None:
+        self.packing = self._before = packing or OrderColocation()
+
+    def plan(self, context: PlanContext) -> None:
+        table, now, every_s = context.jobs, context.now, context.settings.pace.every_s
+        self._before = self.packing
+        if not context.draft.changes and now >= self.packing.next_look_s(table, every_s):
+            changes, self.packing, findings = plan_packing(
+                self.packing,
+                context.policy.placement,
+                table,
+                context.room,
+                now,
+                context.measured.together,
+                context.capacity.gpus,
+                every_s,
+                context.excluded,
+            )
+            context.draft = replace(context.draft, changes=changes)
+            context.findings.extend(findings)
+        context.come_back(max(now, self.packing.next_look_s(table, every_s)))
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        self.packing = self.packing.without(self._before, outcome.refused, outcome.barred)
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return self.packing.packs.on_trial
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {"packing": self.packing}
 
 
 def plan_packing(

@@ -1,67 +1,214 @@
-"""Co-located running jobs. They are preempted and make room only together, as one unit."""
+"""What a stage of the planner reads and edits, the settings of the loop, and what it observes.
+
+A plan is made by stages (`planner.stages`), one after the other. Each reads the context and adds changes to its draft.
+Where two would change the same job, the earlier stage wins and the later sees the result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final, TypeAlias
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ganger.cluster.fit import memory_beside
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.refusals import Refusal, RefusalKind
 from ganger.cluster.view import View
 
-from ganger_master.core.model import Claim, Gang, JobRecord
+from ganger_master.core.answers import ChangeAnswer
+from ganger_master.core.change_reason import TrialFinding
+from ganger_master.core.commands import LINE_LIMIT, Promise
+from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.plan_changes import PlanChange
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.plan_pace import PlanPace
+from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.terms import capacity_of
+from ganger_master.policies import Policy
+from ganger_master.policies.job_facts import Capacity, Floats, Integers
+from ganger_master.policies.orders import JobOrder
 
-# By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
-# left out.
-Mates: TypeAlias = Mapping[int, tuple[int, ...]]
-# One job with its gang, or all jobs that share devices.
-Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
-
-ALONE: Final[Mates] = MappingProxyType({})
-
-
-def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
-    """Return the co-located jobs among these, the jobs that may share devices with others."""
-    groups: dict[int, set[int]] = {}
-    occupied: dict[str, list[tuple[int, int]]] = {}
-    for job, gang in sharing:
-        group = groups[job.number] = {job.number}
-        for piece in gang.pieces:
-            mask, there = piece.claim.device_mask, occupied.setdefault(piece.claim.node, [])
-            for taken, number in there:
-                if mask & taken and (other := groups[number]) is not group:
-                    group |= other
-                    groups.update(dict.fromkeys(other, group))
-            there.append((mask, job.number))
-    return {number: tuple(sorted(group)) for number, group in groups.items() if len(group) > 1}
+if TYPE_CHECKING:
+    # Most policies measure no job, and what measures is slow to import.
+    from ganger_master.planner.measurements import ProgressReport, RateSources
 
 
-def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
-    """Return the gangs as units. A unit of co-located jobs stands where the first of its jobs stood."""
-    if not mates:
-        return [(pair,) for pair in gangs]
-    found: dict[int, list[tuple[JobRecord, Gang]]] = {}
-    for job, gang in gangs:
-        first = mates.get(job.number, (job.number,))[0]
-        found.setdefault(first, []).append((job, gang))
-    return list(map(tuple, found.values()))
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """What the loop plans with, beside its policy.
 
-
-def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobRecord], view: View) -> bool:
-    """Return whether the job's device memory fits on these devices beside co-located jobs and parked gangs.
-
-    Args:
-        job: The job that is to be placed.
-        claims: Its claims; their `parked_bytes` are the job's own.
-        mates: Jobs that hold all of these devices.
-        view: The cluster.
+    pace: when plans are made, and when they may preempt.
+    resize_s: seconds that a resize by checkpoint and restart takes.
+    oracle: remaining seconds by job number; only policies that know durations read it.
+    line_limit: pending jobs of the order that a plan reports at most.
     """
-    taken = sum([mate.shape.device_memory_bytes for mate in mates])
-    for claim in claims:
-        slot, mask = view.slots.get(claim.node), claim.device_mask
-        if slot is None:
-            return False
-        held_bytes = (taken,) * view.topologies[slot].devices
-        if mask and job.shape.device_memory_bytes > memory_beside(view, slot, mask, held_bytes, claim.parked_bytes):
-            return False
-    return True
+
+    pace: PlanPace
+    resize_s: float = 30.0
+    oracle: Callable[[Integers], Floats] | None = None
+    line_limit: int = LINE_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChange:
+    """What has changed in the cluster; with `is_whole` everything that there is.
+
+    jobs: changed jobs with their gangs, and the signature of each one's series.
+    forgotten: numbers of jobs that the master has dropped.
+    view: the cluster's nodes; one object as long as `is_whole` is false.
+    quotas: as `Settings.quota_devices`; read with `is_whole`.
+    draining: names of nodes to be emptied.
+    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
+    quantum_s: seconds of a time slice; None: no time slicing.
+    moves_per_hour: opportunistic migrations of a node and hour; None: the planner decides.
+    """
+
+    view: View
+    jobs: Sequence[tuple[JobRecord, Gang | None, int]] = ()
+    forgotten: Sequence[int] = ()
+    is_whole: bool = False
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    draining: tuple[str, ...] = ()
+    changing: frozenset[int] = frozenset()
+    quantum_s: float | None = None
+    moves_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReports:
+    """Reports of running jobs by number."""
+
+    reports: Mapping[int, ProgressReport]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVerdict:
+    """The master's answers to the changes of the last plan, in their order. `planning_s`: seconds that `step` took."""
+
+    answers: Sequence[ChangeAnswer] = ()
+    planning_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the loop proposes.
+
+    line: numbers of the pending jobs, first job first; None: the last one stands.
+    reservations: places to be kept for pending jobs; None: the last ones stand.
+    """
+
+    changes: tuple[PlanChange, ...] = ()
+    findings: tuple[TrialFinding, ...] = ()
+    line: tuple[int, ...] | None = None
+    reservations: tuple[Promise, ...] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to propose."""
+        return not (self.changes or self.findings) and self.line is None and self.reservations is None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """A plan after the master's verdict, at `now`. `refusals`: by refused change."""
+
+    now: float
+    refusals: tuple[tuple[PlanChange, tuple[Refusal, ...]], ...] = ()
+
+    @property
+    def refused(self) -> frozenset[int]:
+        """Return the numbers of the jobs whose changes were refused."""
+        return frozenset([change.number for change, _ in self.refusals])
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Return those of `refused` that no fresh view would allow."""
+        return frozenset(
+            [
+                change.number
+                for change, refusals in self.refusals
+                if not any(refusal.reason.kind is RefusalKind.RACE for refusal in refusals)
+            ]
+        )
+
+
+@dataclass(slots=True)
+class PlanContext:
+    """One plan in the making.
+
+    may_preempt: running jobs may be preempted. A stage that frees devices otherwise sets it to False.
+    is_news: something has changed since the last plan.
+    jobs, room: live jobs, and the capacity index; both are unchanged on return of a stage.
+    rates: measurements of jobs; None: no stage of this policy reads them.
+    cluster: the last `ClusterChange`.
+    excluded: jobs and nodes that recent refusals exclude.
+    next_stop_s: when the next plan may preempt, if this one does not; else the one after it.
+    last_line: the order of pending jobs as last reported.
+    on_trial: numbers of jobs in co-locations under measurement.
+    draft, findings: the plan so far, and findings of earlier trials.
+    reservations: places to be kept for pending jobs; None: no stage keeps any.
+    is_giving: running jobs are about to return devices to pending ones.
+    again_s: when the next plan is due without any event, beside the draft's own time.
+    """
+
+    now: float
+    policy: Policy
+    order: JobOrder
+    settings: PlannerSettings
+    may_preempt: bool
+    is_news: bool
+    jobs: LiveTable
+    room: CapacityIndex
+    rates: RateSources | None
+    cluster: ClusterChange
+    excluded: ExcludedJobs
+    next_stop_s: float
+    last_line: tuple[int, ...] = ()
+    on_trial: frozenset[int] = frozenset()
+    draft: PlanDraft = field(default_factory=PlanDraft)
+    findings: list[TrialFinding] = field(default_factory=list)
+    reservations: tuple[Promise, ...] | None = None
+    is_giving: bool = False
+    again_s: float = math.inf
+
+    @property
+    def measured(self) -> RateSources:
+        """Return `rates` for a stage that reads them."""
+        assert self.rates is not None, f"{self.policy.name} measures no jobs"
+        return self.rates
+
+    @property
+    def capacity(self) -> Capacity:
+        """Return the devices, cores and memory that gangs can have."""
+        return capacity_of(self.room.view, self.jobs)
+
+    def come_back(self, when_s: float) -> None:
+        """Request the next plan at `when_s` at the latest, without any event."""
+        self.again_s = min(self.again_s, when_s)
+
+    def add(self, found: PlanDraft) -> None:
+        """Add the result of a stage."""
+        self.draft = self.draft.followed_by(found)
+
+
+class PlanStage(Protocol):
+    """A part of planning, with what it remembers from one plan to the next."""
+
+    def plan(self, context: PlanContext) -> None:
+        """Add changes to the draft."""
+        ...
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        """Take the verdict on the last plan into account."""
+        ...
+
+    @property
+    def on_trial(self) -> Collection[int]:
+        """Return the numbers of jobs in co-locations under measurement."""
+        ...
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """Return what it remembers, by field of `PlannerMemory`."""
+        ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import resized
@@ -23,6 +23,7 @@ from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.model import Gang, GangPhase, JobRecord
 from ganger_master.core.plan_changes import PlanChange, ResizeChange
+from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
@@ -32,23 +33,14 @@ from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink,
 from ganger_master.policies.placements import PlacementPreference, Want
 from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
 
+if TYPE_CHECKING:
+    from ganger_master.planner.speeds import SpeedSource
+
 # With more pending jobs than these, every elastic job shrinks to its least size, without a search for the cheapest.
 _FEW: Final = 16
 # A trial ends after this time, since a job may report no progress.
 _TRIAL_MOST_S: Final = 600.0
 _ANYWHERE: Final = Want(math.inf)
-
-
-class SpeedSource(Protocol):
-    """Measured rates of elastic jobs, by job number, in one unit per second that is the same for all sizes of a job."""
-
-    def windows(self, number: int) -> tuple[float, ...]:
-        """Return the newest windows since the job's size changed, oldest first."""
-        ...
-
-    def rates(self, number: int) -> Mapping[int, float]:
-        """Return the last measured rate with each number of GPUs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +141,41 @@ def plan_sizes(
     return Sizes(changes, findings, next_s=next_s), growing
 
 
-def with_sizes(found: PlanDraft, sizes: Sizes) -> PlanDraft:
-    """Return another stage's plan after these changes of size.
+class GrowthStage:
+    """The stage, with its state. It comes first: while it takes GPUs back, no job is preempted for pending jobs."""
 
-    The plan drops its own changes of jobs that change size, and the atomic groups of such changes.
-    """
-    numbers = {change.number for change in sizes.changes}
-    groups = {change.together for change in found.changes if change.together and change.number in numbers}
-    others = [one for one in found.changes if one.number not in numbers and one.together not in groups]
-    changes = (*sizes.changes, *others)
-    return replace(found, changes=changes, next_change_s=min(found.next_change_s, sizes.next_s))
+    def __init__(self, growing: GrowthTrials | None = None) -> None:
+        self.growing = growing or GrowthTrials()
+        self._changed: frozenset[int] = frozenset()
+
+    def plan(self, context: PlanContext) -> None:
+        idle_s = min(IDLE_S, context.settings.pace.every_s)
+        sizes, self.growing = plan_sizes(
+            context.policy.placement,
+            context.jobs,
+            context.now,
+            context.room,
+            context.measured.speeds,
+            self.growing,
+            idle_s,
+            context.on_trial,
+        )
+        self._changed = frozenset(change.number for change in sizes.changes)
+        context.add(PlanDraft(sizes.changes, next_change_s=sizes.next_s))
+        context.findings.extend(sizes.findings)
+        if sizes.is_giving:
+            context.is_giving, context.may_preempt = True, False
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        self.growing = self.growing.without(outcome.refused & self._changed, outcome.now)
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {"growing": self.growing}
 
 
 def _may_change(job: JobRecord, gang: Gang) -> bool:

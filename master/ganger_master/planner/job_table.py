@@ -16,7 +16,7 @@ from ganger.cluster.topology import bits
 
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
 from ganger_master.core.retry import is_backing_off
-from ganger_master.planner.context import Mates, mates_of
+from ganger_master.planner.device_groups import Mates, mates_of
 from ganger_master.planner.quotas import QuotaUse
 from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers
 from ganger_master.policies.orders import JobOrder

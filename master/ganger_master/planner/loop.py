@@ -1,89 +1,259 @@
-"""When the planner makes its next plan, and whether that plan may preempt running jobs.
+"""The planner: it observes a cluster, and plans when its pace says so.
 
-It plans at once on events, so that jobs start where devices are free; without any when the order may have changed, when
-pending jobs may preempt again, or when a refused change may be repeated. Planning takes a bounded part of one core.
+The loop is pure: times are arguments, and what it learns is a value. A live planner (`planner_process`) and a simulated
+one (`simulator.planner_shell`) feed it events and carry out its plans. Whatever it remembers it could find out again,
+at the cost of time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import inf
-from typing import Final, assert_never
+import math
+from typing import TYPE_CHECKING, Any, Final
 
-from ganger_master.core.change_reason import Goal
-from ganger_master.core.model import SuspendLevel
-from ganger_master.core.plan_changes import (
-    CoresChange,
-    MoveChange,
-    PlanChange,
-    ResizeChange,
-    ResumeChange,
-    SliceChange,
-    StartChange,
-    SuspendChange,
+from ganger.cluster.capacity_index import CapacityIndex
+from msgspec.structs import replace as replace_of
+
+from ganger_master.core.commands import Promise
+from ganger_master.core.model import JobState
+from ganger_master.core.plan_changes import StartChange
+from ganger_master.planner.context import (
+    ClusterChange,
+    Plan,
+    PlanContext,
+    PlannerSettings,
+    PlanOutcome,
+    PlanStage,
+    PlanVerdict,
+    ProgressReports,
 )
-from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan_pace import is_stop
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
+from ganger_master.policies import Policy
 
-# Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
-_REST: Final = 3.0
-_LEAST_REST_SECONDS: Final = 0.005
-# Seconds between two plans without events, however soon the order may change.
-_LEAST_ALONE_SECONDS: Final = 0.5
-# Seconds of rest after so many plans in a row with a refused change.
-_BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
+if TYPE_CHECKING:
+    # Stages of few policies and their state are slow to import.
+    from ganger_master.planner.measurements import RateSources
+    from ganger_master.planner.memory import PlannerMemory
 
-
-def is_stop(change: PlanChange, resizes: bool) -> bool:
-    """Return whether an approved change counts as a preemption. `resizes`: the policy sizes jobs, so a resize counts
-    too. Parking in host memory costs a job only a moment, and the end of a co-location delays no pending job."""
-    match change:
-        case ResizeChange():
-            return resizes
-        case SuspendChange():
-            return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
-        case StartChange() | MoveChange() | CoresChange() | ResumeChange() | SliceChange():
-            return False
-        case _:
-            assert_never(change)
+# Longest line that is reported with every change, and seconds between two reports of a longer one.
+_SHORT_LINE: Final = 100
+_LINE_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlanPace:
-    """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
+class PlannerLoop:
+    """Plans of one policy. `rates`: None if the policy measures no jobs (`measures_jobs`). `memory`: of an earlier loop
+    whose work this one continues."""
 
-    every_s: float
-    stopped_at_s: float = -inf
-    # Plans in a row with a refused change.
-    failures: int = 0
-    # The next plan comes at `ready_s` at the earliest, and at `alone_s` without any event.
-    ready_s: float = -inf
-    alone_s: float = inf
+    def __init__(
+        self,
+        policy: Policy,
+        settings: PlannerSettings,
+        rates: RateSources | None = None,
+        memory: PlannerMemory | None = None,
+    ) -> None:
+        self.policy, self.settings = policy, settings
+        self.order = policy.aging_order
+        self.learns = self.order.learns or policy.tetris is not None
+        self.table = LiveTable(self.learns)
+        self._rates = rates
+        self._stages = stages_of(policy, memory)
+        self._pace = settings.pace
+        self._refused = RefusalBackoff()
+        self._excluded = NONE_EXCLUDED
+        self._cluster: ClusterChange | None = None
+        self._room: CapacityIndex | None = None
+        self._is_news = False
+        # The line last reported, and when; the reservations last proposed.
+        self._line: tuple[int, ...] | None = None
+        self._line_told_s = -math.inf
+        self._reserved: tuple[Promise, ...] | None = None
+        # The plan without a verdict, with its context.
+        self._open: tuple[Plan, PlanContext] | None = None
 
-    def may_stop(self, now: float) -> bool:
-        return now >= self.stopped_at_s + self.every_s
+    @property
+    def memory(self) -> PlannerMemory:
+        """Return what an equal loop needs to continue from here."""
+        from ganger_master.planner.memory import PlannerMemory
 
-    def next_stop_s(self, now: float) -> float:
-        """Return when the next plan may preempt, if this one does not; if this one may, when the one after it may."""
-        return (now if self.may_stop(now) else self.stopped_at_s) + self.every_s
+        found: dict[str, Any] = {}
+        for stage in self._stages:
+            found.update(stage.memory)
+        if self._rates is not None:
+            found["measured"] = self._rates.remembered
+        return PlannerMemory(**found)
 
-    def wait_s(self, now: float, is_news: bool) -> float:
-        """Return the seconds until the next plan; infinite to wait for an event."""
-        return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
+    # -- events --------------------------------------------------------------------------------------------------------
 
-    def after(
-        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
-    ) -> PlanPace:
-        """Return the pace after a plan was answered. `stopped`: it preempted a job; `refused`: a change was refused;
-        `again_s`: when postponed work is due."""
-        stopped_at_s = now if stopped else self.stopped_at_s
-        failures = self.failures + 1 if refused else 0
-        rest_s = max(_LEAST_REST_SECONDS, _REST * took_s)
-        alone_s = min(again_s, found.next_change_s)
-        if found.waits or found.leaves_waiting:
-            # Orders that change all the time are planned again whenever jobs may be preempted for them.
-            alone_s = min(alone_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
-        alone_s = max(alone_s, now + _LEAST_ALONE_SECONDS)
-        if refused:
-            rest_s = max(rest_s, _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1])
-            alone_s = min(alone_s, now + rest_s)
-        return replace(self, stopped_at_s=stopped_at_s, failures=failures, ready_s=now + rest_s, alone_s=alone_s)
+    def observe(self, event: ClusterChange | ProgressReports | PlanVerdict, now: float) -> None:
+        """Take an event into account. After `step` has returned a plan, its verdict comes before the next `step`."""
+        match event:
+            case ClusterChange():
+                self._follow(event, now)
+            case ProgressReports():
+                self._measure(event, now)
+            case PlanVerdict():
+                self._settle(event, now)
+
+    def _follow(self, change: ClusterChange, now: float) -> None:
+        self._is_news = True
+        if change.is_whole:
+            self.table = LiveTable(self.learns, change.quotas)
+        if self._room is None or self._room.view is not change.view:
+            self._room = CapacityIndex(change.view)
+        table, rates = self.table, self._rates
+        for job, gang, signature in change.jobs:
+            if job.state.is_finished and table.get(job.number) is None:
+                # It ended before this loop began: jobs like it may take as long.
+                table.put(replace_of(job, state=JobState.PENDING), None)
+            table.put(job, gang)
+            self._refused.forget(job.number)
+            if rates is not None and not job.state.is_finished:
+                rates.put(job, gang, signature, now)
+            elif rates is not None:
+                rates.forget(job.number, now)
+        for number in change.forgotten:
+            if table.get(number) is not None:
+                table.forget(number)
+            self._refused.forget(number)
+            if rates is not None:
+                rates.forget(number, now)
+        if change.is_whole and rates is not None:
+            rates.keep(lambda number: table.get(number) is not None, now)
+        if self._cluster is None:
+            # A preemption just before this loop began counts, too.
+            self._pace = self._pace.begun(table.last_stop_s)
+        self._cluster = change
+
+    def _measure(self, progress: ProgressReports, now: float) -> None:
+        if self._rates is None or self._room is None:
+            return
+        rates, policy = self._rates, self.policy
+        is_reason = False
+        for number, report in progress.reports.items():
+            is_reason = rates.record(number, report, now) or is_reason
+        # A policy that co-locates beside an order plans that at its own pace.
+        self._is_news = self._is_news or (is_reason and _acts_on_measures(policy))
+        if policy.tuning is not None and policy.tuning.by_profiles:
+            ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in self.table.running}
+            self._is_news = rates.update_trials(self._room.view, ran, now) or self._is_news
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> tuple[Plan | None, float]:
+        """Return a plan if one is due, and else when the next one is, in Unix seconds without any event; infinite if
+        only an event can bring it. A plan may be empty, and has a verdict, too."""
+        assert self._open is None, "the last plan has no verdict yet"
+        wait_s = self._pace.wait_s(now, self._is_news)
+        if wait_s > 0.0 or self._cluster is None:
+            return None, now + wait_s
+        context = self._context(now)
+        self._is_news = False
+        for stage in self._stages:
+            stage.plan(context)
+        plan = self._plan_of(context)
+        self._open = plan, context
+        return plan, math.inf
+
+    def _context(self, now: float) -> PlanContext:
+        assert self._room is not None, "the cluster was observed"
+        assert self._cluster is not None, "the cluster was observed"
+        excluded = self._refused.at(now)
+        # A refused change that may be repeated is as good as an event.
+        is_news = self._is_news or excluded != self._excluded
+        self._excluded = excluded
+        return PlanContext(
+            now,
+            self.policy,
+            self.order,
+            self.settings,
+            self._pace.may_stop(now),
+            is_news,
+            self.table,
+            self._room,
+            self._rates,
+            self._cluster,
+            excluded,
+            self._pace.next_stop_s(now),
+            self._line or (),
+            frozenset().union(*[stage.on_trial for stage in self._stages]),
+        )
+
+    def _plan_of(self, context: PlanContext) -> Plan:
+        draft, now = context.draft, context.now
+        started = {change.number for change in draft.changes if isinstance(change, StartChange)}
+        line = tuple([number for number in draft.line.tolist() if number not in started][: self.settings.line_limit])
+        tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_S)
+        if tells:
+            self._line, self._line_told_s = line, now
+        if line != self._line:
+            context.come_back(self._line_told_s + _LINE_S)
+        reserved = context.reservations
+        keeps = reserved is not None and reserved != self._reserved
+        if keeps:
+            self._reserved = reserved
+        return Plan(draft.changes, tuple(context.findings), line if tells else None, reserved if keeps else None)
+
+    def _settle(self, verdict: PlanVerdict, now: float) -> None:
+        assert self._open is not None, "a verdict is on a plan"
+        (plan, context), self._open = self._open, None
+        pairs = list(zip(plan.changes, verdict.answers, strict=True))
+        refusals = tuple([(change, answer.refusals) for change, answer in pairs if not answer.approved])
+        outcome = PlanOutcome(now, refusals)
+        # Under a strict order no later job would start in place of an unplaced one.
+        unplaced = frozenset[int]() if self.order.is_strict else context.draft.unplaced
+        self._refused.note_unplaced(unplaced, context.may_preempt, context.now)
+        for change, reasons in refusals:
+            self._refused.note(change, reasons, now)
+        for stage in self._stages:
+            stage.settle(outcome)
+        self._pace = self._pace.after(
+            now,
+            verdict.planning_s,
+            context.draft,
+            stopped=any(answer.approved and is_stop(change, self.policy.resizes) for change, answer in pairs),
+            refused=bool(refusals),
+            again_s=min(context.again_s, now if unplaced else self._refused.next_s),
+        )
+
+
+def stages_of(policy: Policy, memory: PlannerMemory | None = None) -> list[PlanStage]:
+    """Return the stages of a policy, in order, as `memory` left them."""
+    # Imported on demand: the stages of few policies take longer to load than many passes.
+    stages: list[PlanStage] = []
+    if policy.grows:
+        from ganger_master.planner.growth_stage import GrowthStage
+
+        stages.append(GrowthStage(None if memory is None else memory.growing))
+    if policy.shares:
+        from ganger_master.planner.migrate_stage import MigrationStage
+        from ganger_master.planner.shared import SharingStage
+
+        beside = MigrationStage(None, None if memory is None else memory.moving) if policy.moves else None
+        stages.append(SharingStage(beside, None if memory is None else memory.shared))
+        return stages if beside is None else [*stages, beside]
+    from ganger_master.planner.passes import OrderStage
+
+    order = OrderStage(None if memory is None else memory.resizing)
+    if policy.moves:
+        from ganger_master.planner.migrate_stage import MigrationStage
+
+        stages.append(MigrationStage(order, None if memory is None else memory.moving))
+    else:
+        stages.append(order)
+    if policy.packs:
+        from ganger_master.planner.colocation_stage import ColocationStage
+
+        stages.append(ColocationStage(None if memory is None else memory.packing))
+    return stages
+
+
+def measures_jobs(policy: Policy) -> bool:
+    """Return whether the planner measures jobs under this policy."""
+    return policy.packs or _acts_on_measures(policy)
+
+
+def _acts_on_measures(policy: Policy) -> bool:
+    """Return whether a measurement may change the next plan at once."""
+    tunes = policy.tuning is not None and policy.tuning.by_profiles
+    return tunes or policy.shares or policy.grows or policy.moves or policy.resizes

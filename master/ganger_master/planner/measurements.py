@@ -6,8 +6,11 @@ The planner records every job that changes and every progress report. Lost measu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from ganger.cluster.view import View
 
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.planner import colocation_rates as together
@@ -18,8 +21,12 @@ from ganger_master.planner import speeds
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
 from ganger_master.planner.job_estimates import JobEstimates, LossReport
+from ganger_master.planner.migration_outcomes import RateSource
+from ganger_master.planner.packs import JobRates
 from ganger_master.planner.rate_registry import AttainedService
-from ganger_master.planner.speeds import SpeedsByGpus
+from ganger_master.planner.speeds import SpeedsByGpus, SpeedSource
+from ganger_master.policies.optimus_sizes import Believed
+from ganger_master.policies.tunings.demand import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,59 @@ class ProgressReport:
     loss: float = math.nan
     passes: int = 0
     passes_in_all: int = 0
+
+
+class ColocationSource(JobRates, RateSource, Protocol):
+    """Rates of jobs alone, beside others, and before and after migrations."""
+
+
+class RateSources(Protocol):
+    """All measurements that stages read. Rates by cores: `known` curves, and `trials` in millicores per GPU by number.
+    `received_s`: device time by number."""
+
+    @property
+    def together(self) -> ColocationSource: ...
+
+    @property
+    def speeds(self) -> SpeedSource: ...
+
+    @property
+    def known(self) -> Known: ...
+
+    @property
+    def trials(self) -> Mapping[int, int]: ...
+
+    @property
+    def received_s(self) -> Mapping[int, float]: ...
+
+    @property
+    def remembered(self) -> RememberedRates:
+        """Return the measurements, for a planner that continues from them."""
+        ...
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        """Return the function that estimates the remaining steps and the speeds of jobs."""
+        ...
+
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
+        """Record a job as it is now."""
+        ...
+
+    def forget(self, number: int, now: float) -> None:
+        """Drop a job that has ended."""
+        ...
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        """Drop the jobs that are not live; their ends were not reported."""
+        ...
+
+    def record(self, number: int, heard: ProgressReport, now: float) -> bool:
+        """Record a report; return whether it is reason for another plan."""
+        ...
+
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+        """Begin and end trials of cores; return whether that is reason for another plan."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +116,24 @@ class Measurements:
         self.speeds = SpeedsByGpus(pace)
         self.foreseen = JobEstimates(self.speeds)
         self.weighs_sizes = False
+
+    @property
+    def known(self) -> Known:
+        return self.measured.known
+
+    @property
+    def trials(self) -> Mapping[int, int]:
+        return self.measured.trials
+
+    @property
+    def received_s(self) -> Mapping[int, float]:
+        return self.attained.received_s
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        return self.foreseen.believed(gpus_per_node)
+
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+        return self.measured.update_trials(view, running_s, now)
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
         """Record a job as it is now."""

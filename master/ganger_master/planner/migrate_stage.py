@@ -8,9 +8,9 @@ draining nodes and resume gangs that a plan has parked; when no job waits, oppor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
@@ -22,6 +22,7 @@ from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, ResumeChange, StartChange, SuspendChange
+from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import MakeRoomSearch
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory, MigrationTerms
@@ -29,10 +30,13 @@ from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
 from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 from ganger_master.policies.placements import Want
+
+if TYPE_CHECKING:
+    from ganger_master.planner.passes import OrderStage
 
 _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
@@ -106,6 +110,62 @@ def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]
 
 
 Inner = Callable[[ExcludedJobs, bool], PlanDraft]
+
+
+class MigrationStage:
+    """The stage, with its state, around the stage that starts and preempts jobs; `around` None: beside stages that
+    share devices, where it plans only if these have no change."""
+
+    def __init__(self, around: OrderStage | None, moving: MigrationMemory | None = None) -> None:
+        self._around = around
+        self.moving = moving or MigrationMemory()
+
+    def plan(self, context: PlanContext) -> None:
+        if self._around is None and (context.draft.changes or context.findings):
+            return
+        terms = MigrationTerms(
+            context.policy.placement,
+            context.cluster.draining,
+            holes=self._around is not None,
+            is_strict=context.order.is_strict,
+            per_hour=context.cluster.moves_per_hour,
+            rated=context.measured.together,
+            on_trial=context.on_trial,
+        )
+        excluded = context.excluded if self._around is not None else NONE_EXCLUDED
+        found, self.moving, findings, again_s = plan_moves(
+            lambda kept_out, may_stop: self._inner(context, kept_out, may_stop),
+            terms,
+            context.jobs,
+            context.now,
+            context.room,
+            self.moving,
+            excluded,
+            context.may_preempt and self._around is not None,
+            context.is_news or self._around is None,
+        )
+        if self._around is None:
+            context.draft = found
+        else:
+            context.add(found)
+        context.findings.extend(findings)
+        context.come_back(again_s)
+        context.reservations = self.moving.promises
+
+    def _inner(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
+        return context.draft if self._around is None else self._around.found(context, kept_out, may_stop)
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        if self._around is not None:
+            self._around.settle(outcome)
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {"moving": self.moving, **(self._around.memory if self._around is not None else {})}
 
 
 def plan_moves(

@@ -27,7 +27,7 @@ from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Job
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import CoresChange, MoveChange, PlanChange, SuspendChange
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.context import fits_beside
+from ganger_master.planner.device_groups import fits_beside
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.slices import as_held, shares_all, takes_turns
 from ganger_master.policies.backoff import FailedTrials

@@ -1,19 +1,21 @@
-"""The pass that a policy needs: the same for a live planner, a simulated trace and a replayed decision log."""
+"""The stage that starts and preempts jobs, with the pass that its policy needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 
+from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import PassTerms
+from ganger_master.planner.terms import PassTerms, capacity_of
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
@@ -26,6 +28,67 @@ if TYPE_CHECKING:
     from ganger_master.core.model import JobRecord
     from ganger_master.planner.in_place_resize import Resizing
     from ganger_master.policies.tunings.demand import Known
+
+
+class OrderStage:
+    """The stage, with its state: jobs that wait for the next plan that may preempt, and resizes under way."""
+
+    def __init__(self, resizing: Resizing | None = None) -> None:
+        self.resizing = resizing
+        # Jobs that the last preempting plan preempted for others.
+        self._displaced: frozenset[int] = frozenset()
+
+    def plan(self, context: PlanContext) -> None:
+        context.add(self.found(context, context.excluded, context.may_preempt))
+
+    def found(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
+        """Return the changes of the pass."""
+        policy, settings, rates = context.policy, context.settings, context.rates
+        if not may_stop:
+            kept_out = kept_out.resting(self._displaced)
+        capacity = self._capacity(context)
+        found = plan_by(
+            policy,
+            context.order,
+            context.jobs,
+            context.now,
+            capacity,
+            context.room,
+            may_stop,
+            remaining_s=settings.oracle,
+            kept_out=kept_out,
+            known=None if rates is None else rates.known,
+            trials=_NO_TRIALS if rates is None else rates.trials,
+            believed=nothing_believed if rates is None else rates.believed(capacity.gpus_per_node),
+            resize_s=settings.resize_s,
+            resizing=self.resizing,
+        )
+        self._displaced = found.displaced or self._displaced
+        self.resizing = found.resizing or self.resizing
+        if policy.resizes:
+            found = replace(found, next_change_s=max(found.next_change_s, context.next_stop_s))
+        return found
+
+    def _capacity(self, context: PlanContext) -> Capacity:
+        """Return the capacity with what resizes under way hold."""
+        if self.resizing is None:
+            return context.capacity
+        return capacity_of(context.room.view, context.jobs, self.resizing)
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        if self.resizing is not None:
+            self.resizing = self.resizing.without(outcome.refused)
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {} if self.resizing is None else {"resizing": self.resizing}
+
+
+_NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 def plan_by(

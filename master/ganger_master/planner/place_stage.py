@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
-from ganger_master.planner.context import Unit
+from ganger_master.planner.device_groups import Unit
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.preempt_stage import PreemptionCandidates
 from ganger_master.planner.refusal_backoff import ExcludedJobs

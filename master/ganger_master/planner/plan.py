@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
@@ -21,7 +21,7 @@ from ganger.cluster.resources import GangShape
 
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
-from ganger_master.planner.context import units
+from ganger_master.planner.device_groups import units
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs, asked, choose
@@ -61,6 +61,15 @@ class PlanDraft:
     def leaves_waiting(self) -> bool:
         """Return whether a pending job, chosen or not, does not start in this plan."""
         return len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
+
+    def followed_by(self, later: PlanDraft) -> PlanDraft:
+        """Return a later stage's draft after these changes, without its changes of the same jobs and without the atomic
+        groups of such changes."""
+        numbers = {change.number for change in self.changes}
+        groups = {change.together for change in later.changes if change.together and change.number in numbers}
+        others = [one for one in later.changes if one.number not in numbers and one.together not in groups]
+        next_s = min(self.next_change_s, later.next_change_s)
+        return replace(later, changes=(*self.changes, *others), next_change_s=next_s)
 
 
 NOTHING_TO_DO = PlanDraft()

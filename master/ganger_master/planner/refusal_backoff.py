@@ -53,7 +53,9 @@ class RefusalBackoff:
     def note(self, change: PlanChange, refusals: Collection[Refusal], now: float) -> None:
         """Note the first refusal of a change, unless a fresh view removes its cause."""
         refusal = next(iter(refusals), None)
-        if refusal is None or refusal.reason.kind is RefusalKind.RACE or isinstance(change, CoresChange):
+        if refusal is None or refusal.reason.kind is RefusalKind.RACE or refusal.reason is Reason.QUANTUM:
+            return
+        if isinstance(change, CoresChange):
             # A job whose cores cannot change keeps them, and another request costs no job anything.
             return
         number = change.number

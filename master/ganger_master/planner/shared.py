@@ -6,13 +6,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.refusals import Reason
 from ganger.cluster.trial import Trial
 
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.plan_changes import PlanChange, ResumeChange
+from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
@@ -24,6 +27,10 @@ from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.slicing import QUANTUM_S
+
+if TYPE_CHECKING:
+    from ganger_master.planner.migrate_stage import MigrationStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,68 @@ class Shared:
 
 NOTHING: Final = Shared()
 _GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
+# Margin over the measured minimum quantum, and how long that measurement counts.
+_QUANTUM_MARGIN: Final = 1.5
+_QUANTUM_BELIEVED_S: Final = 60.0
+
+
+class SharingStage:
+    """The stage, with its state. `migrations`: the stage whose migration plans keep their places and jobs."""
+
+    def __init__(self, migrations: MigrationStage | None, shared: Shared | None = None) -> None:
+        self._migrations = migrations
+        self.shared = self._before = shared or NOTHING
+        # The least quantum where slice switches take long, and until when that counts.
+        self._least_quantum_s, self._believed_until_s = 0.0, -math.inf
+
+    def plan(self, context: PlanContext) -> None:
+        self._before = self.shared
+        if context.is_giving:
+            # Shrinking jobs are about to free devices for pending jobs.
+            context.add(PlanDraft(line=np.array(context.last_line, np.int64)))
+            return
+        cluster = context.cluster
+        found, self.shared, findings = plan_shared(
+            context.policy.placement,
+            context.jobs,
+            context.now,
+            context.room,
+            self.shared,
+            context.measured.together,
+            context.capacity.gpus,
+            min(QUANTUM_S, context.settings.pace.every_s),
+            context.excluded,
+            matrices=True,
+            turn_s=self._quantum_s(cluster.quantum_s, context.now),
+            received_s=context.measured.received_s,
+            draining=cluster.draining,
+            changing=cluster.changing,
+            errands=self._migrations.moving.errands if self._migrations is not None else (),
+        )
+        context.add(found)
+        context.findings.extend(findings)
+
+    def _quantum_s(self, wanted_s: float | None, now: float) -> float | None:
+        """Return the seconds of a time slice: the cluster's quantum, or more where slice switches need it."""
+        if wanted_s is None or now >= self._believed_until_s:
+            return wanted_s
+        return max(wanted_s, self._least_quantum_s)
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        self.shared = self.shared.without(self._before, outcome.refused)
+        for _, refusals in outcome.refusals:
+            if refusals and refusals[0].reason is Reason.QUANTUM:
+                least_s = refusals[0].figures.get("least_milliseconds", 0) / 1000
+                self._least_quantum_s = _QUANTUM_MARGIN * least_s
+                self._believed_until_s = outcome.now + _QUANTUM_BELIEVED_S
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return self.shared.packs.on_trial
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {"shared": self.shared}
 
 
 def plan_shared(

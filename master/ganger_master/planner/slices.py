@@ -28,7 +28,7 @@ from msgspec import structs
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, StartChange, SuspendChange
-from ganger_master.planner.context import fits_beside
+from ganger_master.planner.device_groups import fits_beside
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs

@@ -5,12 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.trial_test import FIRST_WINDOWS
+
+
+class SpeedSource(Protocol):
+    """Measured rates of elastic jobs, by job number, in one unit per second that is the same for all sizes of a job."""
+
+    def windows(self, number: int) -> tuple[float, ...]:
+        """Return the newest windows since the job's size changed, oldest first."""
+        ...
+
+    def rates(self, number: int) -> Mapping[int, float]:
+        """Return the last measured rate with each number of GPUs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

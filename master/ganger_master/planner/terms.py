@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.model import Gang, JobRecord
-from ganger_master.planner.context import ALONE, Mates, Unit
+from ganger_master.planner.device_groups import ALONE, Mates, Unit
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.job_facts import Capacity

@@ -18,10 +18,10 @@ from ganger_master.core.model import JobRecord, JobState
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.loop import is_stop
 from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.passes import plan_by, terms_of
 from ganger_master.planner.plan import PlanDraft, may_start, started
+from ganger_master.planner.plan_pace import is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from ganger.cluster.capacity_index import CapacityIndex
 
 from ganger_master.core.change_reason import TrialFinding
-from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes, with_sizes
+from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.elastic_growth import IDLE_S
@@ -65,7 +65,7 @@ class Sizing:
 
     def beside(self, found: PlanDraft) -> PlanDraft:
         """Merge the result of another pass with the changes planned last."""
-        return with_sizes(found, self._planned)
+        return PlanDraft(self._planned.changes, next_change_s=self._planned.next_s).followed_by(found)
 
     def refused(self, numbers: Collection[int]) -> None:
         """Note the jobs of the last plan whose changes the core refused."""

@@ -1,0 +1,93 @@
+"""When the planner makes its next plan, and whether that plan may preempt running jobs.
+
+It plans at once on events, so that jobs start where devices are free; without any when the order may have changed, when
+pending jobs may preempt again, or when a refused change may be repeated. Planning takes a bounded part of one core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, assert_never
+
+from ganger_master.core.change_reason import Goal
+from ganger_master.core.model import SuspendLevel
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    MoveChange,
+    PlanChange,
+    ResizeChange,
+    ResumeChange,
+    SliceChange,
+    StartChange,
+    SuspendChange,
+)
+from ganger_master.planner.plan import PlanDraft
+
+# Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
+_REST: Final = 3.0
+_LEAST_REST_SECONDS: Final = 0.005
+# Seconds between two plans without events, however soon the order may change.
+_LEAST_ALONE_SECONDS: Final = 0.5
+# Seconds of rest after so many plans in a row with a refused change.
+_BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def is_stop(change: PlanChange, resizes: bool) -> bool:
+    """Return whether an approved change counts as a preemption. `resizes`: the policy sizes jobs, so a resize counts
+    too. Parking in host memory costs a job only a moment, and the end of a co-location delays no pending job."""
+    match change:
+        case ResizeChange():
+            return resizes
+        case SuspendChange():
+            return change.level is SuspendLevel.CHECKPOINT and change.purpose.goal is not Goal.UNPACK
+        case StartChange() | MoveChange() | CoresChange() | ResumeChange() | SliceChange():
+            return False
+        case _:
+            assert_never(change)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPace:
+    """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
+
+    every_s: float
+    stopped_at_s: float = -inf
+    # Plans in a row with a refused change.
+    failures: int = 0
+    # The next plan comes at `ready_s` at the earliest, and at `alone_s` without any event.
+    ready_s: float = -inf
+    alone_s: float = inf
+
+    def begun(self, stopped_at_s: float) -> PlanPace:
+        """Return the pace where a job was preempted at `stopped_at_s` before the first plan."""
+        return replace(self, stopped_at_s=max(self.stopped_at_s, stopped_at_s))
+
+    def may_stop(self, now: float) -> bool:
+        return now >= self.stopped_at_s + self.every_s
+
+    def next_stop_s(self, now: float) -> float:
+        """Return when the next plan may preempt, if this one does not; if this one may, when the one after it may."""
+        return (now if self.may_stop(now) else self.stopped_at_s) + self.every_s
+
+    def wait_s(self, now: float, is_news: bool) -> float:
+        """Return the seconds until the next plan; infinite to wait for an event."""
+        return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
+
+    def after(
+        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+    ) -> PlanPace:
+        """Return the pace after a plan was answered. `stopped`: it preempted a job; `refused`: a change was refused;
+        `again_s`: when postponed work is due."""
+        stopped_at_s = now if stopped else self.stopped_at_s
+        failures = self.failures + 1 if refused else 0
+        rest_s = max(_LEAST_REST_SECONDS, _REST * took_s)
+        alone_s = min(again_s, found.next_change_s)
+        if found.waits or found.leaves_waiting:
+            # Orders that change all the time are planned again whenever jobs may be preempted for them.
+            alone_s = min(alone_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
+        alone_s = max(alone_s, now + _LEAST_ALONE_SECONDS)
+        if refused:
+            rest_s = max(rest_s, _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1])
+            alone_s = min(alone_s, now + rest_s)
+        return replace(self, stopped_at_s=stopped_at_s, failures=failures, ready_s=now + rest_s, alone_s=alone_s)
