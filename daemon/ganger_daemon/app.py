@@ -374,9 +374,9 @@ class Daemon:
             await asyncio.sleep(_REVIVE_SECONDS)
             try:
                 for gang in self.gangs.all():
-                    if gang.deaths.live():
-                        await asyncio.to_thread(gang.launching.revive)
-                self.host.launchers.let_go({gang.launching.launcher_key for gang in self.gangs.all()})
+                    if gang.parts.exits.live():
+                        await asyncio.to_thread(gang.parts.launching.revive)
+                self.host.launchers.let_go({gang.parts.launching.launcher_key for gang in self.gangs.all()})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "event": event.message})
                 if self.host.devices.faults() != faults:

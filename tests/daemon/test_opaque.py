@@ -21,7 +21,7 @@ from ganger.injob.page import Page, Word, now_ns
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import stall_detection as concern
-from ganger_daemon.gang import observation
+from ganger_daemon.gang import step_rate
 from ganger_daemon.node.launchers import Launchers
 from kit.waiting import eventually
 
@@ -426,7 +426,7 @@ def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(concern, "HANG_SECONDS", 2.0)
     monkeypatch.setattr(concern, "_HANG_PAUSES", 1.0)
     monkeypatch.setattr(concern, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(observation, "_PROCESSES_SECONDS", 0.2)
+    monkeypatch.setattr(step_rate, "_PROCESSES_SECONDS", 0.2)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from ganger.v1 import resources_pb2
 from ganger_daemon.gang import step_rate
-from ganger_daemon.gang.step_rate import Using
+from ganger_daemon.gang.step_rate import UtilizationMeter
 from ganger_daemon.node.gang_set import collide
 from ganger_daemon.node.node_context import NodeContext
 
@@ -48,7 +48,7 @@ def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pyte
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(step_rate.time, "monotonic", lambda: clock.now)
     node = Node(cores=0.5)
-    gang = Using(cast(NodeContext, node), "group", 0b11)
+    gang = UtilizationMeter(cast(NodeContext, node), "group", 0b11)
     assert gang.measure(0.9) is None
     clock.now, node.used = 12.0, 1.0
     assert gang.measure(0.9) == 0.5
@@ -61,8 +61,8 @@ def test_of_bound_devices_a_gang_uses_its_share_of_their_cores(monkeypatch: pyte
 def test_utilization_is_the_drivers_figure_or_else_the_time_not_waiting_for_data(
     use: float | None, found: float
 ) -> None:
-    assert Using(cast(NodeContext, Node(0.0, use)), "group", 0b1).measure(0.4) == found
+    assert UtilizationMeter(cast(NodeContext, Node(0.0, use)), "group", 0b1).measure(0.4) == found
 
 
 def test_a_gang_without_devices_uses_none() -> None:
-    assert Using(cast(NodeContext, Node(0.5)), "group", 0).measure(0.0) is None
+    assert UtilizationMeter(cast(NodeContext, Node(0.5)), "group", 0).measure(0.0) is None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ganger_daemon.gang.arrival import Arrival, RankTransfer
+from ganger_daemon.gang.incoming import RankTransfer, StateTransfers
 from ganger_daemon.transfer.receiver import Landing, fetch
 from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
 from ganger_daemon.transfer.stream_server import StreamServer
@@ -206,7 +206,7 @@ def test_there_is_room_for_a_state_once_the_job_has_its_memory_and_before_the_so
             len(data) - (1 << 20),
             target.available.append,
         )
-        arrival = Arrival((leg,), changes.release)
+        arrival = StateTransfers((leg,), changes.release)
         arrival.start()
         assert not changes.acquire(timeout=0.05)
         assert not arrival.has_room

@@ -79,17 +79,16 @@ def test_a_gang_that_reads_its_checkpoint_is_not_launched_beside_one_that_was_la
         assert both_read.wait(60.0)
         return plan(desired, *arguments)
 
-    begin, held = launching.Launching._write_gang, dict[int, str]()
+    begin, held = launching.RankLaunch._write_gang, dict[int, str]()
 
-    def begin_launch(self: launching.Launching, desired: Any) -> None:
-        assert self.gang is not None
-        held[desired.epoch] = self._blocked_by(self.gang)
+    def begin_launch(self: launching.RankLaunch, desired: Any) -> None:
+        held[desired.epoch] = self._blocked_by()
         begin(self, desired)
 
     monkeypatch.setattr(launching, "restore_plan", read)
     # Both are in the middle of their launch while they read.
     monkeypatch.setattr(launching, "_READING_PATIENCE_S", 60.0)
-    monkeypatch.setattr(launching.Launching, "_write_gang", begin_launch)
+    monkeypatch.setattr(launching.RankLaunch, "_write_gang", begin_launch)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

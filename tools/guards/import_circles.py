@@ -17,9 +17,6 @@ ROOT_PACKAGES = ("ganger", "ganger_daemon", "ganger_master")
 KNOWN_CIRCLES: frozenset[frozenset[str]] = frozenset(
     {
         frozenset({"ganger_master.core.desired_state", "ganger_master.core.state"}),
-        frozenset(
-            f"ganger_daemon.gang.{name}" for name in ("adoption", "gang", "incoming", "observation", "rank_launch")
-        ),
     }
 )
 

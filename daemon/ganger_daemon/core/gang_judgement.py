@@ -201,6 +201,11 @@ def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
     return rank.opaque or (has_waited and not gang.restores and not rank.hello)
 
 
+def has_opaque_rank(gang: GangPart, now: float) -> bool:
+    """Return whether nothing in some live rank can obey an order at a boundary."""
+    return any(is_opaque(gang, rank, now) for rank in gang.ranks if rank.exit is None)
+
+
 def is_busy(gang: GangPart) -> bool:
     """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
     phases = (RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.REPLAY)
@@ -211,15 +216,9 @@ def is_busy(gang: GangPart) -> bool:
 def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
     """Return whether PAUSE is done by freezing: for a job without boundaries whose ranks are all on this node, and so
     stop together. On several nodes some would wait in a collective operation for others that stopped earlier."""
-    live = [rank for rank in gang.ranks if rank.exit is None]
-    if (
-        gang.wanted.intent is not OrderIntent.PARK
-        or gang.wanted.level is not ParkLevel.PAUSE
-        or gang.world != len(gang.ranks)
-    ):
-        return False
+    is_pause = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level is ParkLevel.PAUSE
     # Ranks with boundaries cannot stop at one without those that have none.
-    return any(is_opaque(gang, rank, now) for rank in live)
+    return is_pause and gang.world == len(gang.ranks) and has_opaque_rank(gang, now)
 
 
 def is_beyond(gang: GangPart) -> bool:

@@ -38,18 +38,3 @@ def merge_all(
             continue
         merged[point.rank] = merge(merged[point.rank], point)
     return merged
-
-
-def decided(points: Mapping[int, RelayedPoint], stop_sequence: int) -> int | None:
-    """Return the step K of a stop once every rank has acknowledged it, else None. A world of one stops at its ack."""
-    acks = []
-    for point in points.values():
-        if point.ack_sequence == stop_sequence:
-            acks.append(point.ack_step)
-        elif point.done:
-            acks.append(point.step)
-        else:
-            return None
-    if not acks:
-        return None
-    return acks[0] if len(acks) == 1 else max(acks) + 1

@@ -1,5 +1,6 @@
-"""Transport of boundary points between the daemons of one gang: the leader's hub, and a member's link to it;
-and the interface to the daemons of a gang's other nodes."""
+"""Exchange of boundary points between the daemons of one gang while its ranks agree on a boundary.
+
+The leader has a hub, every other daemon a link to it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger.injob.page import CHECKPOINT_BIT
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
-from ganger_daemon.checkpoints.manifest import ShardReport
-from ganger_daemon.core.relay import RelayedPoint
+from ganger_daemon.core.outcomes import PartPhase
+from ganger_daemon.core.relay import RelayedPoint, merge_all
+from ganger_daemon.gang.checkpointing import CheckpointCoordinator
+from ganger_daemon.gang.desired_messages import order_key_to_wire
+from ganger_daemon.gang.gang_context import GangContext
 
 if TYPE_CHECKING:
     from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
@@ -160,19 +166,68 @@ class Link:
             wait = min(_RETRY_LIMIT_SECONDS, wait * 2)
 
 
-class Peers(Protocol):
-    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
-        """Return host and port of the ranks' rendezvous. Raises OSError."""
-        ...
+class BoundaryExchange:
+    """The leader's hub, or a member's link to it. A gang on one node exchanges nothing.
 
-    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
-        """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
-        ...
+    `peer_agreement`: the agreement that a peer has relayed last; 0 before."""
 
-    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
-        """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
-        ...
+    def __init__(self, context: GangContext, saving: CheckpointCoordinator) -> None:
+        self._context = context
+        self._part = context.part
+        self._pages = context.pages
+        self._saving = saving
+        self._link: Link | None = None
+        self.hub = Hub()
+        self.peer_agreement = 0
 
-    def link(self, address: str, received: Callable[[RelayMessage], None]) -> Link:
-        """Return a stream of boundary points to the leader, not started yet."""
-        ...
+    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, received: Callable[[RelayMessage], None]) -> None:
+        """Open a member's link to the leader, once."""
+        if self._link is None and not self._part.leads:
+            self._link = Link(self._context.peers.stub(leader.peer_address), received)
+            self._link.start(self._to_wire(wanted, RelayMessage(0, ())))
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+
+    def receive(self, received: RelayMessage) -> bool:
+        """Mirror the points of another daemon, and request here a checkpoint that the leader has requested. Return
+        whether the peer has begun another agreement."""
+        known = self._pages.points()
+        merged = merge_all(known, received.points, frozenset(self._part.ranks))
+        self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
+        is_request = bool(received.agreement & CHECKPOINT_BIT)
+        if is_request and received.agreement > self._pages.checkpoint_sequence() and not self._part.leads:
+            self._saving.request(received.agreement & ~CHECKPOINT_BIT)
+        if received.agreement in (0, self.peer_agreement):
+            return False
+        self.peer_agreement = received.agreement
+        return True
+
+    def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
+        """Return the agreement that is not settled yet; 0 while there is none, and for a gang on one node."""
+        if len(self._part.ranks) == self._part.world:
+            return 0
+        if wanted.stop_sequence and phase in (PartPhase.STOPPING, PartPhase.RUNNING, PartPhase.STARTING):
+            return wanted.stop_sequence
+        sequence = self._pages.checkpoint_sequence()
+        if sequence and wanted.intent is OrderIntent.RUN and not self._saving.keeper.is_settled(sequence):
+            return sequence
+        return 0
+
+    def relay(self, wanted: DesiredOrder, phase: PartPhase) -> None:
+        """Send the points known here while an agreement is in flight."""
+        agreement = self.in_flight(wanted, phase)
+        if not agreement:
+            return
+        points = self._pages.points()
+        own = tuple(points[rank] for rank in self._part.ranks)
+        message = self._to_wire(wanted, RelayMessage(agreement, tuple(points.values()) if self._part.leads else own))
+        if self._part.leads:
+            self.hub.send(message)
+        elif self._link is not None:
+            self._link.send(message)
+
+    def _to_wire(self, wanted: DesiredOrder, sent: RelayMessage) -> peer_pb2.RankPoints:
+        paths = self._context.paths
+        return to_wire(paths.job_uid, paths.epoch, order_key_to_wire(wanted.order), sent)

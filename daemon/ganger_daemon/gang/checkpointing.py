@@ -24,12 +24,9 @@ from ganger_daemon.checkpoints.manifest import ShardReport
 from ganger_daemon.core import escalation
 from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.failpoints import hit
-from ganger_daemon.gang.boundary_relay import Peers
-from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
-from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.rank_errors import error_of
-from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.node_context import NodeContext
 
 log = logging.getLogger(__name__)
 
@@ -39,40 +36,33 @@ _PATIENCE_S = 0.2
 _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
 
 
-class Saving:
-    """`launcher` may block; `news` is called when a checkpoint has been published, or cannot be."""
+class CheckpointCoordinator:
+    """Checkpoints of one gang on this node. `launcher` returns the launcher of the local ranks, if one runs, and may
+    block."""
 
     def __init__(
-        self,
-        host: NodeContext,
-        peers: Peers,
-        paths: GangPaths,
-        part: LocalPart,
-        pages: ControlPages,
-        desired: agent_pb2.DesiredGang,
-        launcher: Callable[[], Launcher | None],
-        news: Callable[[], None],
+        self, context: GangContext, desired: agent_pb2.DesiredGang, launcher: Callable[[], Launcher | None]
     ) -> None:
-        self._host = host
-        self._peers = peers
-        self._paths = paths
-        self._part = part
-        self._pages = pages
+        self._host = context.host
+        self._peers = context.peers
+        self._paths = context.paths
+        self._part = context.part
+        self._pages = context.pages
+        self._wake = context.wake
         self._members = desired.members
         self._launcher = launcher
         self._tidy_due = False
         self.keeper = Keeper(
             desired.job_uid,
             desired.epoch,
-            part.world,
-            part.leads,
+            self._part.world,
+            self._part.leads,
             self._publish,
             self._report,
-            news,
+            context.wake,
             _names(desired.kept_checkpoints),
-            partial(host.storage.work.run, within_s=_WORK_S),
+            partial(self._host.storage.work.run, within_s=_WORK_S),
         )
-        self._news = news
         self._work: asyncio.Task[None] | None = None
         self._recalling: asyncio.Task[None] | None = None
         self._pruning: asyncio.Task[None] | None = None
@@ -112,7 +102,7 @@ class Saving:
     async def _recall(self) -> None:
         with suppress(OSError):
             await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
-        self._news()
+        self._wake()
 
     async def _prune(self) -> None:
         storage = self._host.storage.path
@@ -148,7 +138,7 @@ class Saving:
             self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole))
             await asyncio.wait((self._work,), timeout=_PATIENCE_S)
             if not self._work.done():
-                self._work.add_done_callback(lambda _: self._news())
+                self._work.add_done_callback(lambda _: self._wake())
         if self._work.done():
             work, self._work = self._work, None
             work.result()
@@ -216,8 +206,8 @@ class Saving:
             await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
 
     def _failure_of(self, rank: int, agreement: int) -> str:
-        complaint = error_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
-        return str(complaint or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
+        error = error_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+        return str(error or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
 
     async def receive_refusal(self, agreement: int, why: str) -> None:
         """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""

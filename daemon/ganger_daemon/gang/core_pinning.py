@@ -16,9 +16,7 @@ from enum import Enum
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import Word
 
-from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.gang.gang_context import GangContext
 
 # A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
 ACK_SECONDS = 5.0
@@ -48,12 +46,14 @@ class Retune:
 log = logging.getLogger(__name__)
 
 
-class Pinning:
-    def __init__(self, host: NodeContext, group: str, pages: ControlPages, part: LocalPart) -> None:
-        self._host = host
-        self._group = group
-        self._pages = pages
-        self._part = part
+class CorePinning:
+    """Cores and thread counts of one gang's local ranks."""
+
+    def __init__(self, context: GangContext) -> None:
+        self._host = context.host
+        self._group = context.paths.group
+        self._pages = context.pages
+        self._part = context.part
         self._millicores: tuple[int, ...] | None = None
         # Cores that it released when it was parked: it gets them back where they are free.
         self._former: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ script may build its model before its hello.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from ganger.cluster.topology import bits
 from ganger.injob.page import PageState
+from ganger.v1 import resources_pb2
 
 from ganger_daemon.devices.contract import UNREADABLE
 from ganger_daemon.gang.control_pages import ControlPages
@@ -84,6 +86,7 @@ class MemoryWatch:
         self.residue: tuple[int, ...] = ()
         # Host memory that they keep beside their arenas, with a margin; zero if unknown.
         self.kept_bytes = 0
+        self._limit_bytes = 0  # of host memory, as set last; zero: only at the launch
 
     @property
     def waiting(self) -> bool:
@@ -114,7 +117,18 @@ class MemoryWatch:
         for process in self._attached.values():
             self._host.devices.detach(process.pid)
 
-    def begin(self, processes: Mapping[int, ProcessId]) -> None:
+    async def follow_limit(self, claim: resources_pb2.Claim, is_parked: bool) -> None:
+        """Set the limit of host memory to the claim; for a gang parked at OFFLOAD, to the memory that it keeps."""
+        if not claim.memory_bytes:
+            return
+        is_smaller = is_parked and self.kept_bytes > 0
+        own_bytes = min(self.kept_bytes, claim.memory_bytes) if is_smaller else claim.memory_bytes
+        limit_bytes = own_bytes + claim.arena_bytes
+        if limit_bytes != self._limit_bytes:
+            self._limit_bytes = limit_bytes
+            await asyncio.to_thread(self._host.cgroups.set_memory_limit, self._group, limit_bytes)
+
+    def begin(self) -> None:
         """Forget the measurements of the stop before: a new stop or run begins."""
         self.freed = False
         self.trouble = ""

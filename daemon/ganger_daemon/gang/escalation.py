@@ -16,10 +16,8 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
-from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.exit_watcher import Deaths
-from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.gang.exit_watcher import ExitWatcher
+from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.process_identity import ProcessId, send_signal
 
 
@@ -42,11 +40,14 @@ log = logging.getLogger(__name__)
 _FAILURE_GRACE_SECONDS = 5.0
 
 
-class Pressing:
-    def __init__(self, host: NodeContext, paths: GangPaths, deaths: Deaths) -> None:
-        self._host = host
-        self._paths = paths
-        self._deaths = deaths
+class Escalation:
+    """The escalation ladder of one gang's newest order."""
+
+    def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
+        self._host = context.host
+        self._paths = context.paths
+        self._pages = context.pages
+        self._exits = exits
         self._ladder: escalation.Ladder | None = None
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
@@ -71,24 +72,24 @@ class Pressing:
         grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
-        terminate(self._deaths.live())
+        terminate(self._exits.live())
 
     async def end(self) -> None:
         """Send SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
         self.stop_signalled = True
         self._ladder = None
-        await kill(self._host.cgroups, self._paths.group, self._deaths.live())
+        await kill(self._host.cgroups, self._paths.group, self._exits.live())
 
     async def abandon(self, why: str) -> None:
         """Kill a gang whose pages can no longer be trusted. `why`: for the log."""
-        if live := self._deaths.live():
+        if live := self._exits.live():
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await kill(self._host.cgroups, self._paths.group, live)
 
-    async def press(self, facts: gang_judgement.GangPart, pages: ControlPages, now: float) -> None:
+    async def press(self, facts: gang_judgement.GangPart, now: float) -> None:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
-        live = self._deaths.live()
+        live = self._exits.live()
         if self._ladder is None or not live or (not self.stop_signalled and not gang_judgement.is_disobedient(facts)):
             return
         if gang_judgement.is_busy(facts):
@@ -100,7 +101,7 @@ class Pressing:
         log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
         match climbed.rung:
             case escalation.Rung.DUMP:
-                pages.ask_for_stacks()
+                self._pages.ask_for_stacks()
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True
@@ -113,22 +114,39 @@ class Pressing:
 
 
 class Freezer:
-    def __init__(self, host: NodeContext, group: str) -> None:
-        self._host = host
-        self._group = group
+    """The lease of one gang's local ranks, and their freezing where no agent obeys it."""
+
+    def __init__(self, context: GangContext) -> None:
+        self._host = context.host
+        self._group = context.paths.group
+        self._pages = context.pages
         self.frozen = False
         self._doubtful = False
+        self._extended_to_ns = -1
 
-    def doubt(self) -> None:
-        """Reread the state at the next call: the lease had ended, so the launcher may have frozen the gang itself."""
-        self._doubtful = True
+    def extend_lease(self) -> None:
+        """Write the end of this node's lease into the pages, if it has changed."""
+        until = self._host.lease_until_ns
+        if until is not None and until != self._extended_to_ns:
+            self._extended_to_ns = until
+            # If the lease had ended, the launcher may have frozen the gang itself: the state is read again.
+            self._doubtful = self._doubtful or self._pages.lease_is_over(now_ns())
+            self._pages.extend_lease(until)
+
+    def is_stale(self, wanted: DesiredOrder) -> bool:
+        """Return whether the lease of a launched gang has ended, so that its job may have been started elsewhere. An
+        order is applied before the answer that brought it extends the lease."""
+        is_over = self._lease_is_over
+        if is_over is None and self._pages.readable:
+            is_over = self._pages.lease_is_over(now_ns())
+        return gang_judgement.has_outlived_lease(wanted, self.frozen, is_over)
 
     def recall(self) -> None:
         """Read from the process group whether it is frozen."""
         self.frozen = self._host.cgroups.frozen(self._group)
 
     @property
-    def lease_is_over(self) -> bool | None:
+    def _lease_is_over(self) -> bool | None:
         """Whether this node's lease has ended; None before the master has answered this daemon."""
         until = self._host.lease_until_ns
         return None if until is None else expired(until, now_ns())
@@ -139,10 +157,10 @@ class Freezer:
             return  # SIGKILL reaches frozen processes, and thawed ones would run beside their successor
         if self._doubtful:
             await asyncio.to_thread(self.recall)
-        due = gang_judgement.should_freeze(replace(facts, frozen=self.frozen), now, self.lease_is_over)
+        due = gang_judgement.should_freeze(replace(facts, frozen=self.frozen), now, self._lease_is_over)
         if due == self.frozen and not self._doubtful:
             return
         act = self._host.cgroups.freeze if due else self._host.cgroups.thaw
         if await asyncio.to_thread(act, self._group):
             self.frozen, self._doubtful = due, False
-            log.info("gang stands still" if due else "gang goes on", extra={"gang": self._group})
+            log.info("gang frozen" if due else "gang thawed", extra={"gang": self._group})

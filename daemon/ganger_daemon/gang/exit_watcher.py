@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ganger_daemon.core.gang_judgement import RankExit
+from ganger_daemon.core.gang_judgement import SIGKILL, RankExit
 from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcome, PartOutcomeKind
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.process_identity import ProcessId, is_alive
@@ -95,17 +95,20 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
 _RECORD_SECONDS = 3.0
 
 
-class Deaths:
-    """Processes and exits of local ranks. `launcher_lives` may block and is called only for the dead."""
+class ExitWatcher:
+    """Processes and exits of one gang's local ranks, and how its part on this node ended.
 
-    def __init__(self, paths: GangPaths, wake: Callable[[], None], launcher_lives: Callable[[], bool]) -> None:
+    `settled`: the stored outcome; `is_reaped`: nothing of the gang is left but its outcome."""
+
+    def __init__(self, paths: GangPaths, wake: Callable[[], None]) -> None:
         self._paths = paths
         self._wake = wake
-        self._launcher_lives = launcher_lives
         self._pidfds: dict[int, int] = {}
         self._dead_since: dict[int, float] = {}
         self.processes: dict[int, ProcessId] = {}
         self.exits: dict[int, RankExit] = {}
+        self.settled: PartOutcome | None = None
+        self.is_reaped = False
 
     def watch(self, rank: int, process: ProcessId) -> None:
         if self.processes.get(rank) == process:
@@ -138,16 +141,27 @@ class Deaths:
     def is_live(self, rank: int) -> bool:
         return rank in self.processes and rank not in self._dead_since
 
-    async def settle(self, page_exit_codes: Callable[[int], int | None]) -> None:
-        """Read the exit status of ranks that have died."""
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended a rank."""
+        return any(exit_.signal == SIGKILL for exit_ in self.exits.values())
+
+    async def store(self, outcome: PartOutcome, step: int | None) -> None:
+        """Store how the gang's part ended, once. `step`: of the checkpoint that it ended with."""
+        if self.settled is None:
+            self.settled = outcome
+            await asyncio.to_thread(keep, self._paths, outcome, step)
+
+    async def settle(self, page_exit_code: Callable[[int], int | None], launcher_lives: Callable[[], bool]) -> None:
+        """Read the exit status of ranks that have died. `launcher_lives` may block."""
         for rank, since in sorted(self._dead_since.items()):
             if rank in self.exits:
                 continue
             record, process = self._paths.exit(rank), self.processes[rank]
-            found = exit_of(record, process, page_exit_codes(rank), launcher_lives=True)
+            found = exit_of(record, process, page_exit_code(rank), launcher_lives=True)
             if found is None:
-                lives = time.monotonic() - since < _RECORD_SECONDS and await asyncio.to_thread(self._launcher_lives)
-                found = exit_of(record, process, page_exit_codes(rank), lives)
+                lives = time.monotonic() - since < _RECORD_SECONDS and await asyncio.to_thread(launcher_lives)
+                found = exit_of(record, process, page_exit_code(rank), lives)
             if found is not None:
                 self.exits[rank] = found
 

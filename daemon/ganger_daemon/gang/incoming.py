@@ -1,68 +1,173 @@
-"""State of a gang that migrates to this node: when it is fetched, whether there is room, and what failed."""
+"""State of a gang that migrates to this node: it makes room for the state of all local ranks while the source still
+trains, fetches each rank's state in a thread, and raises ARENA_AVAILABLE as bytes arrive."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.page import Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.gang.arrival import Arrival, RankTransfer
-from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.rank_launch import Launching
-from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.transfer.stream_messages import StreamRequest
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
+from ganger_daemon.gang.rank_launch import RankLaunch
+from ganger_daemon.transfer.receiver import Landing, fetch, wait_for_pages
+from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
+
+log = logging.getLogger(__name__)
 
 _RESTING = (gang_judgement.RankState.INIT, gang_judgement.RankState.RESTORING, gang_judgement.RankState.WAITING)
 
 
-class Incoming:
-    """Transfers of all local ranks. `changed` is called as state arrives."""
+@dataclass(frozen=True, slots=True)
+class RankTransfer:
+    """Transfer of one rank's state: source, arena, and `available`, which takes the bytes received so far.
 
-    def __init__(
-        self, host: NodeContext, part: LocalPart, pages: ControlPages, launching: Launching, changed: Callable[[], None]
-    ) -> None:
-        self._host = host
-        self._part = part
-        self._pages = pages
-        self._launching = launching
+    `bytes_ahead`: bytes of the arena that the job itself allocates; the transfer waits for them."""
+
+    rank: int
+    address: str
+    request: StreamRequest
+    open_arena: Callable[[], int]
+    arena_bytes: int
+    bytes_ahead: int
+    available: Callable[[int], None]
+    # Directory of the certificate to show; empty: the token in the request does.
+    tls: str = ""
+
+
+class StateTransfers:
+    """Transfers of all local ranks of one migrating gang. `changed` is called from their threads."""
+
+    def __init__(self, transfers: tuple[RankTransfer, ...], changed: Callable[[], None]) -> None:
         self._changed = changed
-        self._arrival: Arrival | None = None
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._without_room = {one.rank for one in transfers}
+        self._trouble = ""
+        self._threads = [
+            threading.Thread(target=self._travel, args=(one,), name=f"state-stream-in-{one.rank}", daemon=True)
+            for one in transfers
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
 
     @property
     def trouble(self) -> str:
-        return self._arrival.trouble if self._arrival is not None else ""
+        with self._lock:
+            return self._trouble
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for every rank's state."""
+        with self._lock:
+            return not self._without_room
+
+    def _travel(self, one: RankTransfer) -> None:
+        try:
+            fd = one.open_arena()
+        except Exception as error:  # the launcher may be gone: whatever the cause, the migration cannot continue
+            self._fail(f"rank {one.rank}: its arena cannot be opened: {error}")
+            return
+        try:
+            if one.bytes_ahead:
+                wait_for_pages(fd, one.bytes_ahead, self._cancelled)
+            with Landing(fd, one.arena_bytes) as landing:
+                landing.enter(one.bytes_ahead)
+                with self._lock:
+                    self._without_room.discard(one.rank)
+                self._changed()
+                fetch(one.address, one.request, landing, one.available, self._cancelled, tls=one.tls)
+        except (StreamError, OSError, ValueError) as error:
+            if not self._cancelled.is_set():
+                self._fail(f"rank {one.rank}: {error}")
+            return
+        finally:
+            os.close(fd)
+        self._changed()
+
+    def _fail(self, why: str) -> None:
+        log.warning("migration cannot continue", extra={"why": why})
+        with self._lock:
+            self._trouble = self._trouble or why
+        self._changed()
+
+
+class IncomingState:
+    """The state that the local ranks of one gang receive, if it migrates to this node."""
+
+    def __init__(self, context: GangContext, launching: RankLaunch) -> None:
+        self._context = context
+        self._ranks = context.part.ranks
+        self._pages = context.pages
+        self._launching = launching
+        self._transfers: StateTransfers | None = None
+
+    @property
+    def trouble(self) -> str:
+        return self._transfers.trouble if self._transfers is not None else ""
 
     def has_room(self, wanted: DesiredOrder) -> bool:
         """Return whether there is room for every rank's state; true for a gang that awaits none."""
-        return not wanted.moves_in if self._arrival is None else self._arrival.has_room
+        return not wanted.moves_in if self._transfers is None else self._transfers.has_room
 
-    async def follow(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
+    def follow(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
         """Begin the transfers, once, if the ranks await a state and have not used it yet."""
         if (
-            self._arrival is not None
+            self._transfers is not None
             or not wanted.moves_in
             or wanted.intent not in (OrderIntent.PREPARE, OrderIntent.RUN)
         ):
             return
-        if any(self._pages.progress(rank).state in _RESTING for rank in self._part.ranks):
-            self._arrival = Arrival(await asyncio.to_thread(self._legs, desired), self._changed)
-            self._arrival.start()
+        if any(self._pages.progress(rank).state in _RESTING for rank in self._ranks):
+            self._transfers = StateTransfers(self._of_ranks(desired), self._wake_from_thread)
+            self._loop = asyncio.get_running_loop()
+            self._transfers.start()
 
     def cancel(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
+        if self._transfers is not None:
+            self._transfers.cancel()
 
-    def _legs(self, desired: agent_pb2.DesiredGang) -> tuple[RankTransfer, ...]:
+    def _wake_from_thread(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._context.wake)
+
+    def _of_ranks(self, desired: agent_pb2.DesiredGang) -> tuple[RankTransfer, ...]:
+        """Return the transfer of each rank's state to this node, from the bytes already received on."""
         source = desired.restore.parked
         addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
-        requests = []
-        for rank in self._part.ranks:
-            # after growth several ranks restore from the image of one
-            of_rank = rank % max(1, len(addresses))
-            request = StreamRequest(self._host.token, desired.job_uid, source.epoch, 0, of_rank)
-            requests.append((rank, addresses.get(of_rank, ""), request))
-        return self._launching.legs(tuple(requests), self._pages)
+        return tuple(self._of_rank(rank, desired, addresses) for rank in self._ranks)
+
+    def _of_rank(self, rank: int, desired: agent_pb2.DesiredGang, addresses: Mapping[int, str]) -> RankTransfer:
+        host, page, launching = self._context.host, self._pages[rank], self._launching
+        # after growth several ranks restore from the image of one
+        source_rank = rank % max(1, len(addresses))
+        source_epoch, received = desired.restore.parked.epoch, page.get(Word.ARENA_AVAILABLE)
+
+        def make_available(size_bytes: int) -> None:
+            if self._pages.readable:
+                page.set(Word.ARENA_AVAILABLE, size_bytes)
+
+        return RankTransfer(
+            rank,
+            addresses.get(source_rank, ""),
+            StreamRequest(host.token, desired.job_uid, source_epoch, 0, source_rank, received),
+            lambda: launching.open_arena(rank),
+            launching.arena_bytes,
+            bytes_ahead_per_rank(desired, len(self._ranks), launching.arena_bytes),
+            make_available,
+            host.tls,
+        )

@@ -1,33 +1,30 @@
-"""Observed state of one gang for the master, and the detection of stalls. Steps, rates and losses go apart."""
+"""Reports on one gang for the master: its observed state as one message, and apart from it steps, rates and losses."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-import psutil
 from ganger.agent.v1 import agent_pb2
+from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import Capability, PageProgress, now_ns
-from ganger.protocol.gang_orders import ParkLevel
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
-from ganger_daemon.core import stall_detection as core
-from ganger_daemon.core.gang_judgement import RankPhase, is_opaque
+from ganger_daemon.checkpoints.gang_checkpoints import Published
+from ganger_daemon.core.gang_judgement import Judgement, RankPhase, has_opaque_rank, is_beyond
 from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcome, PartPhase
-from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.desired_messages import order_key_to_wire
-
-if TYPE_CHECKING:
-    from ganger_daemon.checkpoints.gang_checkpoints import Published
-    from ganger_daemon.gang.gang import LocalGang
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_parts import GangParts, facts_of
+from ganger_daemon.gang.received_orders import ReceivedOrders
+from ganger_daemon.gang.step_rate import PageSample
 
 # Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
 MOVE = "MOVE"
@@ -38,50 +35,133 @@ RESIZE = "RESIZE"
 _BYTES_LIMIT = (1 << 62) - 1
 
 
-def observe(gang: LocalGang) -> agent_pb2.ObservedGang:
-    """Return the present state of a gang as one message; equal messages mean that nothing changed."""
-    # of the order that was judged: a newer one is not carried out yet
-    desired, judgement, order, told = gang.desired, gang.judgement, gang.judged_order, gang.judged_master_desired
+class JudgedState(NamedTuple):
+    """A judgement, with the order and the master's desired state that it is about. Newer ones are not carried out
+    yet."""
+
+    judgement: Judgement
+    order: DesiredOrder
+    master_desired: agent_pb2.DesiredGang
+
+
+@dataclass(slots=True)
+class GangReport:
+    """Reports on one gang. `judged`: its last judgement."""
+
+    context: GangContext
+    orders: ReceivedOrders
+    parts: GangParts
+    judged: JudgedState
+
+    @property
+    def _phase(self) -> PartPhase:
+        return self.judged.judgement.phase
+
+    @property
+    def _can_read(self) -> bool:
+        return self.parts.is_live and self.context.pages.readable
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a local rank has done a step in this epoch; of unreadable pages, whether it was launched."""
+        if not self.context.pages.readable:
+            return self.parts.launching.is_done
+        return self.parts.step_rate.last_step_ns > 0
+
+    def trouble(self) -> str:
+        """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
+        parts, wanted = self.parts, self.orders.wanted
+        reason = self.context.pages.foreign or parts.incoming.trouble
+        reason = reason or parts.rank_errors.under(wanted.order, parts.saving.saved_request)
+        if reason:
+            return reason
+        facts = facts_of(self.context, self.orders, parts)
+        if is_beyond(facts):
+            why = parts.rank_errors.reason("BOUNDARIES") or "this job has no boundaries"
+            what = wanted.level.name if wanted.intent is OrderIntent.PARK else "a move"
+            return f"{why}: {what} is not possible"
+        is_to_rest = self._phase is PartPhase.STOPPING and wanted.intent is OrderIntent.PARK
+        if is_to_rest and not parts.freezer.frozen and has_opaque_rank(facts, time.monotonic()):
+            return f"this job has no boundaries: {wanted.level.name} is not possible"
+        if wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):
+            return parts.escalation.given_up  # nothing else stands in the way of a move
+        reason = parts.launching.trouble or parts.memory.trouble or parts.pinning.trouble
+        return reason or parts.saving.keeper.trouble or self.context.host.storage.trouble
+
+    def progress(self) -> tuple[PageSample, float, float] | None:
+        """Return the newest sample, steps per second and data-wait share since the last call; None before the first
+        boundary."""
+        if not self._can_read:
+            return None
+        if self.orders.is_by_rotation and self._phase is not PartPhase.RUNNING:
+            self.parts.step_rate.forget()
+            self.parts.utilization.forget()
+            return None
+        return self.parts.step_rate.measure()
+
+    def utilization(self, data_wait_share: float) -> float | None:
+        """Return the utilization of its devices since the last call, 0 to 1; None where nothing reports it."""
+        return self.parts.utilization.measure(data_wait_share)
+
+    def metrics(self) -> tuple[ReportedMetric, ...]:
+        """Return the named values that the job has reported through its first rank."""
+        if not self.parts.launching.is_done or 0 not in self.context.part.ranks or not self.context.pages.readable:
+            return ()
+        return metrics.read(self.context.pages[0])
+
+    def stall_reason(self) -> str:
+        """Return why a gang that should run makes no progress; empty otherwise."""
+        has_begun = self._phase in (PartPhase.STARTING, PartPhase.RUNNING)
+        should_run = has_begun and self.orders.wanted.intent is OrderIntent.RUN
+        return self.parts.stall_watch.stall_reason(self._can_read and should_run)
+
+
+def observe(report: GangReport) -> agent_pb2.ObservedGang:
+    """Return the state of a gang as one message; equal messages mean that nothing changed."""
+    context, parts, desired = report.context, report.parts, report.orders.desired
+    judgement, order, master = report.judged
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
-    takes_turns = bool(order.order.set_epoch) and told.intent == agent_pb2.INTENT_RUN
-    if takes_turns:
+    is_sliced = bool(order.order.set_epoch) and master.intent == agent_pb2.INTENT_RUN
+    if is_sliced:
         # for the master a time-sliced gang runs, whichever slice is active
         if phase is not PartPhase.ENDED:
-            phase, level = PartPhase.RUNNING if gang.has_stepped else PartPhase.STARTING, ParkLevel.NONE
+            phase, level = PartPhase.RUNNING if report.has_stepped else PartPhase.STARTING, ParkLevel.NONE
         stop_sequence = stop_step = 0
     elif order.order.set_epoch:
-        stop_sequence = told.stop_sequence
+        stop_sequence = master.stop_sequence
     message = agent_pb2.ObservedGang(
         job=desired.job,
         job_uid=desired.job_uid,
         epoch=desired.epoch,
-        order=order_key_to_wire(replace(order.order, master_sequence=told.order.master_sequence)),
+        order=order_key_to_wire(replace(order.order, master_sequence=master.order.master_sequence)),
         phase=agent_pb2.ObservedGang.Phase.ValueType(phase),
         level=job_pb2.SuspendLevel.ValueType(level),
         stop_sequence=stop_sequence,
         stop_step=stop_step,
-        trouble=gang.trouble(),
+        trouble=report.trouble(),
         claim_device_mask=desired.claim.device_mask,
-        repin_done=gang.pinning.repin_done,
-        cores=() if takes_turns else gang.host.core_texts(gang.paths.group, len(gang.part.ranks)),
+        repin_done=parts.pinning.repin_done,
+        cores=() if is_sliced else context.host.core_texts(context.paths.group, len(context.part.ranks)),
     )
-    for rank, process in sorted(gang.deaths.processes.items()):
-        if gang.deaths.is_live(rank):
+    for rank, process in sorted(parts.exits.processes.items()):
+        if parts.exits.is_live(rank):
             message.ranks.add(rank=rank, pid=process.pid, start_ticks=process.start_ticks)
     if phase is PartPhase.PARKED and level is ParkLevel.OFFLOAD:
-        message.residue_bytes.extend(gang.memory.residue)
-        message.kept_memory_bytes = gang.memory.kept_bytes
+        message.residue_bytes.extend(parts.memory.residue)
+        message.kept_memory_bytes = parts.memory.kept_bytes
     if judgement.outcome is not None:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
-    published = gang.saving.keeper.published
+    published = parts.saving.keeper.published
     if published is not None:
         message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_seconds))
-    if gang.pages.readable:
-        _add_what_pages_say(message, gang)
-        if not takes_turns:
-            _add_where_it_stands(message, gang)
-    elif gang.pages.foreign:
-        _add_what_an_opaque_job_can(message.capabilities, gang, "its control page is of another version of Ganger")
+    if context.pages.readable:
+        _add_page_figures(message, report)
+        if not is_sliced:
+            _add_step_times(message, report, judgement.phase)
+    elif context.pages.foreign:
+        _add_capabilities_without_agent(
+            message.capabilities, report, "its control page is of another version of Ganger"
+        )
     return message
 
 
@@ -110,48 +190,48 @@ def is_still_looking(progress: PageProgress) -> bool:
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 
-def add_metrics(progress: job_pb2.Progress, metrics: Iterable[ReportedMetric]) -> None:
-    for metric in metrics:
+def add_metrics(progress: job_pb2.Progress, reported: Iterable[ReportedMetric]) -> None:
+    for metric in reported:
         progress.metrics.add(name=metric.name, value=metric.value, step=metric.step)
 
 
-def _add_what_pages_say(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
-    found = [gang.pages.progress(rank) for rank in gang.part.ranks]
-    message.threads = gang.pinning.threads()
+def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> None:
+    context, parts = report.context, report.parts
+    found = [context.pages.progress(rank) for rank in context.part.ranks]
+    message.threads = parts.pinning.threads()
     per_device = [
         -(-progress.peak_device_bytes // max(1, mask.bit_count()))
-        for progress, mask in zip(found, gang.part.device_masks, strict=True)
+        for progress, mask in zip(found, context.part.device_masks, strict=True)
     ]
     # in whole 64 MiB: a peak that creeps is no news
     message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
-        _add_progress(message.progress, gang, found)
-    now = time.monotonic()
-    facts = gang.facts()
-    live = [rank for rank in facts.ranks if rank.exit is None]
-    if live and any(is_opaque(facts, rank, now) for rank in live):
-        is_certain = any(rank.opaque for rank in live) or gang.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
+        _add_progress(message.progress, report, found)
+    facts = facts_of(context, report.orders, parts)
+    if has_opaque_rank(facts, time.monotonic()):
+        is_certain = any(rank.opaque and rank.exit is None for rank in facts.ranks)
+        is_certain = is_certain or report.orders.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
         message.capabilities_presumed = not is_certain and not facts.no_agent
         # A shell may start a Python whose agent reports later.
         why = "no agent" if is_certain else "no agent has reported so far"
-        agent_reason = "" if message.capabilities_presumed else gang.rank_errors.reason("BOUNDARIES")
-        _add_what_an_opaque_job_can(message.capabilities, gang, why, agent_reason)
+        agent_reason = "" if message.capabilities_presumed else parts.rank_errors.reason("BOUNDARIES")
+        _add_capabilities_without_agent(message.capabilities, report, why, agent_reason)
     elif all(progress.hello_time_ns for progress in found):
-        _add_what_the_agent_can(message.capabilities, gang, found)
+        _add_capabilities_of_agent(message.capabilities, report, found)
         if any(map(is_still_looking, found)):
             message.capabilities_presumed = True
-            for what in list(message.capabilities.missing):
-                message.capabilities.missing[what] = "that is not known before its first step"
+            for capability in list(message.capabilities.missing):
+                message.capabilities.missing[capability] = "that is not known before its first step"
 
 
-def _add_progress(message: job_pb2.Progress, gang: LocalGang, found: Sequence[PageProgress]) -> None:
+def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence[PageProgress]) -> None:
     """Add the progress of an attempt that is parked or has ended. Steps that it repeats do not count as its own."""
     if any(progress.phase == RankPhase.REPLAY for progress in found):
         return
     slowest = min(found, key=lambda progress: progress.step)
     message.step, message.samples, message.loss = slowest.step, slowest.samples, slowest.loss
     message.data_wait_share = _waited(slowest)
-    add_metrics(message, gang.metrics())
+    add_metrics(message, report.metrics())
 
 
 @cache
@@ -161,14 +241,14 @@ def _booted_ns() -> int:
     return time.time_ns() - now_ns()
 
 
-def _add_where_it_stands(message: agent_pb2.ObservedGang, gang: LocalGang) -> None:
+def _add_step_times(message: agent_pb2.ObservedGang, report: GangReport, phase: PartPhase) -> None:
     """Add the fields that every time slice would change."""
-    found = [gang.pages.progress(rank) for rank in gang.part.ranks]
-    if gang.judgement.phase in (PartPhase.PARKED, PartPhase.STOPPING):
+    found = [report.context.pages.progress(rank) for rank in report.context.part.ranks]
+    if phase in (PartPhase.PARKED, PartPhase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
-    if gang.judgement.phase is PartPhase.PARKED and all(progress.step_time_ns for progress in found):
+    if phase is PartPhase.PARKED and all(progress.step_time_ns for progress in found):
         message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
-    if gang.judgement.phase is PartPhase.RUNNING and all(progress.first_step_time_ns for progress in found):
+    if phase is PartPhase.RUNNING and all(progress.first_step_time_ns for progress in found):
         message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
 
 
@@ -178,15 +258,15 @@ def _waited(progress: PageProgress) -> float:
     return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
 
 
-def _add_what_an_opaque_job_can(
-    capabilities: job_pb2.Capabilities, gang: LocalGang, why: str, agent_reason: str = ""
+def _add_capabilities_without_agent(
+    capabilities: job_pb2.Capabilities, report: GangReport, why: str, agent_reason: str = ""
 ) -> None:
     """`agent_reason`: the reason that the agent itself reported, if any; `why`: the one to give otherwise."""
-    why = agent_reason or why
-    if gang.desired.spec.gpus_max:
+    context, why = report.context, agent_reason or why
+    if report.orders.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
-    freezer = gang.host.cgroups.capabilities.get("freeze", "none")
-    is_whole = gang.part.world == len(gang.part.ranks)
+    freezer = context.host.cgroups.capabilities.get("freeze", "none")
+    is_whole = context.part.world == len(context.part.ranks)
     capabilities.pause = is_whole and not freezer.startswith("none")
     if not is_whole:
         capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
@@ -196,80 +276,32 @@ def _add_what_an_opaque_job_can(
     capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
 
 
-def _add_what_the_agent_can(capabilities: job_pb2.Capabilities, gang: LocalGang, found: Sequence[PageProgress]) -> None:
-    able = ~0
+def _add_capabilities_of_agent(
+    capabilities: job_pb2.Capabilities, report: GangReport, found: Sequence[PageProgress]
+) -> None:
+    context, parts, able = report.context, report.parts, ~0
     for progress in found:
         able &= progress.capabilities
     capabilities.pause = bool(able & Capability.PAUSE)
     capabilities.offload = bool(able & Capability.OFFLOAD)
-    capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and gang.host.storage.proved
+    capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
     if not capabilities.pause:
         capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
     if not capabilities.offload:
-        why = gang.rank_errors.reason("OFFLOAD") or gang.rank_errors.reason("CHECKPOINT")
+        why = parts.rank_errors.reason("OFFLOAD") or parts.rank_errors.reason("CHECKPOINT")
         capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
-    if able & Capability.CHECKPOINT and not gang.host.storage.proved:
+    if able & Capability.CHECKPOINT and not context.host.storage.proved:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
     elif not capabilities.checkpoint:
-        why = gang.rank_errors.reason("CHECKPOINT") or "its log says why"
+        why = parts.rank_errors.reason("CHECKPOINT") or "its log says why"
         capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
     capabilities.resize = bool(able & Capability.RESIZE)
     if capabilities.resize:
         capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found])
-    elif gang.desired.spec.gpus_max:
+    elif report.orders.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = (
             "its log says why, or it has made no job.dataloader yet"
             if able & Capability.FIVE_LINE
             else "an unmodified script goes on with as many ranks as before: attach it to change that"
         )
-
-
-_PROCESSES_SECONDS = 60.0
-
-
-class Watching:
-    """Stall detection for one gang's local ranks."""
-
-    def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
-        self._pages = pages
-        self._ranks = ranks
-        self._watched: core.Watched | None = None
-        self._processes_at = 0.0
-
-    def stall_reason(self, is_running: bool) -> str:
-        """Return why the gang makes no progress, or an empty text. `is_running`: it should run and its pages can be
-        read."""
-        now = time.monotonic()
-        if not is_running:
-            self._watched = None
-            return ""
-        found = {rank: self._pages.progress(rank) for rank in self._ranks}
-        counters = {
-            rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
-            for rank, progress in found.items()
-        }
-        self._watched = core.seen(self._watched or core.Watched(now), counters, now)
-        return core.stall_reason(self._watched, now)
-
-    async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
-        """Measure the CPU time of a job without boundaries, once a minute."""
-        if self._watched is None or now - self._processes_at < _PROCESSES_SECONDS:
-            return
-        self._processes_at = now
-        seconds = await asyncio.to_thread(processor_seconds, tuple(pids))
-        if self._watched is not None:
-            self._watched = core.used(self._watched, seconds, now)
-
-
-def processor_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time in seconds of processes and their descendants, with ended ones that their parents reaped."""
-    found = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    times = one.cpu_times()
-                    found += times.user + times.system + times.children_user + times.children_system
-    return found

@@ -13,10 +13,8 @@ from ganger.protocol.gang_orders import OrderKey
 
 from ganger_daemon.checkpoints.layout import free_bytes
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json
 
 _LIMIT = 1000
@@ -24,8 +22,8 @@ _REASON_LIMIT = 500
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
 
 
-class Complaint(NamedTuple):
-    """`reason` is the control page's word (STORAGE_FULL, ...), `text` one line for a person."""
+class RankError(NamedTuple):
+    """`reason` is the control page's word (STORAGE_FULL, ...), `text` one line for the user."""
 
     rank: int
     reason: str
@@ -35,29 +33,28 @@ class Complaint(NamedTuple):
         return f"{self.reason}: rank {self.rank}: {self.text}"[:_LIMIT]
 
 
-class Complaints:
+class RankErrors:
     """Reported errors of one gang's local ranks."""
 
-    def __init__(self, host: NodeContext, paths: GangPaths, part: LocalPart, pages: ControlPages) -> None:
-        self._host = host
-        self._paths = paths
-        self._part = part
-        self._pages = pages
+    def __init__(self, context: GangContext) -> None:
+        self._host = context.host
+        self._paths = context.paths
+        self._part = context.part
+        self._pages = context.pages
         self._refused = (0, "")  # (order, why)
         # By rank and capability that is not offered: time of the file, and its text.
         self._reasons: dict[tuple[int, str], tuple[int, str]] = {}
 
     def under(self, order: OrderKey, saved_request: int = 0) -> str:
-        """Return the first complaint under an order; empty if there is none.
+        """Return the first error under an order; empty if there is none.
 
-        saved_request: number of the newest published checkpoint without a stop, 0 for none. Complaints from before its
-        request no longer count.
-        """
+        `saved_request`: number of the newest published checkpoint without a stop, 0 for none. Errors from before its
+        request no longer count."""
         if self._refused[0] == order.number:
             return self._refused[1]
         saved = _time_of(self._paths.orders / f"checkpoint-{saved_request}.json") if saved_request else 0
         found = (error_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
-        return str(next((complaint for complaint in found if complaint is not None), ""))
+        return str(next((error for error in found if error is not None), ""))
 
     def refusal(self, facts: gang_judgement.GangPart, unpublished: str) -> str:
         """Return why the level of the present order cannot be reached, or an empty text. The first reason found stays
@@ -67,9 +64,9 @@ class Complaints:
             return self._refused[1]
         refusing = (rank.rank for rank in facts.ranks if gang_judgement.refuses(facts, rank))
         reported = (error_of(self._paths, rank, str(sequence)) for rank in refusing)
-        complaint = next((one for one in reported if one is not None), None)
-        text = str(complaint or unpublished)
-        if complaint is not None and complaint.reason == "STORAGE_FULL":
+        error = next((one for one in reported if one is not None), None)
+        text = str(error or unpublished)
+        if error is not None and error.reason == "STORAGE_FULL":
             text += self._room()
         if text:
             self._refused = (sequence, text)
@@ -99,14 +96,14 @@ class Complaints:
         return f"; {storage} has {free} bytes free, this node's part needs about {needed}"
 
 
-def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Complaint | None:
+def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> RankError | None:
     """Return the error that a rank reported after the order of this name was written and after the file time
     `since_ns`; None without one, or without such an order."""
     written, reported = _time_of(paths.orders / f"{order}.json"), _time_of(paths.error(rank))
     if not 0 < written <= reported or reported < since_ns:
         return None
     fields = read_json(paths.error(rank))
-    return Complaint(rank, str(fields.get("reason", "UNKNOWN")), summary_of(str(fields.get("message", ""))))
+    return RankError(rank, str(fields.get("reason", "UNKNOWN")), summary_of(str(fields.get("message", ""))))
 
 
 def summary_of(message: str) -> str:

@@ -8,30 +8,29 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.gang_pages import page_path
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.page import Word
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.cgroups.contract import Variant
-from ganger_daemon.gang.arrival import RankTransfer
-from ganger_daemon.gang.boundary_relay import Peers
-from ganger_daemon.gang.control_pages import ControlPages, page_order, write_details
-from ganger_daemon.gang.desired_messages import LocalPart, to_json
+from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind
+from ganger_daemon.failpoints import hit
+from ganger_daemon.gang.control_pages import page_order, write_details
+from ganger_daemon.gang.desired_messages import to_json
+from ganger_daemon.gang.exit_watcher import ExitWatcher
+from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,
     RestorePlan,
     arena_bytes_per_rank,
     arena_name,
-    bytes_ahead_per_rank,
     check_command,
     check_user,
     environment_of,
@@ -39,7 +38,7 @@ from ganger_daemon.gang.launch_plan import (
     launch_mapping,
     restore_plan,
 )
-from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext, StorageWait
 from ganger_daemon.node.process_identity import (
@@ -56,13 +55,11 @@ from ganger_daemon.node.process_identity import (
     strays,
 )
 from ganger_daemon.node.safe_files import make_directory, read_json, remove_tree, sync_file, write_json
-from ganger_daemon.transfer.stream_messages import StreamRequest
-
-if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
 
 log = logging.getLogger(__name__)
 
+# Exit code of a shell that could not execute a command.
+_NOT_EXECUTED = 127
 # What was killed is gone within milliseconds, but for one that hangs in a driver.
 _STRAYS_SECONDS = 5.0
 _STRAYS_LOOK_SECONDS = 0.01
@@ -74,79 +71,97 @@ _READING_PATIENCE_S = 0.2
 _READING_QUIET_S = 5.0
 
 
-class Launching:
-    """Steps of one gang's launch. Idempotent: the work of a former daemon is found and kept."""
+class RankLaunch:
+    """Steps of one gang's launch. Idempotent: the work of a former daemon is found and kept.
 
-    REFUSALS = (LaunchRefusedError, LauncherError, OSError)
+    `is_done`: the local ranks were launched, at `launched_at` (seconds of the monotonic clock); `failure`: how the
+    launch failed; `is_under_way`: a launch may start processes at any moment; `rendezvous`: known on the leader's node,
+    before its file is there; `arena_bytes`: size of each rank's arena."""
 
     def __init__(
         self,
-        host: NodeContext,
-        peers: Peers,
-        paths: GangPaths,
-        part: LocalPart,
-        blocked_by: Callable[[LocalGang], str],
-        cores_kept_by: Callable[[LocalGang], str],
-        note: Callable[[], None],
+        context: GangContext,
+        exits: ExitWatcher,
+        blocked_by: Callable[[], str],
+        cores_kept_by: Callable[[], str],
     ) -> None:
-        """`blocked_by`: the job that is on its devices; `cores_kept_by`: the leaving job that still has cores; `note`
-        writes the notes for the next daemon."""
-        self._host = host
-        self._peers = peers
-        self._paths = paths
-        self._part = part
+        """`blocked_by` returns the job that is on the gang's devices; `cores_kept_by`: the leaving job that still has
+        cores. Both return an empty text for none."""
+        self._context = context
+        self._host = context.host
+        self._paths = context.paths
+        self._part = context.part
+        self._pages = context.pages
+        self._exits = exits
         self._blocked_by = blocked_by
         self._cores_kept_by = cores_kept_by
-        self._note = note
-        self._key = ""
         self._reading: asyncio.Future[RestorePlan] | None = None
         self._reading_wait = StorageWait()
-        self._arena_bytes = 0
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
-        self.gang: LocalGang | None = None
+        self.launcher_key = ""
+        self.arena_bytes = 0
+        self.is_done = False
+        self.launched_at = 0.0
+        self.failure: PartOutcome | None = None
         self.is_under_way = False
-        self.rendezvous: tuple[str, int] | None = None  # known on the leader's node, before its file is there
+        self.rendezvous: tuple[str, int] | None = None
 
     def recall(self, left: Mapping[str, Any]) -> None:
-        self._key = str(left.get("launcher", ""))
-        self._arena_bytes = int(left.get("arena_bytes", 0))
+        self.launcher_key = str(left.get("launcher", ""))
+        self.arena_bytes = int(left.get("arena_bytes", 0))
         self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
 
     def journal(self) -> dict[str, Any]:
-        assert self.gang is not None, "set before the first launch"
-        ranks = {rank: [process.pid, process.start_ticks] for rank, process in self.gang.deaths.processes.items()}
-        return {"launcher": self._key, "arena_bytes": self._arena_bytes, "ranks": ranks}
-
-    @property
-    def launcher_key(self) -> str:
-        return self._key
+        ranks = {rank: [process.pid, process.start_ticks] for rank, process in self._exits.processes.items()}
+        return {"launcher": self.launcher_key, "arena_bytes": self.arena_bytes, "ranks": ranks}
 
     def running_launcher(self) -> Launcher | None:
         """Blocks for a moment. None when it is not there now."""
-        return self._host.launchers.running(self._key) if self._key else None
+        return self._host.launchers.running(self.launcher_key) if self.launcher_key else None
 
     def launcher_lives(self) -> bool:
         return self.running_launcher() is not None
 
-    async def launch(
-        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages
-    ) -> dict[int, ProcessId] | None:
-        """Return the processes by rank; None while devices, cores or storage are not ready. Raises one of REFUSALS."""
-        assert self.gang is not None, "set before the first launch"
+    async def attempt(self, orders: ReceivedOrders) -> bool:
+        """Launch the ranks, or record why that failed. Return False while devices, cores or storage are not ready."""
+        try:
+            launched = await self._attempt(orders)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not isinstance(error, LaunchRefusedError | LauncherError | OSError):
+                log.exception("launch failed", extra={"job": orders.desired.job})
+            self.failure = _outcome_of(error)
+            return True
+        if launched is None:
+            return False
+        hit("between-fork-and-page")
+        self.confirm(launched)
+        return True
+
+    def confirm(self, processes: Mapping[int, ProcessId]) -> None:
+        """Watch the launched ranks."""
+        for rank, process in processes.items():
+            self._exits.watch(rank, process)
+        self.is_done, self.launched_at = True, time.monotonic()
+
+    async def _attempt(self, orders: ReceivedOrders) -> dict[int, ProcessId] | None:
+        """Return the processes by rank; None while devices, cores or storage are not ready."""
+        desired = orders.desired
         if not self._host.serves_all_users:
             check_user(desired.user)
         check_command(desired.spec)
-        if self._blocked_by(self.gang):
+        if self._blocked_by():
             return None
         restore = await self._read_storage(desired)
         if restore is None:
             return None
-        if self._blocked_by(self.gang):
+        if self._blocked_by():
             # Another gang was started on its devices meanwhile, and may save a newer state.
             self._reading = None
             return None
         if shortage := self._take_cores(desired):
-            if self._cores_kept_by(self.gang):
+            if self._cores_kept_by():
                 return None
             raise LaunchRefusedError(f"no cores: {shortage}")
         self._reading = None
@@ -157,23 +172,23 @@ class Launching:
             # the disk may take its time while the ranks are prepared; the launch is reported only once it is done
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
-                return await self._launch(desired, wanted, pages, restore)
+                return await self._launch(desired, orders, restore)
             finally:
                 await durable
         finally:
             self.is_under_way = False
 
     async def _launch(
-        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, pages: ControlPages, restore: RestorePlan
+        self, desired: agent_pb2.DesiredGang, orders: ReceivedOrders, restore: RestorePlan
     ) -> dict[int, ProcessId]:
-        paths, host, part = self._paths, self._host, self._part
+        paths, host, pages = self._paths, self._host, self._pages
         storage = host.storage.path if host.storage.proved else None
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
         pages.create(threads)
         pages.extend_lease(host.lease_until_ns or 0)
-        order = page_order(wanted)
+        order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
         write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
         pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
@@ -183,16 +198,15 @@ class Launching:
         # not before: while the kernel waits, no group can be made
         hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
         interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
-        self._key = host.launchers.key(interpreter, environment)
-        self._arena_bytes = arena_bytes_per_rank(
-            desired, len(part.ranks), host.inventory.configuration_set.device_memory_bytes
-        )
-        launcher = await asyncio.to_thread(host.launchers.get, self._key, interpreter, environment)
-        rendezvous = await self._meet(desired, launcher)
+        self.launcher_key = host.launchers.key(interpreter, environment)
+        device_memory = host.inventory.configuration_set.device_memory_bytes
+        self.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
+        launcher = await asyncio.to_thread(host.launchers.get, self.launcher_key, interpreter, environment)
+        rendezvous = await self._meet(desired, launcher, orders)
         # without this note, a daemon that finds the ranks would know neither their cores nor their arenas
-        self._note()
+        self._context.write_notes()
         processes = await asyncio.to_thread(
-            self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads, pages
+            self._fork_all, desired, environment, launcher, rendezvous, restore, files, threads
         )
         await hastened
         return processes
@@ -224,7 +238,7 @@ class Launching:
             return ""
         return self._host.storage.trouble or f"it has been reading its checkpoint since {self._reading_wait.since}"
 
-    def recognise(self, children: Mapping[str, RankProcess], pages: ControlPages) -> dict[int, FoundProcesses]:
+    def recognise(self, children: Mapping[str, RankProcess]) -> dict[int, FoundProcesses]:
         """Return the process of each local rank, from launchers, the notes of a former daemon and the pages."""
         paths = self._paths
         members = frozenset(self._host.cgroups.pids(paths.group))
@@ -235,38 +249,10 @@ class Launching:
             return process.pid in members or holds_files_of_rank(process.pid, log_path, page)
 
         def found(rank: int) -> FoundProcesses:
-            noted = [self._noted.get(rank, NO_PROCESS), pages.process(rank)]
+            noted = [self._noted.get(rank, NO_PROCESS), self._pages.process(rank)]
             return recognise(children.get(paths.name(rank)), noted, partial(belongs, rank))
 
         return {rank: found(rank) for rank in self._part.ranks}
-
-    def legs(
-        self, requests: tuple[tuple[int, str, StreamRequest], ...], pages: ControlPages
-    ) -> tuple[RankTransfer, ...]:
-        """Return the transfer of each rank's state to this node, from the bytes already received on."""
-        assert self.gang is not None, "set before the first launch"
-        ahead = bytes_ahead_per_rank(self.gang.desired, len(self._part.ranks), self._arena_bytes)
-
-        def leg(rank: int, address: str, request: StreamRequest) -> RankTransfer:
-            page = pages[rank]
-            done = page.get(Word.ARENA_AVAILABLE)
-
-            def available(size: int) -> None:
-                if pages.readable:
-                    page.set(Word.ARENA_AVAILABLE, size)
-
-            return RankTransfer(
-                rank,
-                address,
-                replace(request, offset=done),
-                lambda: self.open_arena(rank),
-                self._arena_bytes,
-                ahead,
-                available,
-                self._host.tls,
-            )
-
-        return tuple(leg(rank, address, request) for rank, address, request in requests)
 
     def open_arena(self, rank: int) -> int:
         """A descriptor of a rank's arena. Raises OSError when no launcher has it."""
@@ -290,7 +276,9 @@ class Launching:
         environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
         interpreter = interpreter_of(tuple(fields.get("argv", ["python"])), environment, str(fields.get("cwd", "/")))
         try:
-            launcher = self._host.launchers.get(self._key, interpreter, _without_injection(environment, self._host))
+            launcher = self._host.launchers.get(
+                self.launcher_key, interpreter, _without_injection(environment, self._host)
+            )
         except LauncherError as error:
             raise OSError(str(error)) from error
         self.adopt_all(launcher)
@@ -298,9 +286,8 @@ class Launching:
 
     def adopt_all(self, launcher: Launcher) -> None:
         """Register the live ranks with a launcher that does not have them. Blocks."""
-        assert self.gang is not None, "set before the first launch"
         known = children_of(launcher)
-        for rank, process in self.gang.deaths.processes.items():
+        for rank, process in self._exits.processes.items():
             name = self._paths.name(rank)
             if name in known or not is_alive(process):
                 continue
@@ -317,7 +304,7 @@ class Launching:
 
     def revive(self) -> None:
         """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
-        if self._key and self.running_launcher() is None:
+        if self.launcher_key and self.running_launcher() is None:
             self._adopt_anew()
 
     async def clean(self) -> None:
@@ -392,13 +379,14 @@ class Launching:
             raise LaunchRefusedError(f"no CPU quota of {cores:g} cores: {self._host.cgroups.capabilities['cpu_quota']}")
         return pool
 
-    async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher) -> Rendezvous:
+    async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher, orders: ReceivedOrders) -> Rendezvous:
         host, paths = self._host.address_host, self._paths
         if self._part.world == 1:
             return Rendezvous(host, free_port(host), store=False)
         if not self._part.leads:
             leader = desired.members[0]
-            return await self._of_leader(self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch))
+            asking = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
+            return await self._of_leader(asking, orders)
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
@@ -418,13 +406,12 @@ class Launching:
         self.rendezvous = (host, port)
         return Rendezvous(host, port, store=has_store)
 
-    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]]) -> Rendezvous:
+    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
         """Return the leader's rendezvous. An order to stop ends the wait: the leader's part may have ended before."""
-        assert self.gang is not None, "set before the first launch"
         task = asyncio.ensure_future(asking)
         try:
             while not task.done():
-                if self.gang.wanted.intent is OrderIntent.STOP:
+                if orders.wanted.intent is OrderIntent.STOP:
                     raise LaunchRefusedError("ordered to stop before its leader had named the rendezvous")
                 await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
             return Rendezvous(*task.result())
@@ -441,9 +428,8 @@ class Launching:
         restore: Any,
         files: tuple[str, ...],
         threads: int,
-        pages: ControlPages,
     ) -> dict[int, ProcessId]:
-        found = self.recognise(children_of(launcher), pages)
+        found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
         cpus = self._host.cpus_of(self._paths.group)
@@ -467,13 +453,23 @@ class Launching:
                     cpus=() if files else cpus,
                     threads=threads,
                     inject=self._host.launchers.inject,
-                    arena_bytes=self._arena_bytes,
+                    arena_bytes=self.arena_bytes,
                 )
         for rank, forked in zip(mappings, launcher.fork_all(list(mappings.values())), strict=True):
             processes[rank] = ProcessId(*forked)
         for process in processes.values():
             self._host.cgroups.track(self._paths.group, process.pid)
         return dict(sorted(processes.items()))
+
+
+def _outcome_of(error: Exception) -> PartOutcome:
+    """Return the outcome of a gang whose launch has failed."""
+    kind = error.kind if isinstance(error, LaunchRefusedError) else PartOutcomeKind.LAUNCH_FAILED
+    found = error.found if isinstance(error, LaunchRefusedError) else ()
+    # The exit code shows the master that the command is at fault, and not the node.
+    is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
+    exit_code = _NOT_EXECUTED if is_command else 0
+    return PartOutcome(kind, exit_code, message=str(error) or type(error).__name__, found=found)
 
 
 def _without_injection(environment: Mapping[str, str], host: NodeContext) -> dict[str, str]:

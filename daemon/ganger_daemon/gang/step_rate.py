@@ -1,14 +1,24 @@
-"""Rates of a gang between two samples of its pages: steps per second, data-wait share, and device utilization."""
+"""Rates of a gang between two samples of its pages: steps per second, data-wait share, and device utilization; and
+the detection of stalls."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import psutil
+
+from ganger_daemon.core import stall_detection as core
 from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
+
+# Interval of measuring the CPU time of a job without boundaries.
+_PROCESSES_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ def iteration_seconds(rate: Rate) -> float:
     return 1.0 / rate.steps_per_second if rate.steps_per_second > 0 else 0.0
 
 
-class Using:
+class UtilizationMeter:
     """Device utilization of a gang's part on this node.
 
     A virtual device with a CPU limit is as busy as its cores. For other devices the driver reports the use of each
@@ -82,11 +92,24 @@ class Using:
 
 
 class StepRate:
+    """Progress of one gang's local ranks, from their pages."""
+
     def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
         self._pages = pages
         self._ranks = ranks
         self._look: PageSample | None = None
         self.iteration_seconds = 0.0  # as last measured
+
+    @property
+    def first_step_ns(self) -> int:
+        """Time when the last local rank finished its first step since the gang was started or resumed; 0 before."""
+        times = [self._pages.progress(rank).first_step_time_ns for rank in self._ranks] if self._pages.readable else []
+        return max(times) if times and all(times) else 0
+
+    @property
+    def last_step_ns(self) -> int:
+        """Time of the newest step of a local rank; 0 before, and without pages."""
+        return max(self._pages.progress(rank).step_time_ns for rank in self._ranks) if self._pages.readable else 0
 
     def forget(self) -> None:
         """Drop the last sample, since time in which the gang is parked does not count."""
@@ -120,3 +143,50 @@ class StepRate:
         self._look = look
         self.iteration_seconds = iteration_seconds(rate) or self.iteration_seconds
         return look, rate.steps_per_second, rate.data_wait_share
+
+
+class StallWatch:
+    """Stall detection for one gang's local ranks."""
+
+    def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
+        self._pages = pages
+        self._ranks = ranks
+        self._watched: core.Watched | None = None
+        self._processes_at = 0.0
+
+    def stall_reason(self, is_running: bool) -> str:
+        """Return why the gang makes no progress, or an empty text. `is_running`: it should run and its pages are
+        readable."""
+        now = time.monotonic()
+        if not is_running:
+            self._watched = None
+            return ""
+        found = {rank: self._pages.progress(rank) for rank in self._ranks}
+        counters = {
+            rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
+            for rank, progress in found.items()
+        }
+        self._watched = core.seen(self._watched or core.Watched(now), counters, now)
+        return core.stall_reason(self._watched, now)
+
+    async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
+        """Measure the CPU time of a job without boundaries, once a minute."""
+        if self._watched is None or now - self._processes_at < _PROCESSES_SECONDS:
+            return
+        self._processes_at = now
+        seconds = await asyncio.to_thread(processor_seconds, tuple(pids))
+        if self._watched is not None:
+            self._watched = core.used(self._watched, seconds, now)
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU time in seconds of processes and their descendants, with ended ones that their parents reaped."""
+    found = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = one.cpu_times()
+                    found += times.user + times.system + times.children_user + times.children_system
+    return found

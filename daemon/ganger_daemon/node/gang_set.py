@@ -28,9 +28,9 @@ from ganger_daemon.core.reconcile import (
     StopAbsent,
     reconcile,
 )
-from ganger_daemon.gang.boundary_relay import Peers
 from ganger_daemon.gang.desired_messages import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.gang.gang import LocalGang
+from ganger_daemon.gang.gang_context import Peers
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_json
 from ganger_daemon.node.slice_rotation import Rotation
@@ -205,11 +205,9 @@ class GangSet:
             await gang.close()
 
     def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
-        gang = LocalGang(
+        return LocalGang(
             self._host, self._peers, desired, self._start_blocked_by, self._keeps_cores, self.rotation.news
         )
-        gang.launching.gang = gang
-        return gang
 
     def _start(self, desired: agent_pb2.DesiredGang) -> None:
         try:
@@ -239,8 +237,8 @@ class GangSet:
     async def _forget(self, key: GangId) -> None:
         gang = self._gangs.pop(key)
         task = self._tasks.pop(key)
-        if gang.launching.rendezvous is not None:
-            self.met[key] = gang.launching.rendezvous
+        if gang.parts.launching.rendezvous is not None:
+            self.met[key] = gang.parts.launching.rendezvous
             for first in list(self.met)[: max(0, len(self.met) - _FINISHED_LIMIT)]:
                 del self.met[first]
         uid, epoch = key
@@ -274,7 +272,7 @@ class GangSet:
         them before the gang is judged parked again or has ended.
         """
         for other in self._gangs.values():
-            if other is not gang and other.is_leaving and other.paths.group in self._host.core_table.held:
+            if other is not gang and other.is_leaving and other.context.paths.group in self._host.core_table.held:
                 return other.desired.job
         return ""
 

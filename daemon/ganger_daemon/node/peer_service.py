@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,7 +27,7 @@ from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.manifest import Shard, ShardReport
 from ganger_daemon.core.outcomes import PartPhase
-from ganger_daemon.gang.boundary_relay import Link, RelayMessage, from_wire
+from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.safe_files import read_json
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             gang = self._gangs.find(request.job_uid, request.epoch)
             if gang is not None:
                 self._check_part(gang, context)
-                if gang.launching.rendezvous is not None:
-                    host, port = gang.launching.rendezvous
+                if gang.parts.launching.rendezvous is not None:
+                    host, port = gang.parts.launching.rendezvous
                     return peer_pb2.Rendezvous(host=host, port=port)
-                fields = read_json(gang.paths.rendezvous)
+                fields = read_json(gang.context.paths.rendezvous)
                 if fields:
                     return peer_pb2.Rendezvous(host=str(fields["host"]), port=int(fields["port"]))
                 if gang.phase is PartPhase.ENDED:
@@ -106,10 +106,10 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     ) -> peer_pb2.ShardWrittenResponse:
         gang = self._gang(request.job_uid, request.epoch, context)
         storage = self._host.storage.path
-        if not gang.part.leads or storage is None:
+        if not gang.context.part.leads or storage is None:
             raise GangNotFound("this daemon does not lead the gang, or sees no storage")
         if request.refusal:
-            await gang.saving.receive_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
+            await gang.parts.saving.receive_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
             return peer_pb2.ShardWrittenResponse()
         shards = tuple(
             Shard(
@@ -122,9 +122,9 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             )
             for shard in request.shards
         )
-        await gang.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
+        await gang.parts.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
         gang.wake()
-        return peer_pb2.ShardWrittenResponse(published=gang.saving.keeper.is_settled(request.stop_sequence))
+        return peer_pb2.ShardWrittenResponse(published=gang.parts.saving.keeper.is_settled(request.stop_sequence))
 
     async def SwitchRow(
         self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
@@ -206,7 +206,7 @@ class PeerCalls:
     async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
         """Return host and port of the ranks' rendezvous. Raises OSError if the leader does not answer."""
         try:
-            found = await self._stub(address).GetRendezvous(
+            found = await self.stub(address).GetRendezvous(
                 peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
@@ -214,7 +214,7 @@ class PeerCalls:
         return found.host, found.port
 
     async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
-        answer = await self._stub(address).ShardWritten(
+        answer = await self.stub(address).ShardWritten(
             peer_pb2.ShardWrittenRequest(
                 job_uid=job_uid,
                 epoch=epoch,
@@ -239,20 +239,17 @@ class PeerCalls:
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
         """Return the state of a member after a slice order; None without an answer."""
         try:
-            state: peer_pb2.RowState = await self._stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
+            state: peer_pb2.RowState = await self.stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
         except grpc.aio.AioRpcError:
             return None
         return state
-
-    def link(self, address: str, heard: Callable[[RelayMessage], None]) -> Link:
-        return Link(self._stub(address), heard)
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close(None)
         self._channels.clear()
 
-    def _stub(self, address: str) -> Any:
+    def stub(self, address: str) -> Any:
         channel = self._channels.get(address)
         if channel is None:
             channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)

@@ -61,17 +61,16 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
     report = agent_pb2.ProgressReport(session=session)
     now = time.time()
     for gang in gangs.all():
-        found, concern = gang.progress(), gang.stall_reason()
-        metrics = gang.metrics()
+        found, concern, metrics = gang.report.progress(), gang.report.stall_reason(), gang.report.metrics()
         if found is None and not concern and not metrics:
             continue
         progress = job_pb2.Progress(loss=math.nan, concern=concern)
         progress.time.FromNanoseconds(int(now * 1e9))
         if found is not None:
             look, progress.steps_per_second, progress.data_wait_share = found
-            used = gang.used(progress.data_wait_share)
-            if used is not None:
-                progress.device_use = used
+            utilization = gang.report.utilization(progress.data_wait_share)
+            if utilization is not None:
+                progress.device_use = utilization
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
             progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()

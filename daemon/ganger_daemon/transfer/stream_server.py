@@ -51,7 +51,7 @@ class ParkedArenas:
         gang = self._gangs.find(request.job_uid, request.epoch)
         if gang is None:
             raise StreamError(f"epoch {request.epoch} of {request.job_uid} is not here", retry=True)
-        if request.rank not in gang.part.ranks:
+        if request.rank not in gang.context.part.ranks:
             raise StreamError(f"rank {request.rank} is not on this node", retry=False)
         return ParkedArena(gang, request.rank, request.stop_sequence)
 
@@ -68,12 +68,12 @@ class ParkedArena:
         gang = self._gang
         # parked for another time slice only, it will resume: its arena is not the state that it moves with
         if (
-            not gang.pages.readable
+            not gang.context.pages.readable
             or not gang.wanted.stop_sequence
             or gang.master_desired.intent == agent_pb2.INTENT_RUN
         ):
             return 0, 0
-        progress = gang.pages.progress(self._rank)
+        progress = gang.context.pages.progress(self._rank)
         # before the rank is parked in this stop, the numbers may be those of an earlier one
         if progress.ack_seq != gang.wanted.stop_sequence or progress.state not in _FILLING:
             return 0, 0
@@ -88,7 +88,7 @@ class ParkedArena:
         return not self._stop or gang.wanted.stop_sequence == self._stop
 
     def open_arena(self) -> int:
-        return self._gang.launching.open_arena(self._rank)
+        return self._gang.parts.launching.open_arena(self._rank)
 
 
 log = logging.getLogger(__name__)

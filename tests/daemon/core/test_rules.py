@@ -11,7 +11,7 @@ from ganger_daemon.checkpoints.manifest import Gathering, Shard
 from ganger_daemon.checkpoints.retention import Schedule, asked, due, is_leftover, surplus
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
-from ganger_daemon.core.relay import RelayedPoint, decided, merge, merge_all
+from ganger_daemon.core.relay import RelayedPoint, merge, merge_all
 from ganger_daemon.gang.core_pinning import Retune, RetuneStep
 from ganger_daemon.gang.device_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, rate_between
@@ -86,14 +86,6 @@ def test_points_of_own_and_of_unknown_ranks_are_ignored() -> None:
     known = {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 3)}
     merged = merge_all(known, [RelayedPoint(0, 99), RelayedPoint(1, 4), RelayedPoint(7, 1)], frozenset({0}))
     assert merged == {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 4)}
-
-
-def test_the_stop_is_decided_when_all_have_acked() -> None:
-    points = {0: RelayedPoint(0, 9, 4, 8), 1: RelayedPoint(1, 7)}
-    assert decided(points, 4) is None
-    assert decided({**points, 1: RelayedPoint(1, 7, 4, 7)}, 4) == 9
-    assert decided({**points, 1: RelayedPoint(1, 20, done=True)}, 4) == 21
-    assert decided({0: RelayedPoint(0, 9, 4, 8)}, 4) == 8
 
 
 @pytest.mark.parametrize(

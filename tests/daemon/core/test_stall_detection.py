@@ -9,7 +9,7 @@ import sys
 import pytest
 from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.core.stall_detection import RankCounters, Watched, seen, stall_reason, used
-from ganger_daemon.gang.observation import processor_seconds
+from ganger_daemon.gang.step_rate import processor_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 

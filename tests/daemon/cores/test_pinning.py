@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.gang.core_pinning import Pinning
+from ganger_daemon.gang.core_pinning import CorePinning
 from ganger_daemon.node.core_table import CoreTable, Grant, adopt, declared_cores
 from ganger_daemon.node.node_context import NodeContext
 
@@ -31,10 +31,14 @@ class Node:
         return ()
 
 
-def pinning_on(node: Any) -> Pinning:
-    pages: Any = SimpleNamespace(threads=lambda: 1)
-    part: Any = SimpleNamespace(ranks=(0,))
-    return Pinning(node, "gang", pages, part)
+def pinning_on(node: Any) -> CorePinning:
+    context: Any = SimpleNamespace(
+        host=node,
+        paths=SimpleNamespace(group="gang"),
+        pages=SimpleNamespace(threads=lambda: 1),
+        part=SimpleNamespace(ranks=(0,)),
+    )
+    return CorePinning(context)
 
 
 def wanted(repin_request: int = 0) -> agent_pb2.DesiredGang:
@@ -43,7 +47,7 @@ def wanted(repin_request: int = 0) -> agent_pb2.DesiredGang:
     return desired
 
 
-def follow(pinning: Pinning, desired: agent_pb2.DesiredGang) -> None:
+def follow(pinning: CorePinning, desired: agent_pb2.DesiredGang) -> None:
     asyncio.run(pinning.follow(desired, 0.0))
 
 

@@ -52,7 +52,7 @@ def pages(*said: tuple[int, int]) -> ControlPages:
 
 def settled(devices: Devices, said: ControlPages) -> MemoryWatch:
     found = watch(devices)
-    found.begin(RANKS)
+    found.begin()
     assert not found.residue
     found.verify(said, RANKS, 0b1110)
     assert found.freed
@@ -74,7 +74,7 @@ def test_the_driver_says_what_the_processes_of_the_gang_use_once_all_is_freed(
     fake.processes.clear()
     found.verify(pages((0, 0), (0, 0)), RANKS, 0b1110)
     assert found.residue == (0, 520 * MIB, 500 * MIB, 304 * MIB), "measured once, when it came to rest"
-    found.begin(RANKS)
+    found.begin()
     assert not found.residue
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_measured_before_the_memory_is_seen_free(fake: FakeNvml, nvml
     fake.processes = {1: [(71, MIB)], 2: [(72, MIB)], 3: [(72, MIB)]}
     fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]
     found, said = watch(nvml), pages((0, 600 * MIB), (0, 600 * MIB))
-    found.begin(RANKS)
+    found.begin()
     found.sample(said, RANKS)
     found.verify(said, RANKS, 0b1110)
     assert (found.freed, found.residue) == (False, ())
@@ -106,7 +106,7 @@ def test_of_a_device_that_others_use_too_only_what_is_its_own_has_to_go(fake: Fa
         fake.processes = {device: [(71, 610 * MIB), (72, 610 * MIB)] for device in (1, 2, 3)}
         fake.used = [0, 900 * MIB, 900 * MIB, 900 * MIB]
         found = MemoryWatch(host, PART, lambda: is_shared)  # noqa: B023
-        found.begin(RANKS)
+        found.begin()
         found.sample(said, RANKS)
         fake.processes = {device: [(71, 10 * MIB), (72, 10 * MIB)] for device in (1, 2, 3)}
         # The memory of another gang there has grown meanwhile.

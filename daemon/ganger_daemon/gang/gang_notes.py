@@ -1,4 +1,4 @@
-"""State that a former daemon left of a gang: its notes and its ranks, as far as they can be trusted."""
+"""Notes that a daemon leaves of a gang for the next one, and the ranks that it left, as far as they can be trusted."""
 
 from __future__ import annotations
 
@@ -7,35 +7,49 @@ from collections.abc import Mapping
 
 from ganger.agent.v1 import agent_pb2
 
-from ganger_daemon.gang.control_pages import ControlPages, RunMark
-from ganger_daemon.gang.desired_messages import LocalPart, from_json, order_key, with_spec_of
-from ganger_daemon.gang.device_memory import MemoryWatch
-from ganger_daemon.gang.rank_launch import Launching
-from ganger_daemon.gang.shared_memory import Segments
+from ganger_daemon.gang.control_pages import RunMark
+from ganger_daemon.gang.desired_messages import LocalPart, from_json, order_key, to_json, with_spec_of
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_parts import GangParts
+from ganger_daemon.gang.rank_launch import RankLaunch
+from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
-from ganger_daemon.node.safe_files import read_json
+from ganger_daemon.node.safe_files import read_json, write_hint
 
 log = logging.getLogger(__name__)
 
 
-def recall_notes(
-    host: NodeContext, paths: GangPaths, launching: Launching, memory: MemoryWatch, segments: Segments
-) -> RunMark:
-    """Restore what a former daemon noted of a gang; return its run mark. Unreadable notes count as none."""
-    mark = RunMark()
+def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> None:
+    """Note what the next daemon cannot find out from pages and processes. Notes may be lost: they save work."""
+    fields = {
+        "grant": [list(share) for share in context.host.shares_of(context.paths.group)],
+        "baselines": parts.memory.baselines(),
+        "mark": orders.mark.journal(),
+        "kept_memory_bytes": parts.memory.kept_bytes,
+        "wanted_checkpoints": parts.saving.wanted_paths,
+        "segments": parts.segments.journal(),
+        "told": to_json(orders.master_desired) if orders.is_by_rotation else {},
+        **parts.launching.journal(),
+    }
+    write_hint(context.paths.local, fields)
+
+
+def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> None:
+    """Restore what a former daemon noted of a gang. Unreadable notes count as none."""
+    paths = context.paths
     try:
         left = read_json(paths.local)
-        launching.recall(left)
-        mark = RunMark.recall(left.get("mark", {}))
-        memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
-        memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
-        segments.recall(left.get("segments", {}))
-        host.adopt_cores(paths.group, [(int(core), int(share)) for core, share in left.get("grant", [])])
+        parts.launching.recall(left)
+        orders.mark = RunMark.recall(left.get("mark", {}))
+        parts.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
+        parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+        parts.segments.recall(left.get("segments", {}))
+        shares = [(int(core), int(share)) for core, share in left.get("grant", [])]
+        context.host.adopt_cores(paths.group, shares)
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
         log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
-    return mark
+    orders.master_desired = _recall_master_desired(paths, orders.desired)
 
 
 def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
@@ -44,7 +58,7 @@ def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
     return [str(path) for path in noted] if isinstance(noted, list) else None
 
 
-def recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+def _recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
     """Return the master's last desired state of a gang: the noted one where a slice switch came after it, else
     `desired`."""
     if not order_key(desired.order).is_by_rotation:
@@ -61,13 +75,14 @@ def recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> a
 
 
 def find_ranks(
-    paths: GangPaths, part: LocalPart, pages: ControlPages, launching: Launching, children: Mapping[str, RankProcess]
+    context: GangContext, launching: RankLaunch, children: Mapping[str, RankProcess]
 ) -> dict[int, ProcessId] | None:
     """Return the processes of the local ranks, dead ones too; None if not all of them were launched yet.
 
     Opens the pages, and spoils them where they contradict the processes."""
+    paths, part, pages = context.paths, context.part, context.pages
     is_open = pages.open(_page_version(paths, part))
-    found = launching.recognise(children, pages)
+    found = launching.recognise(children)
     for rank, one in found.items():
         if one.stranger is not None:
             log.error("process not adopted", extra={"gang": paths.group, "cause": stranger_text(rank, one)})

@@ -1,7 +1,8 @@
-"""Socket of a job: rare packets of JSON from the ranks (hello, note, reached, error). They are hints; the pages count.
+"""Output of one gang's ranks: packets on the job's socket, and logs, which are copied to storage.
 
-A packet wakes the gang's loop, so that it sees a reached order at once. A packet to a parked rank wakes it, so that it
-need not poll its page. A job without its socket loses nothing else.
+Packets are rare and JSON (hello, note, reached, error). They are hints; the pages count. A packet wakes the gang's
+loop, so that it sees a reached order at once. A packet to a parked rank wakes it, so that it need not poll its page. A
+job without its socket loses nothing else.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ganger.injob.process_identity import peer_of
+
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.rank_errors import summary_of
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,11 @@ _LOOK = b"{}"
 # More than all ranks of a node send in a second, and too few to slow the loop down.
 _PACKETS_PER_PERIOD = 200
 _PERIOD_SECONDS = 1.0
+# Most packets of a job that are logged; further ones are only in the job's own log.
+_LOGGED_PACKETS = 10_000
+# Interval of copying logs; longest wait of a gang that has ended for the copy, if storage hangs.
+_COPY_SECONDS = 10.0
+_LAST_COPY_S = 30.0
 
 
 class JobSocketServer:
@@ -115,3 +125,57 @@ class JobSocketServer:
         asyncio.get_running_loop().remove_reader(connection)
         connection.close()
         self._connections.discard(connection)
+
+
+class PacketLog:
+    """Logs the packets of one job, each error with its last line only."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._count = 0
+
+    def add(self, packet: dict[str, Any]) -> None:
+        if packet.get("event") not in ("error", "note", "hello"):
+            return
+        self._count += 1
+        if self._count <= _LOGGED_PACKETS:
+            if "message" in packet:
+                packet = {**packet, "message": summary_of(str(packet["message"]))}
+            log.info("packet of the job", extra={"job": self._job, "packet": str(packet)[:500]})
+        elif self._count == _LOGGED_PACKETS + 1:
+            log.warning("further packets of the job are not logged", extra={"job": self._job})
+
+
+class LogMirror:
+    """Copies the logs of one gang's local ranks to storage, in a task of its own: storage may hang."""
+
+    def __init__(self, context: GangContext, job: str) -> None:
+        self._context = context
+        self._job = job
+        self._copied_at = time.monotonic()
+        self._copying: asyncio.Task[None] | None = None
+
+    def follow(self, now: float) -> None:
+        """Begin a copy if one is due. `now`: seconds of the monotonic clock."""
+        if now - self._copied_at >= _COPY_SECONDS:
+            self._copied_at = now
+            self.begin()
+
+    def begin(self) -> None:
+        if self._copying is None or self._copying.done():
+            self._copying = asyncio.create_task(self._copy(is_last=False))
+
+    async def finish(self) -> None:
+        """Copy the rest of the logs, to which nothing is written any more."""
+        if self._copying is not None:
+            await asyncio.wait((self._copying,), timeout=_LAST_COPY_S)
+        await self._copy(is_last=True)
+
+    async def _copy(self, is_last: bool) -> None:
+        host, paths, ranks = self._context.host, self._context.paths, self._context.part.ranks
+        try:
+            await host.storage.work.run(
+                host.logs.mirror_all, paths.job_uid, ranks, paths.epoch, is_last, within_s=_LAST_COPY_S
+            )
+        except OSError as error:
+            log.warning("log not copied", extra={"job": self._job, "error": str(error)})

@@ -1,0 +1,130 @@
+"""Orders for one gang: the master's desired state, what a slice switch has made of it, and its way into the pages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.page import now_ns
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, hastened
+
+from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
+from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_SECONDS, to_json, wanted_of, with_spec_of
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.safe_files import make_directory, write_hint
+
+log = logging.getLogger(__name__)
+
+
+class ReceivedOrders:
+    """The newest order of one gang, `wanted`, and the message that it comes from, `desired`.
+
+    `master_desired`: the master's desired state, which is `desired` or what `desired` was before a slice switch;
+    `is_stop_wanted`: the desired set lacks the gang; `is_due`: the order is not in the pages yet; `ordered_at`: time of
+    the order, in seconds of the monotonic clock; `mark`: progress at the last order to run."""
+
+    def __init__(self, desired: agent_pb2.DesiredGang) -> None:
+        """Raises DesiredInvalidError for a message with an unknown intent or level."""
+        self.desired = desired
+        self.master_desired = desired
+        self.wanted = wanted_of(desired)
+        self.is_stop_wanted = False
+        self.is_due = True
+        self.ordered_at = 0.0
+        self.mark = RunMark()
+        self._unwritten: OrderKey | None = None  # the last order that could not be written, as logged
+
+    @property
+    def is_hindered(self) -> bool:
+        """Whether the newest order could not be written into the pages so far."""
+        return self.is_due and self._unwritten is not None
+
+    @property
+    def is_by_rotation(self) -> bool:
+        return self.wanted.order.is_by_rotation
+
+    def set_master_desired(self, desired: agent_pb2.DesiredGang) -> None:
+        """Record the master's desired state, which the gang follows only as its slices allow."""
+        self.master_desired = with_spec_of(desired, self.master_desired)
+
+    def take(self, desired: agent_pb2.DesiredGang, is_stale: bool, is_launched: bool) -> DesiredOrder | None:
+        """Record a newer order; return the former one, or None if the message has no newer one for a launched gang.
+
+        `is_stale`: the job of the gang may run elsewhere by now."""
+        merged = with_spec_of(desired, self.desired)
+        wanted = hastened(wanted_of(merged), is_stale)
+        if wanted.ends_at_once:
+            # also for a daemon that takes over
+            merged.grace.FromSeconds(0)
+            merged.checkpoint_first = False
+        if not wanted.order.is_by_rotation:
+            self.master_desired = merged
+        if wanted.order <= self.wanted.order and is_launched:
+            return None
+        # slice switches are too frequent for INFO
+        log.log(
+            logging.DEBUG if wanted.order.is_by_rotation else logging.INFO,
+            "order",
+            extra={
+                "job": desired.job,
+                "epoch": desired.epoch,
+                "intent": wanted.intent.name,
+                "suspend_level": wanted.level.name,
+            },
+        )
+        former, self.desired, self.wanted = self.wanted, merged, wanted
+        self.ordered_at = time.monotonic()
+        self.is_due = True
+        return former
+
+    def stop(self, is_stale: bool) -> None:
+        """Record that the gang is to stop, because the desired set lacks it."""
+        self.is_stop_wanted = True
+        stop = replace(
+            self.wanted, intent=OrderIntent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False
+        )
+        self.wanted = hastened(stop, is_stale)
+
+    def hasten(self, is_stale: bool) -> None:
+        """Take the grace from an order to stop a stale gang."""
+        self.wanted = hastened(self.wanted, is_stale)
+
+    def keep(self, paths: GangPaths) -> None:
+        """Write the message of the order for a daemon that takes over."""
+        make_directory(paths.job)
+        write_hint(paths.wanted, to_json(self.desired))
+
+    async def write(self, context: GangContext) -> bool:
+        """Write the order into the pages. Return whether it is the one that could not be written before.
+
+        If the disk is full, the gang's loop goes on and its next tick retries."""
+        try:
+            await self._write(context)
+        except OSError as error:
+            if self._unwritten != self.wanted.order:
+                self._unwritten = self.wanted.order
+                log.error("order not written", extra={"job": self.desired.job, "error": str(error)})
+            return False
+        was_hindered, self._unwritten = self._unwritten is not None, None
+        return was_hindered
+
+    async def _write(self, context: GangContext) -> None:
+        wanted = self.wanted
+        order = page_order(wanted)
+        if order is None:
+            self.is_due = False
+            return
+        host, paths = context.host, context.paths
+        storage = host.storage.path if host.storage.proved else None
+        await asyncio.to_thread(
+            write_details, paths.orders, str(order.sequence), storage, self.desired.job_uid, self.desired.epoch
+        )
+        deadline = now_ns() + int(host.order_deadline_seconds * 1e9) if order.stop_sequence else 0
+        context.pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, deadline)
+        # A newer order may have come while the details were written.
+        self.is_due = self.wanted is not wanted
+        context.write_notes()

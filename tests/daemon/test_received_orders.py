@@ -1,0 +1,53 @@
+"""The way of a gang's orders into its control pages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger_daemon.gang import received_orders
+from ganger_daemon.gang.received_orders import ReceivedOrders
+
+
+def desired_gang(master_sequence: int, intent: agent_pb2.Intent) -> agent_pb2.DesiredGang:
+    desired = agent_pb2.DesiredGang(job="jobs/1", job_uid="uid", epoch=7, intent=intent, level=1)  # type: ignore[arg-type]
+    desired.order.epoch, desired.order.master_sequence = 7, master_sequence
+    return desired
+
+
+def context_on(directory: Path, written: list[int]) -> Any:
+    pages = SimpleNamespace(write_order=lambda sequence, *_: written.append(sequence >> 40))
+    storage = SimpleNamespace(path=None, proved=False)
+    host = SimpleNamespace(storage=storage, order_deadline_seconds=60.0)
+    paths = SimpleNamespace(orders=directory)
+    return SimpleNamespace(host=host, paths=paths, pages=pages, write_notes=lambda: None)
+
+
+def test_an_order_that_comes_while_another_is_written_is_written_next(tmp_path: Path, monkeypatch: Any) -> None:
+    orders = ReceivedOrders(desired_gang(1, agent_pb2.INTENT_RUN))
+    written: list[int] = []
+    write_details = received_orders.write_details
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+
+        def write_while_another_comes(*arguments: Any) -> None:
+            write_details(*arguments)
+            newer = desired_gang(2, agent_pb2.INTENT_PARK)
+            asyncio.run_coroutine_threadsafe(take(newer), loop).result()
+
+        async def take(newer: agent_pb2.DesiredGang) -> None:
+            assert orders.take(newer, is_stale=False, is_launched=True) is not None
+
+        monkeypatch.setattr(received_orders, "write_details", write_while_another_comes)
+        await orders.write(context_on(tmp_path, written))
+        monkeypatch.setattr(received_orders, "write_details", write_details)
+        assert orders.is_due, "the newer order is not in the pages"
+        await orders.write(context_on(tmp_path, written))
+
+    asyncio.run(story())
+    assert written == [1, 2]
+    assert not orders.is_due
