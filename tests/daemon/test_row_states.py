@@ -50,7 +50,7 @@ def test_a_gang_parked_by_the_master_is_reported_as_resting(
     gang = SimpleNamespace(
         desired=SimpleNamespace(epoch=7),
         master_desired=SimpleNamespace(intent=intent),
-        wanted=SimpleNamespace(stop_sequence=0),
+        wanted=SimpleNamespace(stop_sequence=0, intent=intent, order=SimpleNamespace(set_epoch=0, local_sequence=0)),
         phase=phase,
         launched=True,
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from faultsim.node_daemon import SimDaemon
 from faultsim.rank_processes import Doing, Ranks
 from ganger.protocol import gang_orders
-from ganger.protocol import slice_rotation as core
-from ganger.protocol.gang_orders import DesiredOrder, GangSlice, OrderKey, ParkLevel, agreement
-from ganger.protocol.slice_rotation import NO_ROW, SliceMatrix, SliceMember, SlicePosition, SliceSwitch
+from ganger.protocol.gang_orders import DesiredOrder, OrderKey, ParkLevel
+from ganger.protocol.group_rotation import GroupRotation, SlicedGang
+from ganger.protocol.slice_rotation import SliceMatrix, SliceMember, SlicePosition, SliceSwitch
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.desired_state import DesiredGang, DesiredRows
 from ganger_master.core.model import GangIntent, SuspendLevel
@@ -19,78 +18,43 @@ from msgspec.structs import replace as other
 _ASK_SECONDS = 0.5
 
 
-@dataclass
-class Standing:
-    """A node set as a node knows it; as `ganger_daemon.node.slice_rotation` has it. What is noted survives the
-    daemon."""
-
-    number: int
-    position: SlicePosition = field(default_factory=SlicePosition)
-    matrices: dict[int, SliceMatrix] = field(default_factory=dict)
-    known: int = 0
-    ordered_at: float = 0.0
-    started_at: float | None = None
-    said: dict[str, SliceMember | None] = field(default_factory=dict)
-    asked_at: float = 0.0
-
-    @property
-    def newest(self) -> SliceMatrix:
-        return self.matrices[max(self.matrices)]
-
-    @property
-    def active(self) -> SliceMatrix | None:
-        return self.matrices.get(self.position.version)
-
-    @property
-    def epochs(self) -> frozenset[int]:
-        return frozenset().union(*[rows.epochs for rows in self.matrices.values()])
-
-
 class DaemonTurns:
     """`by_node`: those of all nodes, for what leaders and members say to each other."""
 
     def __init__(self, daemon: SimDaemon, by_node: dict[str, DaemonTurns]) -> None:
         self.daemon = daemon
         self.by_node = by_node
-        self.sets: dict[int, Standing] = {}
+        self.sets: dict[int, GroupRotation] = {}
         by_node[daemon.name] = self
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
     def hear(self, told: Sequence[DesiredRows]) -> None:
         for rows in told:
-            standing = self.sets.get(rows.node_set)
-            if standing is None:
-                standing = self.sets[rows.node_set] = self._new_standing(rows.node_set)
-            matrix = rows.matrix
-            standing.matrices[matrix.version] = SliceMatrix(
-                matrix.version,
-                matrix.rows,
-                matrix.quantum_seconds,
-                int(matrix.level),
-                tuple([member.node for member in rows.members]),
-                rows.set_epoch,
-            )
+            rotation = self.sets.get(rows.node_set)
+            if rotation is None:
+                rotation = self.sets[rows.node_set] = self._new_rotation(rows.node_set)
+            matrix, members = rows.matrix, tuple([member.node for member in rows.members])
+            level, quantum_s = int(matrix.level), matrix.quantum_seconds
+            rotation.desire(SliceMatrix(matrix.version, matrix.rows, quantum_s, level, members, rows.set_epoch))
         for number in self.sets.keys() - {rows.node_set for rows in told}:
             del self.sets[number]
 
     def know(self) -> None:
-        for standing in self.sets.values():
-            standing.known = max(standing.matrices)
+        for rotation in self.sets.values():
+            rotation.confirm_begun()
 
     def rules(self, ranks: Ranks, told: DesiredGang) -> bool:
         takes_turns = self._set_of(ranks) is not None or ranks.switch != (0, 0)
         return ranks.doing is not Doing.WAITING and takes_turns and told.intent is not GangIntent.STOP
 
     def waits(self, ranks: Ranks) -> bool:
-        standing = self._set_of(ranks)
-        return standing is not None and not core.is_running(standing.position, standing.active, ranks.order.epoch)
+        rotation = self._set_of(ranks)
+        return rotation is not None and not rotation.is_in_turn(ranks.order.epoch)
 
     def share_paused(self, one: Ranks, two: Ranks) -> bool:
-        standing = self._set_of(one)
-        if standing is None or self._set_of(two) is not standing:
-            return False
-        return _level_of(standing) is SuspendLevel.PAUSE
+        rotation = self._set_of(one)
+        return rotation is not None and self._set_of(two) is rotation and rotation.level is ParkLevel.PAUSE
 
     def observed(self) -> tuple[ObservedRows, ...]:
         return tuple(
@@ -115,88 +79,57 @@ class DaemonTurns:
     # -- leading and obeying ------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        for standing in list(self.sets.values()):
-            self._lead(standing)
+        now = self.daemon.engine.now
+        for rotation in list(self.sets.values()):
+            for name in rotation.due_requests(now, _ASK_SECONDS):
+                self._ask(rotation, name)
+            former = rotation.position
+            position = rotation.lead(self._sliced(rotation), now)
+            if position is not None and position.switch != former.switch:
+                self._settle(rotation)
         for ranks in self._here():
             if ranks.is_alive and ranks.doing is not Doing.WAITING:
                 self._follow(ranks, self._set_of(ranks))
-        for standing in self.sets.values():
-            turn = [one for one in self._members(standing) if not self.waits(one)]
-            if standing.started_at is None and all(map(self._has_begun, turn)):
-                standing.started_at = self.daemon.engine.now
+        for rotation in self.sets.values():
+            rotation.begin(self._sliced(rotation), now)
 
     def heard(self, number: int, order: SlicePosition | None) -> SliceMember | None:
-        standing = self.sets.get(number)
-        if standing is None or not self.daemon.is_up:
+        rotation = self.sets.get(number)
+        if rotation is None or not self.daemon.is_up:
             return None
-        if order is not None:
-            position = core.obey(standing.position, order, standing.matrices, standing.newest.set_epoch)
-            if position is not standing.position:
-                self._order(standing, position)
-        return self._member(standing)
+        if order is not None and rotation.obey(order, self._sliced(rotation), self.daemon.engine.now):
+            self._settle(rotation)
+        return rotation.member(self._sliced(rotation))
 
-    def _lead(self, standing: Standing) -> None:
-        newest, now = standing.newest, self.daemon.engine.now
-        if newest.leader != self.daemon.name:
-            return
-        standing.said[self.daemon.name] = self._member(standing)
-        others = newest.members[1:]
-        if others and now - standing.asked_at >= _ASK_SECONDS:
-            standing.asked_at = now
-            for name in others:
-                self._ask(standing, name)
-        if any(said is not None and said.blocked for said in standing.said.values()):
-            standing.ordered_at = now
-        began = standing.started_at
-        if any((said := standing.said.get(name)) is None or not said.started for name in others):
-            began = None
-        position = core.lead(
-            standing.position,
-            standing.matrices,
-            standing.said,
-            now - standing.ordered_at,
-            None if began is None else now - began,
-        )
-        if position is None:
-            return
-        if position.switch == standing.position.switch:
-            standing.position = position
-            standing.ordered_at = standing.started_at = now
-        else:
-            self._order(standing, position)
-
-    def _ask(self, standing: Standing, name: str) -> None:
-        position, network, incarnation = standing.position, self.daemon.network, self.daemon.incarnation
-        only_asks = position.switch.set_epoch < standing.newest.set_epoch or position.row == NO_ROW
+    def _ask(self, rotation: GroupRotation, name: str) -> None:
+        network, incarnation = self.daemon.network, self.daemon.incarnation
+        order = None if rotation.only_asks else rotation.position
 
         def answered(said: SliceMember | None) -> None:
-            if self.daemon.is_up and incarnation == self.daemon.incarnation and standing.number in self.sets:
-                standing.said[name] = said
+            is_here = self.daemon.is_up and incarnation == self.daemon.incarnation
+            if is_here and self.sets.get(rotation.number) is rotation:
+                rotation.report(name, said)
 
         def asked() -> None:
-            said = self.by_node[name].heard(standing.number, None if only_asks else position)
+            said = self.by_node[name].heard(rotation.number, order)
             network.send(lambda: answered(said))
 
         network.send(asked)
 
-    def _order(self, standing: Standing, position: SlicePosition) -> None:
-        standing.position = position
-        standing.matrices = {v: rows for v, rows in standing.matrices.items() if v >= position.version}
-        standing.ordered_at, standing.started_at, standing.asked_at = self.daemon.engine.now, None, 0.0
-        # What was said of the order before says nothing about this one's row.
-        standing.said = {name: said and replace(said, started=False) for name, said in standing.said.items()}
-        for ranks in self._members(standing):
+    def _settle(self, rotation: GroupRotation) -> None:
+        """Obey a new order."""
+        for ranks in self._members(rotation):
             self.daemon.physics.settle(ranks)
 
-    def _follow(self, ranks: Ranks, standing: Standing | None) -> None:
+    def _follow(self, ranks: Ranks, rotation: GroupRotation | None) -> None:
         told, physics = ranks.wanted, self.daemon.physics
-        if told.intent is GangIntent.STOP or (standing is None and ranks.switch == (0, 0)):
+        if told.intent is GangIntent.STOP or (rotation is None and ranks.switch == (0, 0)):
             return
         obeyed = _wanted(ranks.order, ranks.switch)
         wanted = gang_orders.next_order(
             _wanted(told, (0, 0)),
             obeyed,
-            None if standing is None else _turn_of(standing, told.epoch),
+            None if rotation is None else rotation.slice_of(told.epoch),
             ranks.doing is Doing.PARKED,
             self._heard(ranks),
             lambda: physics.is_blocked(ranks),
@@ -226,66 +159,35 @@ class DaemonTurns:
 
     # -- what is here -------------------------------------------------------------------------------------------------
 
-    def _member(self, standing: Standing) -> SliceMember:
-        alive = [one for one in self._members(standing) if self._wants_turns(one)]
-        running = [one for one in alive if one.doing is Doing.RUNNING and one.order.intent is GangIntent.RUN]
-        return SliceMember(
-            standing.position,
-            standing.known,
-            standing.started_at is not None,
-            frozenset(one.order.epoch for one in alive),
-            frozenset(one.order.epoch for one in running),
-            unstarted=frozenset(one.order.epoch for one in alive if one.doing is Doing.WAITING),
-            blocked=any(self._is_blocked(standing, one) for one in alive),
-            resting=frozenset(one.order.epoch for one in self._members(standing) if self._rests_for_good(one)),
+    def _sliced(self, rotation: GroupRotation) -> list[SlicedGang]:
+        return [self._sliced_gang(ranks) for ranks in self._members(rotation)]
+
+    def _sliced_gang(self, ranks: Ranks) -> SlicedGang:
+        runs = ranks.doing is Doing.RUNNING and ranks.order.intent is GangIntent.RUN
+        return SlicedGang(
+            ranks.order.epoch,
+            gang_orders.OrderIntent[ranks.wanted.intent.name],
+            ranks.doing is not Doing.WAITING,
+            runs,
+            ranks.doing is Doing.PARKED,
+            not ranks.is_alive,
+            is_blocked=lambda: self.daemon.physics.is_blocked(ranks),
         )
-
-    def _is_blocked(self, standing: Standing, ranks: Ranks) -> bool:
-        in_turn = core.is_running(standing.position, standing.active, ranks.order.epoch)
-        return in_turn and not self._has_begun(ranks) and self.daemon.physics.is_blocked(ranks)
-
-    @staticmethod
-    def _wants_turns(ranks: Ranks) -> bool:
-        if not ranks.is_alive or ranks.wanted.intent is GangIntent.STOP:
-            return False
-        return ranks.wanted.intent is GangIntent.RUN or ranks.doing is not Doing.PARKED
-
-    @staticmethod
-    def _rests_for_good(ranks: Ranks) -> bool:
-        return ranks.doing is Doing.PARKED and ranks.wanted.intent in (GangIntent.PARK, GangIntent.HAND_OVER)
-
-    def _has_begun(self, ranks: Ranks) -> bool:
-        if not self._wants_turns(ranks):
-            return True
-        if ranks.wanted.intent is not GangIntent.RUN:
-            return ranks.doing is Doing.PARKED
-        return ranks.doing is Doing.RUNNING and ranks.order.intent is GangIntent.RUN
 
     def _here(self) -> list[Ranks]:
         ranks = self.daemon.physics.ranks
         return [one for (_, node), one in sorted(ranks.items()) if node == self.daemon.name]
 
-    def _members(self, standing: Standing) -> list[Ranks]:
-        return [one for one in self._here() if one.order.epoch in standing.epochs]
+    def _members(self, rotation: GroupRotation) -> list[Ranks]:
+        return [one for one in self._here() if rotation.has(one.order.epoch)]
 
-    def _set_of(self, ranks: Ranks) -> Standing | None:
-        return next((one for one in self.sets.values() if ranks.order.epoch in one.epochs), None)
+    def _set_of(self, ranks: Ranks) -> GroupRotation | None:
+        return next((one for one in self.sets.values() if one.has(ranks.order.epoch)), None)
 
-    def _new_standing(self, number: int) -> Standing:
-        """Of a set nothing is noted of: no order of it is older than those its gangs here have obeyed."""
-        mine = agreement(number, SliceSwitch()) >> 40
-        switches = [SliceSwitch(*one.switch) for one in self._here() if one.order.stop_sequence >> 40 == mine]
-        position = SlicePosition(max(switches, default=SliceSwitch()))
-        return Standing(number, position, ordered_at=self.daemon.engine.now)
-
-
-def _turn_of(standing: Standing, epoch: int) -> GangSlice:
-    position, active = standing.position, standing.active
-    changes = position.version < max(standing.matrices)
-    has_row = active is not None and epoch in active.epochs
-    return GangSlice(
-        standing.number, position.switch, position.stops.get(epoch), ParkLevel(_level_of(standing)), changes, has_row
-    )
+    def _new_rotation(self, number: int) -> GroupRotation:
+        rotation = GroupRotation(number, self.daemon.name, self.daemon.engine.now)
+        rotation.continue_from((SliceSwitch(*one.switch), one.order.stop_sequence) for one in self._here())
+        return rotation
 
 
 def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> DesiredOrder:
@@ -297,7 +199,3 @@ def _wanted(desired: DesiredGang, switch: tuple[int, int]) -> DesiredOrder:
         ParkLevel(desired.level if desired.intent is GangIntent.PARK else SuspendLevel.NONE),
         desired.stop_sequence,
     )
-
-
-def _level_of(standing: Standing) -> SuspendLevel:
-    return SuspendLevel((standing.active or standing.newest).level)

@@ -10,10 +10,10 @@ from faultsim.engine import Engine
 from faultsim.fault_cluster import FaultCluster, require_progress
 from faultsim.node_daemon import SimDaemon
 from faultsim.rank_processes import OPAQUE
-from faultsim.rows_of_daemons import DaemonTurns, Standing
+from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
-from ganger.protocol.slice_rotation import SlicePosition
+from ganger.protocol.group_rotation import GroupRotation
 from ganger_master.core.model import JobSpec
 from ganger_master.core.settings import CoreSettings
 
@@ -32,9 +32,9 @@ class Counted(DaemonTurns):
 
     storm: Storm
 
-    def _order(self, standing: Standing, position: SlicePosition) -> None:
-        self.storm.switches += standing.newest.leader == self.daemon.name
-        super()._order(standing, position)
+    def _settle(self, rotation: GroupRotation) -> None:
+        self.storm.switches += rotation.newest.leader == self.daemon.name
+        super()._settle(rotation)
 
 
 def run(seed: int, jobs: int, seconds: float, **more: float) -> Storm:
