@@ -83,6 +83,16 @@ class BenchCluster:
             raise BenchClusterError(f"ganger {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
+    def program_ids(self) -> dict[str, int]:
+        """Return the process ids of the master and of the processes that it has started, by name."""
+        master = self._processes[0].pid
+        found = {"master": master}
+        for child in Path(f"/proc/{master}/task/{master}/children").read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            name = "planner" if b"planner_process" in command else "scheduler_host"
+            found[name] = int(child)
+        return found
+
     def pages(self) -> dict[str, Path]:
         """The control pages there are, by "JOB/EPOCH"."""
         # A directory may go while it is looked through, which a walk takes for empty.

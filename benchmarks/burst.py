@@ -1,0 +1,228 @@
+"""`ganger bench burst`: how many gangs a second start when 10,000 jobs are submitted to an idle cluster of 2,000 nodes.
+
+The programs are those of a live cluster: the master with SQLite on disk, the default scheduler host and the planner.
+This process submits ten arrays of 1,000 jobs, and acts as the daemons: each hollow node holds its `Reconcile` call, and
+reports a gang as running as soon as it receives the order to start it. A job's time to start is from the call that
+submits the first array to the first order of its gang at a daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc.aio
+from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2
+from ganger.wire import resource_messages as convert
+from ganger.wire import times
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import read_endpoint
+
+from benchmarks import master_server as server
+from benchmarks.bench_cluster import BenchCluster, BenchClusterError
+from benchmarks.bench_report import AtLeast, AtMost, report
+from benchmarks.verdicts import percentile
+
+NODES: Final = 2_000
+ARRAYS: Final = 10
+MEMBERS: Final = 1_000
+POLICIES: Final = ("fifo", "ganger")
+# GPUs of the jobs of an array, one array after the other.
+SIZES: Final = (1, 1, 2, 1, 1, 4, 1, 1, 2, 1)
+_CHANNELS: Final = 8
+_OPENED_AT_ONCE: Final = 50
+_WAIT_S: Final = 600.0
+# Nothing else is to happen while the burst is measured.
+_POLL_S: Final = 3_600.0
+
+
+def main(
+    nodes: int = NODES, arrays: int = ARRAYS, members: int = MEMBERS, quick: bool = False, only: str = ""
+) -> dict[str, Any]:
+    """Return the report. `quick`: a small burst on a small cluster. `only`: one policy. Raises ValueError for a policy
+    that is not measured."""
+    if only and only not in POLICIES:
+        raise ValueError(f"there is no case {only!r}: there are {', '.join(POLICIES)}")
+    if quick:
+        nodes, arrays, members = 100, 3, 100
+    figures: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    for policy in [only] if only else POLICIES:
+        with BenchCluster(nodes=0, gpus=0, cores=0, master=("--policy", policy)) as cluster:
+            burst = asyncio.run(_Burst(cluster, nodes, arrays, members).run())
+        figures |= {f"{policy}_{name}": value for name, value in burst.figures().items()}
+        samples += [{"policy": policy, "job": job, "start_s": start_s} for job, start_s in burst.started_s.items()]
+    limits: dict[str, AtLeast | AtMost] = {name: AtLeast(1_000.0) for name in figures if name.endswith("gangs_per_s")}
+    return report("burst", {"nodes": nodes, "jobs": arrays * members, **figures}, limits, samples)
+
+
+@dataclass
+class _HollowNode:
+    """The conversation of one daemon that runs nothing."""
+
+    name: str
+    session: str = ""
+    observation: int = 0
+    desired_version: int = 0
+    gangs: dict[int, agent_pb2.ObservedGang] = field(default_factory=dict)
+
+    def request(self, changed: bool) -> agent_pb2.ReconcileRequest:
+        self.observation += changed
+        return agent_pb2.ReconcileRequest(
+            session=self.session,
+            observation=self.observation,
+            desired_version=self.desired_version,
+            changed=changed,
+            gangs=self.gangs.values() if changed else (),
+            max_wait=times.duration(_POLL_S),
+            storage_proved=True,
+        )
+
+    def obey(self, response: agent_pb2.ReconcileResponse) -> list[str]:
+        """Carry the orders out; return the names of the jobs whose gangs start."""
+        self.desired_version = response.desired_version
+        begun = [gang for gang in response.gangs if gang.epoch not in self.gangs]
+        for gang in begun:
+            self.gangs[gang.epoch] = agent_pb2.ObservedGang(
+                job=gang.job,
+                job_uid=gang.job_uid,
+                epoch=gang.epoch,
+                order=gang.order,
+                phase=agent_pb2.ObservedGang.PHASE_RUNNING,
+                ranks=[agent_pb2.ObservedRank(rank=rank, pid=1, start_ticks=1) for rank in gang.members[0].ranks],
+                claim_device_mask=gang.claim.device_mask,
+                capabilities_presumed=True,
+            )
+        return [gang.job for gang in begun]
+
+
+class _Burst:
+    """One burst on one cluster: seconds from its begin to the start of each job, and processor seconds by program."""
+
+    def __init__(self, cluster: BenchCluster, nodes: int, arrays: int, members: int) -> None:
+        self._endpoint = read_endpoint(cluster.master)
+        self._programs = {"hollow_nodes": os.getpid(), **cluster.program_ids()}
+        self._nodes = [_HollowNode(f"n{number:05}") for number in range(nodes)]
+        self._arrays, self._members = arrays, members
+        self._began_s = self._submitted_s = 0.0
+        self._all_started = asyncio.Event()
+        self.started_s: dict[str, float] = {}
+        self.used_s: dict[str, float] = {}
+
+    async def run(self) -> _Burst:
+        channels = [
+            open_aio_channel(self._endpoint, (("grpc.use_local_subchannel_pool", 1),)) for _ in range(_CHANNELS)
+        ]
+        stubs = [agent_pb2_grpc.AgentServiceStub(channel) for channel in channels]
+        await self._join(stubs)
+        daemons = [
+            asyncio.create_task(self._serve(stubs[number % _CHANNELS], node))
+            for number, node in enumerate(self._nodes)
+        ]
+        before = {name: _used_s(pid) for name, pid in self._programs.items()}
+        self._began_s = time.perf_counter()
+        await self._submit(job_service_pb2_grpc.JobServiceStub(channels[0]))
+        self._submitted_s = time.perf_counter() - self._began_s
+        waiting = asyncio.create_task(self._all_started.wait())
+        await asyncio.wait([waiting, *daemons], timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        self.used_s = {name: _used_s(pid) - before[name] for name, pid in self._programs.items()}
+        for task in (waiting, *daemons):
+            task.cancel()
+        ends = await asyncio.gather(*daemons, return_exceptions=True)
+        for channel in channels:
+            await channel.close(None)
+        for error in ends:
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise BenchClusterError(f"a hollow node was refused: {error.details()}")
+        if not self._all_started.is_set():
+            raise BenchClusterError(f"{len(self.started_s)} of {self._arrays * self._members} jobs have started")
+        return self
+
+    def figures(self) -> dict[str, float]:
+        times_s, count = list(self.started_s.values()), len(self.started_s)
+        return {
+            "gangs_per_s": count / max(times_s),
+            "start_p50_s": percentile(times_s, 0.50),
+            "start_p99_s": percentile(times_s, 0.99),
+            "submitted_s": self._submitted_s,
+            **{f"{name}_ms_per_gang": 1e3 * used_s / count for name, used_s in self.used_s.items()},
+        }
+
+    async def _join(self, stubs: Sequence[agent_pb2_grpc.AgentServiceStub]) -> None:
+        """Open the sessions of all nodes, and report each as idle."""
+        waiting = iter(enumerate(self._nodes))
+
+        async def join() -> None:
+            token = ""
+            for number, node in waiting:
+                stub: Any = stubs[number % len(stubs)]
+                if not token:
+                    # The first session brings the token of the storage that all nodes are to prove.
+                    token = (await stub.CreateSession(_description(node.name))).storage_token
+                node.session = (await stub.CreateSession(_description(node.name, token))).session
+                node.desired_version = (await stub.Reconcile(node.request(changed=True))).desired_version
+
+        await asyncio.gather(*(join() for _ in range(_OPENED_AT_ONCE)))
+
+    async def _serve(self, stub: Any, node: _HollowNode) -> None:
+        changed = False
+        while True:
+            jobs = node.obey(await stub.Reconcile(node.request(changed)))
+            changed = bool(jobs)
+            now_s = time.perf_counter() - self._began_s
+            for job in jobs:
+                self.started_s.setdefault(job, now_s)
+            if len(self.started_s) == self._arrays * self._members:
+                self._all_started.set()
+
+    async def _submit(self, jobs: Any) -> None:
+        for number in range(self._arrays):
+            await jobs.CreateArray(
+                job_service_pb2.CreateArrayRequest(
+                    spec=_spec(SIZES[number % len(SIZES)]),
+                    members=[array_pb2.ArrayMember(index=index) for index in range(self._members)],
+                )
+            )
+
+
+def _description(node: str, storage_token: str = "") -> agent_pb2.CreateSessionRequest:
+    return agent_pb2.CreateSessionRequest(
+        node=f"nodes/{node}",
+        machine_uuid=f"machine-{node}",
+        boot_id="boot",
+        configuration_set=convert.configuration_set_to_wire(server.configuration_set()),
+        rack=f"r{int(node[1:]) // 32}",
+        peer_address="127.0.0.1:1",
+        stream_address="127.0.0.1:1",
+        capabilities={"virtual_devices": "true"},
+        version="bench",
+        storage_token=storage_token,
+    )
+
+
+def _spec(gpus: int) -> job_pb2.JobSpec:
+    shape = resources_pb2.TaskShape(
+        gpus=1, millicores=server.MILLICORES_PER_TASK, memory_bytes=server.MEMORY_PER_TASK
+    )
+    return job_pb2.JobSpec(
+        command=["python", "train.py"],
+        working_directory="/tmp",
+        roles=[resources_pb2.Role(name="worker", tasks=gpus, shape=shape)],
+    )
+
+
+def _used_s(pid: int) -> float:
+    """Return the processor seconds of a process so far, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
