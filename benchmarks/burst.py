@@ -123,8 +123,7 @@ class _Burst:
         stubs = [agent_pb2_grpc.AgentServiceStub(channel) for channel in channels]
         await self._join(stubs)
         daemons = [
-            asyncio.create_task(self._serve(stubs[number % _CHANNELS], node))
-            for number, node in enumerate(self._nodes)
+            asyncio.create_task(self._serve(stubs[number % _CHANNELS], node)) for number, node in enumerate(self._nodes)
         ]
         before = {name: _used_s(pid) for name, pid in self._programs.items()}
         self._began_s = time.perf_counter()
@@ -208,9 +207,7 @@ def _description(node: str, storage_token: str = "") -> agent_pb2.CreateSessionR
 
 
 def _spec(gpus: int) -> job_pb2.JobSpec:
-    shape = resources_pb2.TaskShape(
-        gpus=1, millicores=server.MILLICORES_PER_TASK, memory_bytes=server.MEMORY_PER_TASK
-    )
+    shape = resources_pb2.TaskShape(gpus=1, millicores=server.MILLICORES_PER_TASK, memory_bytes=server.MEMORY_PER_TASK)
     return job_pb2.JobSpec(
         command=["python", "train.py"],
         working_directory="/tmp",

@@ -160,7 +160,6 @@ def _requests(placer: Placer, first: int, count: int) -> list[scheduling_pb2.Gan
         scheduling_pb2.GangRequest(
             job=names.job_name(number),
             revision=1,
-            mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
             candidates=[scheduling_pb2.Candidate(claims=convert.claims_to_wire(placer.claims(server.size_of(number))))],
         )
         for number in range(first, first + count)

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger.v1 import job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.errors import from_rpc_error
 from ganger_master.store.sql import SqlStore
 from rpc.kit import Served, Speaker, serving, spec_of, until
@@ -32,16 +32,24 @@ def claim(node: str, mask: int = 0b1) -> resources_pb2.Claim:
     )
 
 
-async def a_turn(served: Served, stream: object) -> scheduling_pb2.Turn:
-    return await asyncio.wait_for(stream.read(), 10.0)  # type: ignore[attr-defined, no-any-return]
+async def a_lease(served: Served, stream: object) -> scheduling_pb2.PlacementLease:
+    """The next lease of the stream, which comes alone."""
+    batch = await asyncio.wait_for(stream.read(), 10.0)  # type: ignore[attr-defined]
+    (lease,) = batch.leases
+    return lease  # type: ignore[no-any-return]
 
 
 async def approved(served: Served, stream: object, *claims: resources_pb2.Claim) -> scheduling_pb2.Verdict:
-    turn = await a_turn(served, stream)
+    return await approved_for(served, await a_lease(served, stream), *claims)
+
+
+async def approved_for(
+    served: Served, lease: scheduling_pb2.PlacementLease, *claims: resources_pb2.Claim
+) -> scheduling_pb2.Verdict:
     request = scheduling_pb2.GangRequest(
-        job=turn.job,
-        revision=turn.revision,
-        turn=turn.turn,
+        job=lease.job,
+        revision=lease.revision,
+        lease=lease.lease,
         candidates=[scheduling_pb2.Candidate(claims=claims)],
     )
     return await served.scheduling.RequestGang(request)
@@ -53,7 +61,7 @@ def test_job_is_placed_and_the_daemon_hears_of_it_in_its_held_poll(tmp_path: Pat
             node = Speaker(served, "n1")
             session = await node.join()
             assert session.storage_token
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
             await served.submit(spec_of(2, environment={"A": "1"}))
             verdict = await approved(served, host, claim("n1", 0b11))
@@ -100,7 +108,7 @@ def test_second_claim_on_the_same_devices_is_rejected_with_fresh_rows(tmp_path: 
     async def story() -> None:
         async with serving(tmp_path) as served:
             await Speaker(served, "n1").join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await served.submit()
             await served.submit()
             assert (await approved(served, host, claim("n1"))).HasField("approved")
@@ -282,12 +290,31 @@ def test_a_removed_node_is_nowhere_any_more_and_its_daemon_joins_anew(tmp_path: 
     asyncio.run(story())
 
 
+def test_leases_of_one_commit_come_in_one_message_and_one_by_one_to_a_scheduler_of_version_1(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as served:
+            await Speaker(served, "n1").join()
+            members = [array_pb2.ArrayMember(index=index) for index in range(2)]
+            array = job_service_pb2.CreateArrayRequest(spec=spec_of(), members=members, request_id="r")
+            request = scheduling_pb2.WatchLeasesRequest(scheduler="host")
+            host = served.scheduling.WatchLeases(request)
+            await served.jobs.CreateArray(array)
+            batch = await asyncio.wait_for(host.read(), 10.0)
+            assert [(lease.rank, lease.job) for lease in batch.leases] == [(1, "jobs/2"), (2, "jobs/3")]
+            host.cancel()
+            old = served.scheduling.WatchTurns(request)
+            assert {(await asyncio.wait_for(old.read(), 10.0)).job for _ in range(2)} == {"jobs/2", "jobs/3"}
+            old.cancel()
+
+    asyncio.run(story())
+
+
 def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await served.submit()
             verdict = await approved(served, host, claim("n1"))
             await node.reconcile(max_wait_seconds=10.0)
@@ -329,14 +356,14 @@ def test_log_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_the_turn_of_an_elastic_job_that_rests_asks_for_as_many_tasks_as_rest(tmp_path: Path) -> None:
+def test_the_lease_of_an_elastic_job_that_rests_asks_for_as_many_tasks_as_rest(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await served.submit(spec_of(1, gpus_min=1, gpus_max=4, gpu_memory_bytes=10 << 20))
-            turn = await a_turn(served, host)
+            turn = await a_lease(served, host)
             assert [role.tasks for role in turn.spec.roles] == [1]
             place = claim("n1", 0b111)
             place.arena_bytes = 3 * (11 << 20)
@@ -362,9 +389,9 @@ def test_the_turn_of_an_elastic_job_that_rests_asks_for_as_many_tasks_as_rest(tm
             await served.jobs.SuspendJob(job_service_pb2.SuspendJobRequest(name="jobs/1", level=offload))
             await observed(agent_pb2.ObservedGang.PHASE_PARKED, level=offload, stop_step=5)
             await served.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name="jobs/1"))
-            turn = await a_turn(served, host)
+            turn = await a_lease(served, host)
             while not turn.parked:
-                turn = await a_turn(served, host)
+                turn = await a_lease(served, host)
             assert [role.tasks for role in turn.spec.roles] == [3]
             host.cancel()
 

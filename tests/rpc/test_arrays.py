@@ -13,7 +13,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire.errors import from_rpc_error
 from rpc.kit import Served, Speaker, serving, spec_of, until
-from rpc.test_agent_and_scheduling_service import approved, claim
+from rpc.test_agent_and_scheduling_service import approved_for, claim
 
 RULE = array_pb2.StopRule(kind=array_pb2.StopRule.KIND_HALVING, metric="accuracy", maximise=True, first=10)
 
@@ -77,11 +77,11 @@ def test_what_daemons_report_of_members_decides_which_members_stop(tmp_path: Pat
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await served.jobs.CreateArray(request("0.1", "0.2", rule=RULE))
             epochs = {}
-            for device in (0, 1):
-                verdict = await approved(served, host, claim("n1", 1 << device))
+            for device, lease in enumerate((await host.read()).leases):
+                verdict = await approved_for(served, lease, claim("n1", 1 << device))
                 epochs[verdict.job] = verdict.approved.epoch
             await node.reconcile(max_wait_seconds=10.0)
             for job, accuracy in (("jobs/2", 0.25), ("jobs/3", 0.75), ("jobs/2", math.nan)):

@@ -115,7 +115,7 @@ def changes_of(served: Served, job: str) -> dict[str, Any]:
         "ReadLog": jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job)),
         "Explain": jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name=job)),
         "ListEvents": jobs.ListEvents(job_service_pb2.ListEventsRequest(subject=job)),
-        "WatchTurns": scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="s", jobs=[job])),
+        "WatchLeases": scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="s", jobs=[job])),
         "RequestGang": scheduling.RequestGang(scheduling_pb2.GangRequest(job=job)),
         "RequestGangs": scheduling.RequestGangs(
             iter([scheduling_pb2.GangRequests(requests=[scheduling_pb2.GangRequest(job=job)])])
@@ -294,21 +294,21 @@ def test_numbers_that_no_node_has_are_refused(tmp_path: Path, report: agent_pb2.
 def test_a_users_own_scheduler_has_own_jobs_and_takes_nobodys_stream(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         await Speaker(certified.calls("daemon", "n1"), "n1").join()
-        host = certified.calls("scheduler", "h").scheduling.WatchTurns(
-            scheduling_pb2.WatchTurnsRequest(scheduler="host")
+        host = certified.calls("scheduler", "h").scheduling.WatchLeases(
+            scheduling_pb2.WatchLeasesRequest(scheduler="host")
         )
         ann = certified.calls("user", "ann")
-        everybodys = scheduling_pb2.WatchTurnsRequest(scheduler="host")
-        assert await reason(ann.scheduling.WatchTurns(everybodys)) == "REQUEST_INVALID"
+        everybodys = scheduling_pb2.WatchLeasesRequest(scheduler="host")
+        assert await reason(ann.scheduling.WatchLeases(everybodys)) == "REQUEST_INVALID"
         assert await reason(ann.scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest())) == "REQUEST_INVALID"
         whole = scheduling_pb2.Plan(line=scheduling_pb2.Line(jobs=[]))
         assert await reason(ann.scheduling.ProposePlan(whole)) == "PLAN_INVALID"
         job = await ann.submit(spec_of(scheduler="m:C"))
-        mine = ann.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host", jobs=[job.name]))
-        assert (await asyncio.wait_for(anext(aiter(mine)), 10.0)).job == job.name
+        mine = ann.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host", jobs=[job.name]))
+        assert [lease.job for lease in (await asyncio.wait_for(anext(aiter(mine)), 10.0)).leases] == [job.name]
         # The host still has its own stream, although that one has its name.
         other = await certified.calls("user", "bob").submit()
-        assert (await asyncio.wait_for(anext(aiter(host)), 10.0)).job == other.name
+        assert [lease.job for lease in (await asyncio.wait_for(anext(aiter(host)), 10.0)).leases] == [other.name]
         mine.cancel()
         host.cancel()
 

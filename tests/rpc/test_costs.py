@@ -124,6 +124,13 @@ def worst_jobs() -> list[job_service_pb2.CreateJobRequest]:
     ]
 
 
+def worst_streams() -> list[object]:
+    return [
+        _P.WatchLeasesRequest(scheduler=_LONG),
+        _P.WatchLeasesRequest(scheduler="s", jobs=[f"jobs/{n}" for n in range(1, 4_000)]),
+    ]
+
+
 def worst_gangs() -> list[scheduling_pb2.GangRequest]:
     made = scheduling_pb2.GangRequest
     refusal = resources_pb2.Refusal(reason="GPUS", message="x" * 900_000)
@@ -198,10 +205,8 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/CancelArray": lambda: [_S.CancelArrayRequest(name="arrays/5", reason=_LONG)],
     f"/{_SCHEDULING}/GetView": lambda: [_P.GetViewRequest()],
     f"/{_SCHEDULING}/WatchView": lambda: [_P.WatchViewRequest()],
-    f"/{_SCHEDULING}/WatchTurns": lambda: [
-        _P.WatchTurnsRequest(scheduler=_LONG),
-        _P.WatchTurnsRequest(scheduler="s", jobs=[f"jobs/{n}" for n in range(1, 4_000)]),
-    ],
+    f"/{_SCHEDULING}/WatchLeases": worst_streams,
+    f"/{_SCHEDULING}/WatchTurns": worst_streams,
     f"/{_SCHEDULING}/RequestGang": worst_gangs,
     f"/{_SCHEDULING}/RequestGangs": worst_batches,
     f"/{_SCHEDULING}/ReleaseGang": lambda: [_P.ReleaseGangRequest(job="jobs/1", epoch=(1 << 64) - 1)],

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.view import View
-from ganger.scheduling.host import _turn_of
+from ganger.scheduling.host import _lease_of
 from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from rpc.kit import Served, Speaker, configuration_set, serving, spec_of
-from rpc.test_agent_and_scheduling_service import a_turn, approved, claim
+from rpc.test_agent_and_scheduling_service import a_lease, approved, claim
 
 GIB = 1 << 30
 
@@ -49,7 +49,7 @@ def test_what_is_kept_is_shown_refused_to_others_and_told_to_its_own_scheduler(t
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            stream = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            stream = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await parked(served, node, stream)
             view = await served.scheduling.GetView(scheduling_pb2.GetViewRequest())
             assert view.nodes[0].free_mask == 0b1111
@@ -63,21 +63,21 @@ def test_what_is_kept_is_shown_refused_to_others_and_told_to_its_own_scheduler(t
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/2"))
 
             await served.jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name="jobs/1"))
-            turn = await a_turn(served, stream)
+            turn = await a_lease(served, stream)
             while turn.job != "jobs/1":
-                turn = await a_turn(served, stream)
+                turn = await a_lease(served, stream)
             assert turn.device_memory_bytes == GIB
             # In its own place the job needs no more than is left beside others.
             copy = View([configuration_set()])
             copy.put(convert.node_row_from_wire(view.nodes[0]))
-            (first, *_) = DefaultScheduler().propose(_turn_of(turn), copy).candidates
+            (first, *_) = DefaultScheduler().propose(_lease_of(turn), copy).candidates
             assert first[0].device_mask == 0b11
             place = turn.parked[0]
             assert list(place.parked_bytes) == [4 << 20, 5 << 20, 0, 0]
             request = scheduling_pb2.GangRequest(
                 job=turn.job,
                 revision=turn.revision,
-                turn=turn.turn,
+                lease=turn.lease,
                 candidates=[scheduling_pb2.Candidate(claims=[place])],
             )
             assert (await served.scheduling.RequestGang(request)).HasField("approved")

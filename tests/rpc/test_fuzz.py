@@ -204,7 +204,7 @@ def test_numbers_of_a_daemon_beyond_all_measure_break_no_answer(tmp_path: Path) 
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             await served.submit(spec_of(gpu_memory_bytes=1 << 20))
             assert (await approved(served, host, claim("n1"))).HasField("approved")
             host.cancel()

@@ -121,8 +121,8 @@ def test_nothing_found_is_not_said_to_be_nothing_written_while_a_node_is_silent(
 
 async def placed(served: Served, *nodes: str) -> None:
     """The job gets a gang with a rank on each."""
-    host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
-    turn = await host.read()
+    host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
+    (turn,) = (await host.read()).leases
     role = turn.spec.roles[0].shape
     claims = [
         resources_pb2.Claim(
@@ -134,7 +134,7 @@ async def placed(served: Served, *nodes: str) -> None:
         scheduling_pb2.GangRequest(
             job=turn.job,
             revision=turn.revision,
-            turn=turn.turn,
+            lease=turn.lease,
             candidates=[scheduling_pb2.Candidate(claims=claims)],
         )
     )

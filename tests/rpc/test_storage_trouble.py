@@ -21,7 +21,7 @@ def test_a_node_shows_what_its_gangs_report_of_the_storage_by_job(tmp_path: Path
         async with serving(tmp_path) as served:
             node = Speaker(served, "n1")
             await node.join()
-            host = served.scheduling.WatchTurns(scheduling_pb2.WatchTurnsRequest(scheduler="host"))
+            host = served.scheduling.WatchLeases(scheduling_pb2.WatchLeasesRequest(scheduler="host"))
             for device in range(2):
                 await served.submit()
                 assert (await approved(served, host, claim("n1", 1 << device))).HasField("approved")

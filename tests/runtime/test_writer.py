@@ -241,7 +241,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
         opened = await writer.submit(OpenSession("n1", "machine-n1", SERVER))
         assert isinstance(opened, SessionAnswer)
         assert await writer.submit(Observe("n1", opened.session, 1, 1)) == Done()
-        with writer.turn_streams.opened("host", ()) as told:
+        with writer.lease_streams.opened("host", ()) as told:
             store.gate.clear()
             submitted = asyncio.ensure_future(writer.submit(submission(1)))
             await asyncio.wait({submitted}, timeout=0.05)
@@ -255,8 +255,9 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             store.gate.set()
             assert await submitted == JobAnswer(1)
             assert await answered == Done()
-            turn = await asyncio.wait_for(told.get(), 5.0)
-            assert turn is not None
+            batch = await asyncio.wait_for(told.get(), 5.0)
+            assert batch is not None
+            (turn,) = batch
             assert (turn.number, turn.turn) == (1, late.turn)
             assert turn.expires == clock.now + CoreSettings().turn_lease_seconds
             assert writer.state.turns == {turn.turn: turn}

@@ -13,12 +13,13 @@ import grpc.aio
 import pytest
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import NodeRow
+from ganger.cluster.resources import Claim, NodeRow
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import View
 from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.host import SchedulerHost
 from ganger.scheduling.job_scheduler import DefaultScheduler
+from ganger.scheduling.view_mirror import Mirror
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire.endpoints import Endpoint
@@ -167,8 +168,8 @@ def test_job_whose_scheduler_hangs_is_placed_by_the_default(tmp_path: Path) -> N
     async def story(served: Served) -> None:
         job = await served.submit(spec_of(1, scheduler="mine:Hung"))
         # It claims the job, hears its turns and never asks for anything.
-        request = scheduling_pb2.WatchTurnsRequest(scheduler="hung", jobs=[job.name])
-        stream = served.scheduling.WatchTurns(request)
+        request = scheduling_pb2.WatchLeasesRequest(scheduler="hung", jobs=[job.name])
+        stream = served.scheduling.WatchLeases(request)
         async with running(served):
             await stream.read()
             await held(served, job.name)
@@ -182,7 +183,7 @@ def test_scheduler_that_spams_without_a_lease_keeps_no_job_from_starting(tmp_pat
         target = await served.submit(spec_of(1, scheduler="mine:Spam"))
 
         async def spam() -> None:
-            request = scheduling_pb2.GangRequest(job=target.name, revision=99, turn=12345)
+            request = scheduling_pb2.GangRequest(job=target.name, revision=99, lease=12345)
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await served.scheduling.RequestGang(request)
@@ -235,21 +236,72 @@ def test_a_scheduler_refused_on_an_old_view_reads_the_view_of_its_lease_before_i
     asked: list[list[str]] = []
 
     class Master:
-        async def RequestGang(self, request: scheduling_pb2.GangRequest) -> scheduling_pb2.Verdict:  # noqa: N802
-            asked.append([claim.node for candidate in request.candidates for claim in candidate.claims])
-            if len(asked) > 1:
-                return scheduling_pb2.Verdict(approved=scheduling_pb2.Approval())
-            asyncio.get_running_loop().call_later(0.05, host.mirror.apply, view(2, free_of_n1=0xF))
-            closed = Refusal(Reason.LAUNCH_FAILED, node="n0")
-            rejection = scheduling_pb2.Rejection(refusals=convert.refusals_to_wire([closed]), turn_kept=True)
-            return scheduling_pb2.Verdict(rejected=rejection)
+        async def WatchLeases(  # noqa: N802
+            self, request: scheduling_pb2.WatchLeasesRequest
+        ) -> AsyncIterator[scheduling_pb2.PlacementLeases]:
+            lease = scheduling_pb2.PlacementLease(lease=1, job="jobs/1", spec=spec_of(4), view_version=2)
+            lease.remaining.FromSeconds(20)
+            yield scheduling_pb2.PlacementLeases(leases=[lease])
+
+        async def RequestGangs(  # noqa: N802
+            self, messages: AsyncIterator[scheduling_pb2.GangRequests]
+        ) -> AsyncIterator[scheduling_pb2.Verdicts]:
+            async for message in messages:
+                (request,) = message.requests
+                asked.append([claim.node for candidate in request.candidates for claim in candidate.claims])
+                if len(asked) > 1:
+                    return
+                asyncio.get_running_loop().call_later(0.05, host.mirror.apply, view(2, free_of_n1=0xF))
+                closed = Refusal(Reason.LAUNCH_FAILED, node="n0")
+                rejection = scheduling_pb2.Rejection(refusals=convert.refusals_to_wire([closed]), lease_kept=True)
+                yield scheduling_pb2.Verdicts(verdicts=[scheduling_pb2.Verdict(rejected=rejection)])
 
     async def told() -> None:
         host.mirror.apply(view(1, free_of_n1=0))
-        turn = scheduling_pb2.Turn(turn=1, job="jobs/1", spec=spec_of(4), view_version=2)
-        turn.lease.FromSeconds(20)
-        await host._use(Master(), turn)
+        await asyncio.wait_for(
+            asyncio.gather(host._watch_leases(Master()), host._request_gangs(Master())), WAIT_SECONDS
+        )
 
     host = SchedulerHost(lambda: Endpoint("", ""))
     asyncio.run(told())
     assert asked == [["nodes/n0"], ["nodes/n1"]]
+
+
+def test_devices_of_requests_under_way_are_not_proposed_again_when_a_node_state_arrives_meanwhile() -> None:
+    """The state is of a commit before the requests: it shows their devices as free."""
+    server = parse_topology("2x2", name="v4")
+    mirror = Mirror()
+
+    def hear(version: int, free: int) -> None:
+        row = NodeRow("n0", "v4", free, (16_000,) * 2, 64 << 30, version=version)
+        mirror.apply(
+            scheduling_pb2.ViewDelta(
+                version=version,
+                from_version=version - 1,
+                configuration_sets=[convert.configuration_set_to_wire(server)],
+                nodes=[convert.node_row_to_wire(row)],
+            )
+        )
+
+    def free() -> int:
+        return mirror.view.row("n0").free_mask
+
+    def claims_of(mask: int) -> tuple[Claim, ...]:
+        tasks = mask.bit_count()
+        return (Claim("n0", mask, (2_000 * tasks, 0), tasks << 30, 0, (tasks,)),)
+
+    hear(1, 0b1111)
+    shape = convert.gang_shape_from_wire(spec_of(1), 0, 0)
+    taken = [mirror.take(shape, claims_of(mask)) for mask in (0b0001, 0b0010, 0b0100)]
+    hear(2, 0b1111)
+    assert free() == 0b1000
+    assert [claims[0].device_mask for claims in candidates(mirror.view, shape).candidates] == [0b1000]
+    mirror.approved(taken[0], 3)
+    mirror.restore(taken[1])
+    assert free() == 0b1010, "a rejected request gives its devices back"
+    hear(4, 0b1110)
+    assert free() == 0b1010, "the node's state includes the approved one, and the third is under way"
+    hear(5, 0b1111)
+    assert free() == 0b1011, "what the master frees later is free"
+    mirror.approved(taken[2], 5)
+    assert free() == 0b1111

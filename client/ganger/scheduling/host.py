@@ -1,5 +1,6 @@
-"""The process around job schedulers: hears the view and the turns, asks for gangs, comes back when the master does.
+"""The process around job schedulers: it receives the view and leases, requests gangs, and reconnects to the master.
 
+Leases come in batches, and requests go out in batches on one stream, whose verdicts come in their order.
 The default host serves every job that no other host claims; a user's own serves the jobs it names. Run as a program
 (`python -m ganger.scheduling.host --state-dir DIR`) it is the default host, which the master starts beside itself.
 """
@@ -14,8 +15,9 @@ import logging
 import os
 import sys
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,8 +27,8 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, Role, TaskShape
 from ganger.scheduling.job_scheduler import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.program import first_end, set_of, until_stopped, why, why_away
-from ganger.scheduling.view_mirror import Mirror
+from ganger.scheduling.program import first_end, set_of, until_stopped, why_away
+from ganger.scheduling.view_mirror import Mirror, OpenClaim
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -40,14 +42,30 @@ log = logging.getLogger(__name__)
 _BACKOFF_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A watch that lived this long has ended by its age, not by a fault.
 _HEALTHY_SECONDS = 5.0
-# Schedulers keep what they learnt of a job between its turns; the one not asked for longest is forgotten first.
+# Schedulers keep what they learnt of a job between its leases; the one not used for longest is forgotten first.
 _SCHEDULERS_KEPT = 4096
 # A claim that does not add up never will; twice is no accident, and each time costs the job seconds.
 _MISTAKES_ALLOWED = 2
-# A decision takes milliseconds and a turn half a second.
+# A decision takes milliseconds and a lease half a second.
 _HUNG_SECONDS = 10.0
+# Leases that are answered before the first of these requests is sent.
+_PROPOSED_AT_ONCE = 32
+# Requests in a message, and their bytes: half of what the master accepts.
+_REQUESTS_MOST = 128
+_REQUEST_BYTES = 1 << 19
 _WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
 _FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
+
+
+@dataclass(slots=True)
+class _GangRequest:
+    """A request of a lease, until its verdict. `taken`: what it claims first, off the mirror."""
+
+    lease: PlacementLease
+    scheduler: JobScheduler
+    proposal: Proposal
+    message: scheduling_pb2.GangRequest
+    taken: list[OpenClaim] = field(default_factory=list)
 
 
 class SchedulerHost:
@@ -72,7 +90,12 @@ class SchedulerHost:
         self._open_jobs = set(jobs)
         self._mistakes = 0
         self._given_up = asyncio.Event()
-        self._turns: set[asyncio.Task[None]] = set()
+        # Leases whose scheduler waits for a newer view.
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._unsent: deque[_GangRequest] = deque()
+        self._has_unsent = asyncio.Event()
+        # In the order of their verdicts.
+        self._sent: deque[_GangRequest] = deque()
         self.mirror = Mirror()
 
     async def run(self) -> None:
@@ -97,17 +120,23 @@ class SchedulerHost:
     async def _serve(self) -> None:
         """One connection, until a stream breaks or all jobs have ended."""
         self.mirror.forget()
+        self._unsent.clear()
+        self._sent.clear()
         async with open_aio_channel(self._find()) as channel:
             scheduling = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             stop = asyncio.Event()
-            parts: list[Coroutine[Any, Any, None]] = [self._watch_view(scheduling), self._watch_turns(scheduling)]
+            parts: list[Coroutine[Any, Any, None]] = [
+                self._watch_view(scheduling),
+                self._watch_leases(scheduling),
+                self._request_gangs(scheduling),
+            ]
             parts += [self._watch_job(channel, job, stop) for job in self._open_jobs]
             if self._jobs:
                 parts += [set_of(stop), set_of(self._given_up)]
             await first_end(parts)
-            for task in list(self._turns):
+            for task in list(self._waiting):
                 task.cancel()
-            await asyncio.gather(*self._turns, return_exceptions=True)
+            await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _watch_view(self, scheduling: Any) -> None:
         while True:
@@ -118,14 +147,38 @@ class SchedulerHost:
                     # The tables of each configuration set are made at first use: not in the first job's time.
                     candidates(self.mirror.view, _WARM_UP)
 
-    async def _watch_turns(self, scheduling: Any) -> None:
-        # A turn without a view would be lost.
+    async def _watch_leases(self, scheduling: Any) -> None:
+        # A lease without a view would be lost.
         await self.mirror.reach(0, None)
-        request = scheduling_pb2.WatchTurnsRequest(scheduler=self._name, jobs=self._jobs)
-        async for message in scheduling.WatchTurns(request):
-            task = asyncio.create_task(self._use(scheduling, message))
-            self._turns.add(task)
-            task.add_done_callback(self._turns.discard)
+        request = scheduling_pb2.WatchLeasesRequest(scheduler=self._name, jobs=self._jobs)
+        async for batch in scheduling.WatchLeases(request):
+            for at, message in enumerate(batch.leases, 1):
+                self._use(message)
+                if at % _PROPOSED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    async def _request_gangs(self, scheduling: Any) -> None:
+        async for verdicts in scheduling.RequestGangs(self._messages()):
+            for verdict in verdicts.verdicts:
+                request = self._sent.popleft()
+                with _at_the_cost_of_its_lease(request.lease.job):
+                    self._take_verdict(request, verdict)
+
+    async def _messages(self) -> AsyncIterator[scheduling_pb2.GangRequests]:
+        while True:
+            await self._has_unsent.wait()
+            batch, size = scheduling_pb2.GangRequests(), 0
+            while self._unsent and len(batch.requests) < _REQUESTS_MOST:
+                size += self._unsent[0].message.ByteSize()
+                if batch.requests and size > _REQUEST_BYTES:
+                    break
+                request = self._unsent.popleft()
+                self._sent.append(request)
+                batch.requests.append(request.message)
+            if not self._unsent:
+                self._has_unsent.clear()
+            if batch.requests:
+                yield batch
 
     async def _watch_job(self, channel: grpc.aio.Channel, job: str, stop: asyncio.Event) -> None:
         stub: Any = job_service_pb2_grpc.JobServiceStub(channel)
@@ -138,39 +191,74 @@ class SchedulerHost:
                     # Another job's end must not end this connection.
                     await asyncio.Event().wait()
 
-    async def _use(self, scheduling: Any, message: scheduling_pb2.Turn) -> None:
-        """One turn, from the first proposal to approval, pass or loss."""
-        try:
-            turn = _turn_of(message)
-            scheduler = self._scheduler_of(turn.job)
-            proposal: Proposal | None = self._propose(scheduler, turn)
-            while True:
-                nothing = not (proposal and proposal.candidates)
-                is_behind = self.mirror.version < message.view_version
-                # What was freed for this turn may not have been heard of yet, and to pass is to wait for seconds.
-                if nothing and is_behind and await self.mirror.reach(message.view_version, turn.lease_seconds / 2):
-                    proposal = self._propose(scheduler, turn)
-                rejected = await self._ask(scheduling, turn, proposal or Proposal())
-                if rejected is None:
-                    return
-                self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
-                refusals = convert.refusals_from_wire(rejected.refusals)
-                self._note_mistake(turn.job, refusals)
-                with self._bounded():
-                    proposal = scheduler.on_rejected(turn, self.mirror.view, refusals)
-                if not rejected.turn_kept:
-                    return
-                if proposal is None or not proposal.candidates:
-                    proposal = Proposal((), proposal.blockers if proposal and proposal.blockers else refusals)
-        except grpc.aio.AioRpcError as error:
-            log.info("turn came to nothing", extra={"job": message.job, "reason": why(error)})
-        except Exception:
-            # A scheduler that raises loses this turn; the job goes on by the default one after three.
-            log.exception("job scheduler failed", extra={"job": message.job})
+    def _use(self, message: scheduling_pb2.PlacementLease) -> None:
+        """Answer a new lease."""
+        with _at_the_cost_of_its_lease(message.job):
+            lease = _lease_of(message)
+            scheduler = self._scheduler_of(lease.job)
+            self._request(lease, scheduler, self._propose(scheduler, lease))
 
-    def _propose(self, scheduler: JobScheduler, turn: PlacementLease) -> Proposal:
+    def _request(self, lease: PlacementLease, scheduler: JobScheduler, proposal: Proposal) -> None:
+        """Request what was proposed. A pass waits until the view is as new as the lease: what was freed for it may not
+        have arrived yet, and a job that passes waits for seconds."""
+        if proposal.candidates or self.mirror.version >= lease.view_version:
+            self._send(lease, scheduler, proposal)
+            return
+        task = asyncio.create_task(self._propose_again(lease, scheduler, proposal))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _propose_again(self, lease: PlacementLease, scheduler: JobScheduler, proposal: Proposal) -> None:
+        with _at_the_cost_of_its_lease(lease.job):
+            if await self.mirror.reach(lease.view_version, lease.lease_seconds / 2):
+                proposal = self._propose(scheduler, lease)
+            self._send(lease, scheduler, proposal)
+
+    def _send(self, lease: PlacementLease, scheduler: JobScheduler, proposal: Proposal) -> None:
+        message = scheduling_pb2.GangRequest(
+            job=lease.job,
+            revision=lease.revision,
+            lease=lease.turn,
+            view_version=max(0, self.mirror.version),
+            candidates=[
+                scheduling_pb2.Candidate(claims=convert.claims_to_wire(claims))
+                for claims in proposal.candidates[:MOST_CANDIDATES]
+            ],
+            blockers=convert.refusals_to_wire(proposal.blockers),
+        )
+        request = _GangRequest(lease, scheduler, proposal, message)
+        if proposal.candidates:
+            request.taken = self.mirror.take(lease.shape, proposal.candidates[0])
+        self._unsent.append(request)
+        self._has_unsent.set()
+
+    def _take_verdict(self, request: _GangRequest, verdict: scheduling_pb2.Verdict) -> None:
+        """Release a job that was approved; let the scheduler of a rejected one propose again while its lease lasts."""
+        lease, scheduler, proposal = request.lease, request.scheduler, request.proposal
+        if verdict.WhichOneof("verdict") == "approved":
+            if verdict.approved.candidate:
+                self.mirror.restore(request.taken)
+                request.taken = self.mirror.take(lease.shape, proposal.candidates[verdict.approved.candidate])
+            self.mirror.approved(request.taken, verdict.approved.view_version)
+            self._schedulers.pop(lease.job, None)
+            return
+        self.mirror.restore(request.taken)
+        if not proposal.candidates:
+            return
+        rejected = verdict.rejected
+        self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
+        refusals = convert.refusals_from_wire(rejected.refusals)
+        self._note_mistake(lease.job, refusals)
         with self._bounded():
-            proposal: object = scheduler.propose(turn, self.mirror.view)
+            again = scheduler.on_rejected(lease, self.mirror.view, refusals)
+        if rejected.lease_kept:
+            if again is None or not again.candidates:
+                again = Proposal((), again.blockers if again and again.blockers else refusals)
+            self._request(lease, scheduler, again)
+
+    def _propose(self, scheduler: JobScheduler, lease: PlacementLease) -> Proposal:
+        with self._bounded():
+            proposal: object = scheduler.propose(lease, self.mirror.view)
         # Of a `return` that was forgotten the job would wait for ever: to pass is to say so.
         if not isinstance(proposal, Proposal):
             raise TypeError(f"propose() of {type(scheduler).__name__} gave a {type(proposal).__name__}, not a Proposal")
@@ -187,39 +275,6 @@ class SchedulerHost:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-    async def _ask(self, scheduling: Any, turn: PlacementLease, proposal: Proposal) -> scheduling_pb2.Rejection | None:
-        """None when the gang was approved, or the turn passed."""
-        request = scheduling_pb2.GangRequest(
-            job=turn.job,
-            revision=turn.revision,
-            turn=turn.turn,
-            view_version=max(0, self.mirror.version),
-            mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
-            candidates=[
-                scheduling_pb2.Candidate(claims=convert.claims_to_wire(claims))
-                for claims in proposal.candidates[:MOST_CANDIDATES]
-            ],
-            blockers=convert.refusals_to_wire(proposal.blockers),
-        )
-        if not proposal.candidates:
-            await scheduling.RequestGang(request)
-            return None
-        first = proposal.candidates[0]
-        self.mirror.take(turn.shape, first)
-        verdict: scheduling_pb2.Verdict | None = None
-        try:
-            verdict = await scheduling.RequestGang(request)
-        finally:
-            approved = verdict is not None and verdict.WhichOneof("verdict") == "approved"
-            if verdict is None or not approved or verdict.approved.candidate:
-                self.mirror.restore(first)
-        if verdict.WhichOneof("verdict") == "rejected":
-            return verdict.rejected
-        if verdict.approved.candidate:
-            self.mirror.take(turn.shape, proposal.candidates[verdict.approved.candidate])
-        self._schedulers.pop(turn.job, None)
-        return None
 
     def _note_mistake(self, job: str, refusals: Sequence[Refusal]) -> None:
         """A user's scheduler that keeps asking for what does not add up is given up, for the default one to go on."""
@@ -240,18 +295,27 @@ class SchedulerHost:
         return scheduler
 
 
-def _turn_of(message: scheduling_pb2.Turn) -> PlacementLease:
+@contextlib.contextmanager
+def _at_the_cost_of_its_lease(job: str) -> Iterator[None]:
+    """Let a scheduler that raises lose this lease only: after three of them the default scheduler takes over."""
+    try:
+        yield
+    except Exception:
+        log.exception("job scheduler failed", extra={"job": job})
+
+
+def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
     return PlacementLease(
-        turn=message.turn,
+        turn=message.lease,
         job=message.job,
         revision=message.revision,
         shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device, message.device_memory_bytes),
-        lease_seconds=times.seconds(message.lease),
+        lease_seconds=times.seconds(message.remaining),
         rank=message.rank,
         waited_seconds=times.seconds(message.waited),
         parked=convert.parked_claims_from_wire(message.parked),
         reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
-        may_preempt=message.may_preempt,
+        view_version=message.view_version,
     )
 
 

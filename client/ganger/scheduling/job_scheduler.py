@@ -36,7 +36,8 @@ class PlacementLease:
     parked: tuple[Claim, ...] = ()
     # Nodes of which pieces are kept for this job.
     reserved_nodes: tuple[str, ...] = ()
-    may_preempt: bool = False
+    # Of the view for which it is granted, which may be newer than the scheduler's.
+    view_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class ViewDelta(google.protobuf.message.Message):
 Global___ViewDelta: typing_extensions.TypeAlias = ViewDelta
 
 @typing.final
-class WatchTurnsRequest(google.protobuf.message.Message):
+class WatchLeasesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SCHEDULER_FIELD_NUMBER: builtins.int
@@ -149,42 +149,59 @@ class WatchTurnsRequest(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["jobs", b"jobs", "scheduler", b"scheduler"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___WatchTurnsRequest: typing_extensions.TypeAlias = WatchTurnsRequest
+Global___WatchLeasesRequest: typing_extensions.TypeAlias = WatchLeasesRequest
 
 @typing.final
-class Turn(google.protobuf.message.Message):
-    """A lease to request a gang."""
+class PlacementLeases(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementLease]:
+        """In the order of the queue."""
+
+    def __init__(
+        self,
+        *,
+        leases: collections.abc.Iterable[Global___PlacementLease] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["leases", b"leases"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PlacementLeases: typing_extensions.TypeAlias = PlacementLeases
+
+@typing.final
+class PlacementLease(google.protobuf.message.Message):
+    """The right to request a gang for a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TURN_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
+    REMAINING_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     WAITED_FIELD_NUMBER: builtins.int
     PARKED_FIELD_NUMBER: builtins.int
     RESERVED_NODES_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
-    MAY_PREEMPT_FIELD_NUMBER: builtins.int
     ARENA_BYTES_PER_DEVICE_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
-    turn: builtins.int
+    lease: builtins.int
+    """Its number, which requests name."""
     job: builtins.str
     revision: builtins.int
     rank: builtins.int
     """Position in the policy's order, from 1."""
     view_version: builtins.int
-    """Refused since the last turn; the view may be newer than the scheduler's."""
-    may_preempt: builtins.bool
-    """May claim bits of lower-ranked suspendable gangs."""
+    """The view for which it is granted, which may be newer than the scheduler's."""
     arena_bytes_per_device: builtins.int
     """Arena bytes to reserve per device, zero when not known."""
     device_memory_bytes: builtins.int
     """Memory that each of its devices must have left; zero takes what there is."""
     @property
-    def lease(self) -> google.protobuf.duration_pb2.Duration: ...
+    def remaining(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
     def spec(self) -> ganger.v1.job_pb2.JobSpec:
         """Without environment."""
@@ -204,66 +221,44 @@ class Turn(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        turn: builtins.int = ...,
+        lease: builtins.int = ...,
         job: builtins.str = ...,
         revision: builtins.int = ...,
-        lease: google.protobuf.duration_pb2.Duration | None = ...,
+        remaining: google.protobuf.duration_pb2.Duration | None = ...,
         rank: builtins.int = ...,
         spec: ganger.v1.job_pb2.JobSpec | None = ...,
         waited: google.protobuf.duration_pb2.Duration | None = ...,
         parked: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
         reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         view_version: builtins.int = ...,
-        may_preempt: builtins.bool = ...,
         arena_bytes_per_device: builtins.int = ...,
         device_memory_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lease", b"lease", "spec", b"spec", "waited", b"waited"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["remaining", b"remaining", "spec", b"spec", "waited", b"waited"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "may_preempt", b"may_preempt", "parked", b"parked", "rank", b"rank", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "turn", b"turn", "view_version", b"view_version", "waited", b"waited"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "view_version", b"view_version", "waited", b"waited"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Turn: typing_extensions.TypeAlias = Turn
+Global___PlacementLease: typing_extensions.TypeAlias = PlacementLease
 
 @typing.final
 class GangRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    class _Mode:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[GangRequest._Mode.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        MODE_UNSPECIFIED: GangRequest._Mode.ValueType  # 0
-        MODE_EXCLUSIVE: GangRequest._Mode.ValueType  # 1
-        MODE_PREEMPT: GangRequest._Mode.ValueType  # 2
-        MODE_SLICE: GangRequest._Mode.ValueType  # 3
-        MODE_PACK: GangRequest._Mode.ValueType  # 4
-
-    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
-    MODE_UNSPECIFIED: GangRequest.Mode.ValueType  # 0
-    MODE_EXCLUSIVE: GangRequest.Mode.ValueType  # 1
-    MODE_PREEMPT: GangRequest.Mode.ValueType  # 2
-    MODE_SLICE: GangRequest.Mode.ValueType  # 3
-    MODE_PACK: GangRequest.Mode.ValueType  # 4
-
     JOB_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    TURN_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
-    MODE_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     BLOCKERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
-    turn: builtins.int
-    """Zero: out of turn."""
+    lease: builtins.int
+    """Zero: without a lease."""
     view_version: builtins.int
-    mode: Global___GangRequest.Mode.ValueType
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """In order of preference, at most 16. Empty: the scheduler passes its turn, for `blockers`."""
+        """In order of preference, at most 16. Empty: the scheduler passes its lease, for `blockers`."""
 
     @property
     def blockers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Refusal]: ...
@@ -272,13 +267,12 @@ class GangRequest(google.protobuf.message.Message):
         *,
         job: builtins.str = ...,
         revision: builtins.int = ...,
-        turn: builtins.int = ...,
+        lease: builtins.int = ...,
         view_version: builtins.int = ...,
-        mode: Global___GangRequest.Mode.ValueType = ...,
         candidates: collections.abc.Iterable[Global___Candidate] | None = ...,
         blockers: collections.abc.Iterable[ganger.v1.resources_pb2.Refusal] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "candidates", b"candidates", "job", b"job", "mode", b"mode", "revision", b"revision", "turn", b"turn", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blockers", b"blockers", "candidates", b"candidates", "job", b"job", "lease", b"lease", "revision", b"revision", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GangRequest: typing_extensions.TypeAlias = GangRequest
@@ -362,10 +356,10 @@ class Rejection(google.protobuf.message.Message):
     REFUSALS_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
-    TURN_KEPT_FIELD_NUMBER: builtins.int
+    LEASE_KEPT_FIELD_NUMBER: builtins.int
     view_version: builtins.int
-    turn_kept: builtins.bool
-    """The turn is still valid: try again with the fresh rows."""
+    lease_kept: builtins.bool
+    """The lease is still valid: try again with the fresh rows."""
     @property
     def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Refusal]:
         """Of the last candidate tried; the true blocker first."""
@@ -380,9 +374,9 @@ class Rejection(google.protobuf.message.Message):
         refusals: collections.abc.Iterable[ganger.v1.resources_pb2.Refusal] | None = ...,
         rows: collections.abc.Iterable[ganger.v1.node_pb2.NodeRow] | None = ...,
         view_version: builtins.int = ...,
-        turn_kept: builtins.bool = ...,
+        lease_kept: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["refusals", b"refusals", "rows", b"rows", "turn_kept", b"turn_kept", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["lease_kept", b"lease_kept", "refusals", b"refusals", "rows", b"rows", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Rejection: typing_extensions.TypeAlias = Rejection

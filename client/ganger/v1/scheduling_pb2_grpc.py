@@ -46,10 +46,15 @@ class SchedulingServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchViewRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_scheduling__pb2.ViewDelta.FromString,
                 _registered_method=True)
+        self.WatchLeases = channel.unary_stream(
+                '/ganger.v1.SchedulingService/WatchLeases',
+                request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_scheduling__pb2.PlacementLeases.FromString,
+                _registered_method=True)
         self.WatchTurns = channel.unary_stream(
                 '/ganger.v1.SchedulingService/WatchTurns',
-                request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchTurnsRequest.SerializeToString,
-                response_deserializer=ganger_dot_v1_dot_scheduling__pb2.Turn.FromString,
+                request_serializer=ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_scheduling__pb2.PlacementLease.FromString,
                 _registered_method=True)
         self.RequestGang = channel.unary_unary(
                 '/ganger.v1.SchedulingService/RequestGang',
@@ -101,9 +106,17 @@ class SchedulingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchLeases(self, request, context):
+        """Placement leases as they are granted, those of one commit together. A stream that claims jobs gets theirs; one that
+        claims none is a default host and gets those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS,
+        NOT_FOUND/JOB_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchTurns(self, request, context):
-        """Turns as they are given. A stream that claims jobs gets theirs; one that claims none is a default host and gets
-        those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS, NOT_FOUND/JOB_NOT_FOUND.
+        """The same one by one, for schedulers of version 1 of the wire.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,14 +124,15 @@ class SchedulingServiceServicer(object):
 
     def RequestGang(self, request, context):
         """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/REQUEST_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS,
-        UNIMPLEMENTED/NOT_SUPPORTED (slice and pack until built).
+        UNIMPLEMENTED/NOT_SUPPORTED (devices of other gangs: only plans share them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RequestGangs(self, request_iterator, context):
-        """Many requests a message, verdicts in the order of the requests. Errors as RequestGang, in the verdict.
+        """Many requests a message, verdicts in the order of the requests, one commit for each message of up to 128. Errors as
+        RequestGang, in the verdict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,10 +180,15 @@ def add_SchedulingServiceServicer_to_server(servicer, server):
                     request_deserializer=ganger_dot_v1_dot_scheduling__pb2.WatchViewRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_scheduling__pb2.ViewDelta.SerializeToString,
             ),
+            'WatchLeases': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLeases,
+                    request_deserializer=ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_scheduling__pb2.PlacementLeases.SerializeToString,
+            ),
             'WatchTurns': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTurns,
-                    request_deserializer=ganger_dot_v1_dot_scheduling__pb2.WatchTurnsRequest.FromString,
-                    response_serializer=ganger_dot_v1_dot_scheduling__pb2.Turn.SerializeToString,
+                    request_deserializer=ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_scheduling__pb2.PlacementLease.SerializeToString,
             ),
             'RequestGang': grpc.unary_unary_rpc_method_handler(
                     servicer.RequestGang,
@@ -268,6 +287,33 @@ class SchedulingService(object):
             _registered_method=True)
 
     @staticmethod
+    def WatchLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ganger.v1.SchedulingService/WatchLeases',
+            ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.SerializeToString,
+            ganger_dot_v1_dot_scheduling__pb2.PlacementLeases.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WatchTurns(request,
             target,
             options=(),
@@ -282,8 +328,8 @@ class SchedulingService(object):
             request,
             target,
             '/ganger.v1.SchedulingService/WatchTurns',
-            ganger_dot_v1_dot_scheduling__pb2.WatchTurnsRequest.SerializeToString,
-            ganger_dot_v1_dot_scheduling__pb2.Turn.FromString,
+            ganger_dot_v1_dot_scheduling__pb2.WatchLeasesRequest.SerializeToString,
+            ganger_dot_v1_dot_scheduling__pb2.PlacementLease.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,16 +33,21 @@ class SchedulingServiceStub:
     """Deltas from a version; a delta is the full new row of each changed node. The first message is a full view when
     the version is unknown or too old. Closes after 30 minutes.
     """
-    WatchTurns: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchTurnsRequest, ganger.v1.scheduling_pb2.Turn]
-    """Turns as they are given. A stream that claims jobs gets theirs; one that claims none is a default host and gets
-    those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS, NOT_FOUND/JOB_NOT_FOUND.
+    WatchLeases: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchLeasesRequest, ganger.v1.scheduling_pb2.PlacementLeases]
+    """Placement leases as they are granted, those of one commit together. A stream that claims jobs gets theirs; one that
+    claims none is a default host and gets those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS,
+    NOT_FOUND/JOB_NOT_FOUND.
     """
+    WatchTurns: grpc.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchLeasesRequest, ganger.v1.scheduling_pb2.PlacementLease]
+    """The same one by one, for schedulers of version 1 of the wire."""
     RequestGang: grpc.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.GangRequest, ganger.v1.scheduling_pb2.Verdict]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/REQUEST_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS,
-    UNIMPLEMENTED/NOT_SUPPORTED (slice and pack until built).
+    UNIMPLEMENTED/NOT_SUPPORTED (devices of other gangs: only plans share them).
     """
     RequestGangs: grpc.StreamStreamMultiCallable[ganger.v1.scheduling_pb2.GangRequests, ganger.v1.scheduling_pb2.Verdicts]
-    """Many requests a message, verdicts in the order of the requests. Errors as RequestGang, in the verdict."""
+    """Many requests a message, verdicts in the order of the requests, one commit for each message of up to 128. Errors as
+    RequestGang, in the verdict.
+    """
     ReleaseGang: grpc.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.ReleaseGangRequest, ganger.v1.job_pb2.Job]
     """Gives a gang back; the job becomes PENDING. Errors: NOT_FOUND/JOB_NOT_FOUND, ABORTED/REVISION_CONFLICT."""
     ProposePlan: grpc.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]
@@ -64,16 +69,21 @@ class SchedulingServiceAsyncStub(SchedulingServiceStub):
     """Deltas from a version; a delta is the full new row of each changed node. The first message is a full view when
     the version is unknown or too old. Closes after 30 minutes.
     """
-    WatchTurns: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchTurnsRequest, ganger.v1.scheduling_pb2.Turn]  # type: ignore[assignment]
-    """Turns as they are given. A stream that claims jobs gets theirs; one that claims none is a default host and gets
-    those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS, NOT_FOUND/JOB_NOT_FOUND.
+    WatchLeases: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchLeasesRequest, ganger.v1.scheduling_pb2.PlacementLeases]  # type: ignore[assignment]
+    """Placement leases as they are granted, those of one commit together. A stream that claims jobs gets theirs; one that
+    claims none is a default host and gets those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS,
+    NOT_FOUND/JOB_NOT_FOUND.
     """
+    WatchTurns: grpc.aio.UnaryStreamMultiCallable[ganger.v1.scheduling_pb2.WatchLeasesRequest, ganger.v1.scheduling_pb2.PlacementLease]  # type: ignore[assignment]
+    """The same one by one, for schedulers of version 1 of the wire."""
     RequestGang: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.GangRequest, ganger.v1.scheduling_pb2.Verdict]  # type: ignore[assignment]
     """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/REQUEST_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS,
-    UNIMPLEMENTED/NOT_SUPPORTED (slice and pack until built).
+    UNIMPLEMENTED/NOT_SUPPORTED (devices of other gangs: only plans share them).
     """
     RequestGangs: grpc.aio.StreamStreamMultiCallable[ganger.v1.scheduling_pb2.GangRequests, ganger.v1.scheduling_pb2.Verdicts]  # type: ignore[assignment]
-    """Many requests a message, verdicts in the order of the requests. Errors as RequestGang, in the verdict."""
+    """Many requests a message, verdicts in the order of the requests, one commit for each message of up to 128. Errors as
+    RequestGang, in the verdict.
+    """
     ReleaseGang: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.ReleaseGangRequest, ganger.v1.job_pb2.Job]  # type: ignore[assignment]
     """Gives a gang back; the job becomes PENDING. Errors: NOT_FOUND/JOB_NOT_FOUND, ABORTED/REVISION_CONFLICT."""
     ProposePlan: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.scheduling_pb2.Plan, ganger.v1.scheduling_pb2.PlanVerdict]  # type: ignore[assignment]
@@ -106,14 +116,23 @@ class SchedulingServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def WatchLeases(
+        self,
+        request: ganger.v1.scheduling_pb2.WatchLeasesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.PlacementLeases], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.PlacementLeases]]:
+        """Placement leases as they are granted, those of one commit together. A stream that claims jobs gets theirs; one that
+        claims none is a default host and gets those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS,
+        NOT_FOUND/JOB_NOT_FOUND.
+        """
+
+    @abc.abstractmethod
     def WatchTurns(
         self,
-        request: ganger.v1.scheduling_pb2.WatchTurnsRequest,
+        request: ganger.v1.scheduling_pb2.WatchLeasesRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.Turn], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.Turn]]:
-        """Turns as they are given. A stream that claims jobs gets theirs; one that claims none is a default host and gets
-        those of all unclaimed jobs. Errors: PERMISSION_DENIED/JOB_NOT_YOURS, NOT_FOUND/JOB_NOT_FOUND.
-        """
+    ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.PlacementLease], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.PlacementLease]]:
+        """The same one by one, for schedulers of version 1 of the wire."""
 
     @abc.abstractmethod
     def RequestGang(
@@ -122,7 +141,7 @@ class SchedulingServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.v1.scheduling_pb2.Verdict, collections.abc.Awaitable[ganger.v1.scheduling_pb2.Verdict]]:
         """Errors: NOT_FOUND/JOB_NOT_FOUND, INVALID_ARGUMENT/REQUEST_INVALID, PERMISSION_DENIED/JOB_NOT_YOURS,
-        UNIMPLEMENTED/NOT_SUPPORTED (slice and pack until built).
+        UNIMPLEMENTED/NOT_SUPPORTED (devices of other gangs: only plans share them).
         """
 
     @abc.abstractmethod
@@ -131,7 +150,9 @@ class SchedulingServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[ganger.v1.scheduling_pb2.GangRequests],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ganger.v1.scheduling_pb2.Verdicts], collections.abc.AsyncIterator[ganger.v1.scheduling_pb2.Verdicts]]:
-        """Many requests a message, verdicts in the order of the requests. Errors as RequestGang, in the verdict."""
+        """Many requests a message, verdicts in the order of the requests, one commit for each message of up to 128. Errors as
+        RequestGang, in the verdict.
+        """
 
     @abc.abstractmethod
     def ReleaseGang(

@@ -55,6 +55,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/UpdateArray"),
         Method(f"{_SCHEDULING}/GetView"),
         Method(f"{_SCHEDULING}/WatchView", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchLeases", None, is_stream=True),
         Method(f"{_SCHEDULING}/WatchTurns", None, is_stream=True),
         # A second request would be refused as stale although the first was approved.
         Method(f"{_SCHEDULING}/RequestGang", is_idempotent=False, largest_bytes=_MIB),

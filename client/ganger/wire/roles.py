@@ -120,7 +120,7 @@ ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
         ),
         "ganger.v1.SchedulingService": (
             ("GetView WatchView WatchProgress", _READERS),
-            ("WatchTurns RequestGang RequestGangs ReleaseGang", _SCHEDULERS),
+            ("WatchLeases WatchTurns RequestGang RequestGangs ReleaseGang", _SCHEDULERS),
             ("ProposePlan", _SCHEDULERS | _PLANNERS),
             ("WatchCluster", _PLANNERS),
         ),

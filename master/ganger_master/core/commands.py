@@ -136,7 +136,6 @@ class RequestGang(Struct, frozen=True, gc=False):
     revision: int
     candidates: tuple[tuple[Claim, ...], ...]
     turn: int = 0
-    mode: str = "EXCLUSIVE"
     blockers: tuple[Refusal, ...] = ()
     scheduler: str = ""
     # Of the view it was computed from; zero: not given.

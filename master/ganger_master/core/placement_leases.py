@@ -286,8 +286,8 @@ _AMPLE = 2
 
 
 def _window(state: State) -> Iterator[int]:
-    """Yield the numbers of the first waiting jobs, and of some jobs that are passed over; those do not count towards
-    the limit, so that they delay no other job."""
+    """Yield the numbers of the first waiting jobs, and of some jobs that are passed over. Those and holders of leases
+    do not count towards the limit, so that they delay no other job."""
     looked_at, aside, since = 0, state.aside, state.aside_from
     places = state.front.places()
     if aside:
@@ -295,7 +295,7 @@ def _window(state: State) -> Iterator[int]:
         places = merge(places, first, others)
     for *_, number in places:
         yield number
-        if number not in aside:
+        if number not in aside and number not in state.turn_of:
             looked_at += 1
             if looked_at >= WINDOW:
                 return
@@ -372,8 +372,6 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         return (), Refused("REQUEST_INVALID", f"at most {_CANDIDATES_LIMIT} candidates, none of them empty")
     if any(claim.shared_mask for claims in command.candidates for claim in claims):
         return (), Refused("NOT_SUPPORTED", "only plans put gangs on devices of others")
-    if command.mode != "EXCLUSIVE":
-        return (), Refused("NOT_SUPPORTED", f"mode {command.mode} is not built yet")
     refusal = _check_request(state, job, command)
     if refusal is not None:
         return (), _rejected(state, job, (refusal,), False)

@@ -226,7 +226,7 @@ def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = N
             for row in answer.rows:
                 convert.node_row_to_wire(row, rejected.rows.add())
             rejected.view_version = answer.view_version
-            rejected.turn_kept = answer.turn_kept
+            rejected.lease_kept = answer.turn_kept
         case Refused():
             raise error_of(answer)
         case _:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
 from ganger.cluster.resources import NodeRow
@@ -43,16 +44,9 @@ _SCHEDULER_MOST: Final = 200
 _QUOTA_MOST: Final = 1 << 60
 _REQUESTS_MOST: Final = 1_000
 # Requests that are judged before other calls are served, and answered together.
-_JUDGED_AT_ONCE: Final = 100
+_JUDGED_AT_ONCE: Final = 128
 # Groups of requests of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
-_MODES: Final = {
-    scheduling_pb2.GangRequest.MODE_UNSPECIFIED: "EXCLUSIVE",
-    scheduling_pb2.GangRequest.MODE_EXCLUSIVE: "EXCLUSIVE",
-    scheduling_pb2.GangRequest.MODE_PREEMPT: "PREEMPT",
-    scheduling_pb2.GangRequest.MODE_SLICE: "SLICE",
-    scheduling_pb2.GangRequest.MODE_PACK: "PACK",
-}
 # Between two deltas of one watcher, so that a busy master does not send one for every commit.
 _DELTA_SECONDS: Final = 0.01
 # Rows turned into messages before other calls get their turn.
@@ -178,9 +172,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 except TimeoutError:
                     return
 
-    async def WatchTurns(
-        self, request: scheduling_pb2.WatchTurnsRequest, context: Any
-    ) -> AsyncIterator[scheduling_pb2.Turn]:
+    async def WatchLeases(
+        self, request: scheduling_pb2.WatchLeasesRequest, context: Any
+    ) -> AsyncGenerator[scheduling_pb2.PlacementLeases, None]:
         if not 0 < len(request.scheduler) <= _SCHEDULER_MOST:
             raise errors.RequestInvalid(
                 f"a scheduler must give its name, unique among live streams, of at most {_SCHEDULER_MOST} characters"
@@ -191,24 +185,39 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         scheduler, caller = request.scheduler, self._callers.of(context)
         if caller.has_own_jobs_only:
             if not jobs:
-                raise errors.RequestInvalid("name the jobs whose turns to take: a user's scheduler has own ones only")
+                raise errors.RequestInvalid("name the jobs whose leases to take: a user's scheduler has own ones only")
             check_jobs(caller, self._shown, jobs)
             # The user's name as a prefix keeps users from taking over each other's streams.
             scheduler = f"{caller.name}/{scheduler}"
-        streams = self._writer.turn_streams
+        streams = self._writer.lease_streams
         with streams.opened(scheduler, jobs) as queue:
             try:
                 alone = not jobs and not streams.has_other_host(scheduler)
                 expect(await self._writer.submit(commands.ClaimTurns(scheduler, jobs, alone=alone)), Done)
                 while streams.is_of(scheduler, queue):
-                    turn = await queue.get()
-                    if turn is None:
+                    batch = await queue.get()
+                    if batch is None:
                         return
-                    if (message := self._turn_message(turn)) is not None:
+                    message, room = scheduling_pb2.PlacementLeases(), PageRoom()
+                    for lease in [found for lease in batch if (found := self._lease_message(lease)) is not None]:
+                        if not room.take(lease):
+                            yield message
+                            message, room = scheduling_pb2.PlacementLeases(), PageRoom()
+                            room.take(lease)
+                        message.leases.append(lease)
+                    if message.leases:
                         yield message
             finally:
                 if streams.is_of(scheduler, queue):
                     self._writer.tell(commands.ClaimTurns(scheduler, jobs, connected=False))
+
+    async def WatchTurns(
+        self, request: scheduling_pb2.WatchLeasesRequest, context: Any
+    ) -> AsyncIterator[scheduling_pb2.PlacementLease]:
+        async with aclosing(self.WatchLeases(request, context)) as batches:
+            async for batch in batches:
+                for lease in batch.leases:
+                    yield lease
 
     async def RequestGang(self, request: scheduling_pb2.GangRequest, context: Any) -> scheduling_pb2.Verdict:
         asked = _gang_request(request)
@@ -347,24 +356,24 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         is_light = self._writer.committed.mode is LoadMode.SPREAD
         return scheduling_pb2.View.MODE_SPREAD if is_light else scheduling_pb2.View.MODE_PACK
 
-    def _turn_message(self, turn: GrantedLease) -> scheduling_pb2.Turn | None:
-        """None if the job is gone or the lease over."""
+    def _lease_message(self, lease: GrantedLease) -> scheduling_pb2.PlacementLease | None:
+        """Return None if the job is gone or the lease has expired."""
         now = self._clock()
-        job = self._writer.committed.jobs.get(turn.number)
-        if job is None or turn.expires <= now:
+        job = self._writer.committed.jobs.get(lease.number)
+        if job is None or lease.expires <= now:
             return None
         parked = self._writer.committed.gangs.get(job.epoch)
-        return scheduling_pb2.Turn(
-            turn=turn.turn,
+        return scheduling_pb2.PlacementLease(
+            lease=lease.turn,
             job=job.name,
-            revision=turn.revision,
-            lease=times.duration(turn.expires - now),
-            rank=turn.rank,
+            revision=lease.revision,
+            remaining=times.duration(lease.expires - now),
+            rank=lease.rank,
             # As many tasks as it asks for now: of an elastic job that rests, as many as rest.
             spec=job_messages.spec_to_wire(replace(job.spec, roles=job.shape.roles), with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
-            reserved_nodes=[names.node_name(node) for node in turn.reserved_nodes],
+            reserved_nodes=[names.node_name(node) for node in lease.reserved_nodes],
             view_version=self._writer.committed.view_version,
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
@@ -398,15 +407,11 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
     claims = sum([len(candidate.claims) for candidate in message.candidates])
     if claims > _CLAIMS_MOST:
         raise errors.RequestInvalid(f"the candidates of a request have at most {_CLAIMS_MOST} claims, not {claims}")
-    mode = _MODES.get(message.mode)
-    if mode is None:
-        raise errors.RequestInvalid(f"mode {message.mode} is unknown here: the sender is newer than this master")
     return commands.RequestGang(
         number=names.parse_job_name(message.job),
         revision=message.revision,
         candidates=tuple([convert.claims_from_wire(candidate.claims) for candidate in message.candidates]),
-        turn=message.turn,
-        mode=mode,
+        turn=message.lease,
         blockers=convert.refusals_from_wire(message.blockers[:_BLOCKERS_MOST]) if message.blockers else (),
         view_version=message.view_version,
     )

@@ -36,7 +36,7 @@ from ganger_master.metrics.counters import MasterCounters
 from ganger_master.runtime import failpoints
 from ganger_master.runtime.commit_batch import CommitPace
 from ganger_master.runtime.database_marks import Beside
-from ganger_master.runtime.lease_streams import TurnStreams
+from ganger_master.runtime.lease_streams import LeaseStreams
 from ganger_master.runtime.publication import Committed, Publication
 from ganger_master.runtime.store_access import Ownership, StoreThread
 from ganger_master.store.codec import Codec
@@ -113,7 +113,7 @@ class Writer:
         opens: OpenStore | None = None,
     ) -> None:
         self.committed = Committed()
-        self.turn_streams = TurnStreams()
+        self.lease_streams = LeaseStreams()
         self.meter = MasterCounters()
         self.state = State(settings, clock())
         # Set when the writer cannot go on: another master has taken the store over, or it is closed.
@@ -400,11 +400,8 @@ class Writer:
         if turns[0].is_told_late(self._clock()):
             self.tell(Tick(told=self._told))
         self._told = turns[-1].turn
-        for turn in turns:
-            # Its current version, if it still exists.
-            held = self.state.turns.get(turn.turn)
-            if held is not None:
-                self.turn_streams.give(held)
+        # The current version of each lease that still exists.
+        self.lease_streams.give([held for turn in turns if (held := self.state.turns.get(turn.turn)) is not None])
 
     def _set_alarm(self, time: float) -> None:
         """Replace the alarm, unless it is due: frequent batches would otherwise postpone it for ever, and its tick
@@ -535,7 +532,7 @@ class Writer:
             opens, self._opens = self._opens, None
             self.tell(opens)
         self.tell(Tick(looks_again=former is not None))
-        for claim in self.turn_streams.claims():
+        for claim in self.lease_streams.claims():
             self.tell(claim)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -75,8 +75,7 @@ def _spam(turn: PlacementLease) -> None:
     request = scheduling_pb2.GangRequest(
         job=turn.job,
         revision=turn.revision,
-        turn=turn.turn,
-        mode=scheduling_pb2.GangRequest.MODE_EXCLUSIVE,
+        lease=turn.turn,
         candidates=[scheduling_pb2.Candidate(claims=convert.claims_to_wire(_absurd()))] * 16,
     )
     with open_channel(find_endpoint()) as channel:
