@@ -6,11 +6,13 @@ STAMP  := $(VENV)/.ready
 PROTOC := .venv-protos
 # half of a test is waiting for processes: three keep two cores busy
 TESTERS ?= 3
+# Checks of names, words and sizes: tools/guards.
+GUARDS := class_names function_length import_circles person_words unit_suffixes
 
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql check docs bench anchors protos wire clean
+.PHONY: help setup demo test retest explore chaos postgresql check guards docs bench anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -48,14 +50,15 @@ postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's pa
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[postgresql]'
 	@tests/store/on_postgresql.sh $(BIN)/python
 
-check: $(STAMP) ## lint, types, import contracts, words and names
+check: $(STAMP) ## lint, types, layers, and guards of names, words and sizes
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@PYTHONPATH=tools $(BIN)/python -m guards.class_names
-	@PYTHONPATH=tools $(BIN)/python -m guards.import_circles
-	@PYTHONPATH=tools $(BIN)/python -m guards.person_words
+	@$(MAKE) --silent guards
+
+guards: $(STAMP) ## names, words and sizes alone, a few seconds
+	@for guard in $(GUARDS); do PYTHONPATH=tools $(BIN)/python -m guards.$$guard || exit 1; done
 
 $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-START_SECONDS = 90.0
+START_S = 90.0
 GANGER = (sys.executable, "-m", "ganger.cli.main")
 _PAGE = "rank-0.page"
 
@@ -56,7 +56,7 @@ class BenchCluster:
                 *("--state-dir", str(self.master), "--storage", str(self.directory / "storage")),
                 *self._master_options,
             )
-            self.until((self.master / "endpoint.json").exists, START_SECONDS, "the master serves")
+            self.until((self.master / "endpoint.json").exists, START_S, "the master serves")
             for name in self._nodes:
                 self._spawn(
                     "daemon",
@@ -65,7 +65,7 @@ class BenchCluster:
                     *self._devices,
                     *self._daemon_options,
                 )
-            self.until(self._are_ready, START_SECONDS, "every node is ready")
+            self.until(self._are_ready, START_S, "every node is ready")
         except BaseException:
             self.stop()
             raise

@@ -20,9 +20,9 @@ from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now
 from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.gang.control_pages import ControlPages
 
-POLL_SECONDS = 0.0002
-START_SECONDS = 120.0
-DEADLOCK_SECONDS = 30.0
+POLL_S = 0.0002
+START_S = 120.0
+DEADLOCK_S = 30.0
 STEPS = 1 << 18
 """Steps a rank can note; a run makes far fewer."""
 ARENA_BYTES = 32 << 20
@@ -94,7 +94,7 @@ class StopSample:
     seconds: float
     resume_seconds: float
     longest_batch_seconds: float
-    batch_after_seconds: float
+    batch_after_s: float
     skew_steps: int
     overrun_steps: int
 
@@ -143,7 +143,7 @@ class BenchGang:
 
     def __enter__(self) -> BenchGang:
         try:
-            self._until(lambda: all(self._step(rank) >= 20 for rank in range(self._world)), START_SECONDS, "started")
+            self._until(lambda: all(self._step(rank) >= 20 for rank in range(self._world)), START_S, "started")
         except BaseException:
             self.close()
             raise
@@ -166,24 +166,24 @@ class BenchGang:
         """Let it run for a while; the relay is idle, as it is between stops."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
-    def stop_and_go(self, level: int, hold_seconds: float) -> StopSample:
+    def stop_and_go(self, level: int, hold_s: float) -> StopSample:
         """One cycle. Raises StuckError for a deadlock."""
         self._sequence += 1
         stop = self._sequence
         before = [self._step(rank) for rank in range(self._world)]
         ordered = now_ns()
         self._order(PageOrderKind.STOP, stop, level)
-        self._until(lambda: all(self._reached(rank) == stop for rank in self._home), DEADLOCK_SECONDS, "stopped")
+        self._until(lambda: all(self._reached(rank) == stop for rank in self._home), DEADLOCK_S, "stopped")
         stopped = now_ns()
         steps = [self._home[rank][rank].get(Word.REACHED_STEP) for rank in range(self._world)]
-        self.train(hold_seconds)
+        self.train(hold_s)
         overrun = max(self._home[rank][rank].get(Word.STEP) - steps[rank] for rank in range(self._world))
         self._sequence += 1
         resumed = now_ns()
         self._order(PageOrderKind.RUN, 0, 0)
-        self._until(lambda: all(self._first_step(rank) > resumed for rank in self._home), DEADLOCK_SECONDS, "resumed")
+        self._until(lambda: all(self._first_step(rank) > resumed for rank in self._home), DEADLOCK_S, "resumed")
         going = max(self._first_step(rank) for rank in range(self._world))
         return StopSample(
             level,
@@ -216,7 +216,7 @@ class BenchGang:
                 raise StuckError(f"the ranks ended before they {what}:\n{self._tail()}")
             if time.monotonic() > deadline:
                 raise StuckError(f"not {what} within {seconds:g} s: {self._story()}\n{self._tail()}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
     def _relay(self) -> None:
         """What changed on a node goes to the others and arrives after the delay."""

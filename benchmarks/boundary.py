@@ -24,8 +24,8 @@ from benchmarks.report import BenchReport, quantile
 
 HOOK_LIMIT_MICROSECONDS = 0.5
 ZERO_LINE_LIMIT_MICROSECONDS = 3.0
-SLACK_SECONDS = 0.015
-RESUME_SLACK_SECONDS = 0.020
+SLACK_S = 0.015
+RESUME_SLACK_S = 0.020
 HOOK_ROUNDS = 101
 REPINS = 200
 QUICK_CYCLES = 4
@@ -183,7 +183,7 @@ def _measure_gang(
         report.at_most(
             f"{name}_suspend_p{share * 100:g}_over_batches_milliseconds",
             1000 * quantile(excess, share),
-            1000 * SLACK_SECONDS,
+            1000 * SLACK_S,
         )
         report.figure(
             f"{name}_suspend_p{share * 100:g}_milliseconds", 1000 * quantile([s.seconds for s in paused], share)
@@ -194,10 +194,8 @@ def _measure_gang(
     offloaded = [stop for stop in stops if stop.level == PageParkLevel.OFFLOAD]
     if offloaded:
         # to the end of the first step: that step's own time is not the resume's
-        waits = [stop.resume_seconds - stop.batch_after_seconds for stop in offloaded]
-        report.at_most(
-            f"{name}_resume_offload_p50_milliseconds", 1000 * quantile(waits, 0.5), 1000 * RESUME_SLACK_SECONDS
-        )
+        waits = [stop.resume_seconds - stop.batch_after_s for stop in offloaded]
+        report.at_most(f"{name}_resume_offload_p50_milliseconds", 1000 * quantile(waits, 0.5), 1000 * RESUME_SLACK_S)
 
 
 def _tmpfs() -> str | None:

@@ -28,9 +28,9 @@ NODES, GPUS = 4, 4
 ROUNDS = ((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1))
 QUICK_ROUNDS = ROUNDS[1:2]
 POLICY = "fifo-backfill+first-fit+defrag"
-WAIT_SECONDS = 120.0
+WAIT_S = 120.0
 # Beyond this a gang did not start because of the moves.
-LIMIT_SECONDS = 30.0
+LIMIT_S = 30.0
 
 JOB = f"""
 import sys
@@ -95,7 +95,7 @@ class DefragRound:
     rests: int
     fewest_moves: int
     fewest_rests: int
-    start_seconds: float
+    start_s: float
     pauses_ms: tuple[float, ...]
     told_pauses_ms: tuple[float, ...]
     replayed: int
@@ -114,12 +114,12 @@ def main(quick: bool = False) -> dict[str, object]:
     _tell(report, "hole", rounds)
     report.say("a full cluster")
     with _cluster() as cluster:
-        swap, back_seconds = _swap(cluster)
+        swap, back_s = _swap(cluster)
     report.samples([_as_sample("swap", swap)])
     _tell(report, "swap", [swap])
     report.at_most("swap_rests_above_fewest", swap.rests - swap.fewest_rests, 0)
     report.figure("swap_rests", swap.rests)
-    report.at_most("swap_parked_job_resumed_s", back_seconds, LIMIT_SECONDS)
+    report.at_most("swap_parked_job_resumed_s", back_s, LIMIT_S)
     return report.result()
 
 
@@ -168,7 +168,7 @@ def _fragments(cluster: BenchCluster, ends: Sequence[int]) -> DefragRound:
             cluster.ganger("cancel", job.name)
             jobs.remove(job)
     # What they held is free once their daemons have seen them go.
-    cluster.until(lambda: len(cluster.pages()) == len(jobs), WAIT_SECONDS, "cancelled jobs are gone")
+    cluster.until(lambda: len(cluster.pages()) == len(jobs), WAIT_S, "cancelled jobs are gone")
     counts = Counter(homes[job.name] for job in jobs)
     before = [counts[node] for node in sorted(set(homes.values()))]
     gang = _start_gang(cluster)
@@ -191,11 +191,9 @@ def _swap(cluster: BenchCluster) -> tuple[DefragRound, float]:
     began = time.monotonic()
     for job in others[: len(low)]:
         cluster.ganger("cancel", job.name)
-    cluster.until(
-        lambda: all(job.steps()[-1].number > at_rest[job.name] for job in low), WAIT_SECONDS, "parked jobs resume"
-    )
-    back_seconds = time.monotonic() - began
-    return _round(cluster, gang, jobs, fewest([GPUS - 1] * NODES, [1] * NODES, GPUS, GPUS)), back_seconds
+    cluster.until(lambda: all(job.steps()[-1].number > at_rest[job.name] for job in low), WAIT_S, "parked jobs resume")
+    back_s = time.monotonic() - began
+    return _round(cluster, gang, jobs, fewest([GPUS - 1] * NODES, [1] * NODES, GPUS, GPUS)), back_s
 
 
 def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) -> list[DefragJob]:
@@ -206,10 +204,10 @@ def _fill(cluster: BenchCluster, priority: Callable[[int], int] = _no_priority) 
         jobs.append(_submit(cluster, 1, "--priority", str(priority(number))))
         if priority is not _no_priority:
             # The next one goes where this one has left room, whatever its rank.
-            cluster.until(lambda: jobs[-1].name in _nodes(cluster), WAIT_SECONDS, f"{jobs[-1].name} has a place")
+            cluster.until(lambda: jobs[-1].name in _nodes(cluster), WAIT_S, f"{jobs[-1].name} has a place")
     # What they can is known by then, and memory is reserved for their state.
-    cluster.until(lambda: all(len(job.steps()) >= 10 for job in jobs), WAIT_SECONDS, "all jobs train")
-    cluster.until(lambda: _have_arenas(cluster, jobs), WAIT_SECONDS, "all could rest in host memory")
+    cluster.until(lambda: all(len(job.steps()) >= 10 for job in jobs), WAIT_S, "all jobs train")
+    cluster.until(lambda: _have_arenas(cluster, jobs), WAIT_S, "all could rest in host memory")
     return jobs
 
 
@@ -227,7 +225,7 @@ def _submit(cluster: BenchCluster, gpus: int, *options: str) -> DefragJob:
 
 def _start_gang(cluster: BenchCluster) -> DefragJob:
     gang = _submit(cluster, GPUS, "--locality", "node")
-    cluster.until(lambda: len(gang.steps()) >= 3, WAIT_SECONDS, f"{gang.name} trains")
+    cluster.until(lambda: len(gang.steps()) >= 3, WAIT_S, f"{gang.name} trains")
     return gang
 
 
@@ -239,7 +237,7 @@ def _round(
     moved = [event["subject"] for event in told if event["kind"] == "move_begun"]
     rested = [event["subject"] for event in told if event["kind"] == "suspend_ordered"]
     movers = [job for job in jobs if job.name in moved]
-    cluster.until(lambda: all(job.pauses_ms() for job in movers), WAIT_SECONDS, "moved jobs resume")
+    cluster.until(lambda: all(job.pauses_ms() for job in movers), WAIT_S, "moved jobs resume")
     events = json.loads(cluster.ganger("history", "--json"))
     done = [event["figures"] for event in events if event["kind"] == "move_done"]
     rests, moves = fewest_of
@@ -248,7 +246,7 @@ def _round(
         rests=len(rested),
         fewest_moves=moves,
         fewest_rests=rests,
-        start_seconds=(gang.steps()[0].end - gang.asked_ns) / 1e9,
+        start_s=(gang.steps()[0].end - gang.asked_ns) / 1e9,
         pauses_ms=tuple(pause for job in movers for pause in job.pauses_ms()),
         told_pauses_ms=tuple(float(figures["pause_ms"]) for figures in done if figures.get("for") == gang.name),
         replayed=sum(job.replayed() for job in jobs),
@@ -276,7 +274,7 @@ def _tell(report: BenchReport, name: str, rounds: Sequence[DefragRound]) -> None
     report.at_least(f"{name}_moves_least_of_a_round", min(one.moves for one in rounds), 1)
     report.at_most(f"{name}_steps_replayed", sum(one.replayed for one in rounds), 0)
     report.at_most(f"{name}_steps_left_out", sum(one.skipped for one in rounds), 0)
-    report.at_most(f"{name}_request_to_first_step_seconds", max(one.start_seconds for one in rounds), LIMIT_SECONDS)
+    report.at_most(f"{name}_request_to_first_step_seconds", max(one.start_s for one in rounds), LIMIT_S)
     pauses = [pause for one in rounds for pause in one.pauses_ms]
     told = [pause for one in rounds for pause in one.told_pauses_ms]
     report.figure(f"{name}_pause_p50_milliseconds", quantile(pauses, 0.5))

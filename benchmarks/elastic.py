@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
-from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
 from benchmarks.switch_timing import Watch
 
@@ -31,10 +31,10 @@ STEPS_BETWEEN = 20
 # After the last change: so far ahead that every rank hears in time where to end.
 EPOCHS_AFTER = 20
 MOST_EPOCHS = 1_000_000
-END_SECONDS = 300.0
-RESIZE_SECONDS = 120.0
+END_S = 300.0
+RESIZE_S = 120.0
 # Beside one boundary (two mini-batches of a gang at most) and the copy: reports, commits, looks at memory.
-SLACK_SECONDS = 0.3
+SLACK_S = 0.3
 LARGEST_LOSS_BILLIONTHS = 1.0
 
 # Neither dropout nor batch statistics, in double precision: what is left of a difference is the order of sums.
@@ -160,7 +160,7 @@ def _judge(
         figure = f"shrink_{part}_p50_milliseconds"
         report.figure(figure, 1e3 * quantile([getattr(one, part) for one in _shrinks(resizes)], 0.5))
     over = [one.free - one.copy - 2 * one.longest_step for one in _shrinks(resizes)]
-    report.at_most("shrink_free_beyond_boundary_and_copy_p50_seconds", quantile(over, 0.5), SLACK_SECONDS)
+    report.at_most("shrink_free_beyond_boundary_and_copy_p50_seconds", quantile(over, 0.5), SLACK_S)
 
 
 def _there_and_back(cluster: BenchCluster, job: str, report: BenchReport, text: str) -> list[Resize]:
@@ -169,7 +169,7 @@ def _there_and_back(cluster: BenchCluster, job: str, report: BenchReport, text: 
         report.say(f"{text}: from {ranks} to {becomes}")
         before = _steps(cluster, "elastic")
         wanted = (before[-1].step if before else 0) + STEPS_BETWEEN
-        cluster.until(lambda: _last(cluster) >= wanted, START_SECONDS, f"{job} does step {wanted}")  # noqa: B023
+        cluster.until(lambda: _last(cluster) >= wanted, START_S, f"{job} does step {wanted}")  # noqa: B023
         done.append(_resize(cluster, job, ranks, becomes))
     return done
 
@@ -178,8 +178,8 @@ def _resize(cluster: BenchCluster, job: str, ranks: int, becomes: int) -> Resize
     (directory,) = {path.parent for path in cluster.pages().values()}
     watch = _Watch([directory / f"rank-{rank}.page" for rank in range(ranks)])
     with watch:
-        cluster.ganger("resize", job, str(becomes), "--timeout", f"{RESIZE_SECONDS:g}s")
-        cluster.until(lambda: not directory.exists(), RESIZE_SECONDS, "the old world is gone")
+        cluster.ganger("resize", job, str(becomes), "--timeout", f"{RESIZE_S:g}s")
+        cluster.until(lambda: not directory.exists(), RESIZE_S, "the old world is gone")
     steps = [step for step in _steps(cluster, "elastic") if step.rank == 0]
     first = next(number for number in range(len(steps) - 1, -1, -1) if steps[number].world != becomes) + 1
     old = [step for step in steps[max(0, first - STEPS_BETWEEN) : first] if step.world == ranks]
@@ -248,7 +248,7 @@ def _wait(cluster: BenchCluster, job: str) -> None:
             raise BenchClusterError(f"job {job} is {state}: {cluster.ganger('history', job)}")
         return state == "SUCCEEDED"
 
-    cluster.until(has_succeeded, END_SECONDS, f"job {job} has succeeded")
+    cluster.until(has_succeeded, END_S, f"job {job} has succeeded")
 
 
 def _submit(cluster: BenchCluster, label: str, gpus: str) -> str:

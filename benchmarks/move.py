@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
 
-from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
 from benchmarks.step_notes import HEAVY, NOTING, NotedStep, steps_of
 from benchmarks.switch_timing import Watch
@@ -27,9 +27,9 @@ from benchmarks.switch_timing import Watch
 SIZES = (100 * 10**6, 10**9)
 QUICK_SIZES = (20 * 10**6,)
 MOVES = 3
-SLACK_SECONDS = 0.3
+SLACK_S = 0.3
 LEAST_STREAM_BYTES_PER_SECOND = 1e9
-MOVE_SECONDS = 120.0
+MOVE_S = 120.0
 PIECE = 8 << 20
 
 JOB = f"""
@@ -87,7 +87,7 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
                 figure = f"{name}_{part}_p50_milliseconds"
                 report.figure(figure, 1000 * quantile([getattr(move, part) for move in measured], 0.5))
             pause = quantile([move.pause for move in measured], 0.5)
-            report.at_most(f"{name}_pause_p50_seconds", pause, factor * size / raw + SLACK_SECONDS)
+            report.at_most(f"{name}_pause_p50_seconds", pause, factor * size / raw + SLACK_S)
             report.figure(f"{name}_pause_over_raw_ratio", pause / (size / raw))
             rate = quantile([move.state_bytes / move.copy for move in measured], 0.5)
             if size >= 10**9:
@@ -110,13 +110,13 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: BenchReport) 
     job = str(json.loads(submitted)["name"])
     measured: list[MoveSample] = []
     try:
-        cluster.until(lambda: len(steps_of(notes)) >= 20, START_SECONDS, f"{job} trains")
+        cluster.until(lambda: len(steps_of(notes)) >= 20, START_S, f"{job} trains")
         for number in range(moves):
             report.say(f"{size / 1e6:g} MB: move {number + 1} of {moves}, and a raw stream over loopback")
             measured.append(_move(cluster, job, notes, _raw_stream(size)))
     finally:
         cluster.ganger("cancel", job)
-        cluster.until(lambda: not cluster.pages(), START_SECONDS, f"{job} is gone")
+        cluster.until(lambda: not cluster.pages(), START_S, f"{job} is gone")
         notes.unlink(missing_ok=True)
     return measured
 
@@ -127,8 +127,8 @@ def _move(cluster: BenchCluster, job: str, notes: Path, raw_bytes_per_second: fl
     pid = steps_of(notes)[-1].pid
     with watch:
         cluster.ganger("move", job, "--no-wait")
-        cluster.until(lambda: _first_of_another(steps_of(notes), pid) is not None, MOVE_SECONDS, f"{job} moves")
-        cluster.until(lambda: source not in cluster.pages().values(), MOVE_SECONDS, "the source is reaped")
+        cluster.until(lambda: _first_of_another(steps_of(notes), pid) is not None, MOVE_S, f"{job} moves")
+        cluster.until(lambda: source not in cluster.pages().values(), MOVE_S, "the source is reaped")
     steps = steps_of(notes)
     first = _first_of_another(steps, pid)
     assert first is not None

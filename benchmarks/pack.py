@@ -27,23 +27,23 @@ from ganger.wire.endpoints import read_endpoint
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 
-from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport
 
 GPU_CORES = 0.2
-QUANTUM_SECONDS = 20
+QUANTUM_S = 20
 ROUNDS, QUICK_ROUNDS = 6, 2
-PHASE_SECONDS, QUICK_PHASE_SECONDS = 5.0, 1.0
-SETTLE_SECONDS = 1.0
-ORDER_SECONDS = 60.0
-VERDICT_SECONDS = 600.0
+PHASE_S, QUICK_PHASE_S = 5.0, 1.0
+SETTLE_S = 1.0
+ORDER_S = 60.0
+VERDICT_S = 600.0
 # What the planner asks of a pack, and how many of its standard errors the figure here has to be away from that.
 LEAST_GAIN = 1.05
 LEAST_DEVIATIONS = 3.0
 # The planner's figure is off that by rounds by so much at most: it compares with the minute before, in which the
 # machine was another one.
 AGREES_WITHIN = 0.15
-WAIT_SECONDS = 0.04
+WAIT_S = 0.04
 MEBIBYTE = 1 << 20
 GPU_MEBIBYTES = 200
 WANTS = ("--gpus", "1", "--cpus-per-gpu", "2", "--memory", "1G", "--gpu-memory", f"{GPU_MEBIBYTES}M")
@@ -139,13 +139,13 @@ def _is_right(tried: Tried, is_heavy: bool) -> bool:
 
 
 def _by_rounds(name: str, is_heavy: bool, report: BenchReport, quick: bool) -> list[ColocationRound]:
-    count, seconds = (QUICK_ROUNDS, QUICK_PHASE_SECONDS) if quick else (ROUNDS, PHASE_SECONDS)
+    count, seconds = (QUICK_ROUNDS, QUICK_PHASE_S) if quick else (ROUNDS, PHASE_S)
     with _cluster(1, "--no-planner") as cluster:
         pair = [_submit(cluster, is_heavy) for _ in range(2)]
         plans = _Plans(cluster)
         for number, job in enumerate(pair):
             plans.until_approved(job, start=scheduling_pb2.StartChange(claims=[_claim(is_shared=number > 0)]))
-            cluster.until(lambda job=job: _steps(cluster, job) > 5, START_SECONDS, f"{job} trains")  # type: ignore[misc]
+            cluster.until(lambda job=job: _steps(cluster, job) > 5, START_S, f"{job} trains")  # type: ignore[misc]
         found = []
         for number in range(count):
             report.say(f"{name} pair: round {number + 1} of {count}, alone, alone, together")
@@ -173,13 +173,11 @@ class _Plans:
     def park(self, job: str) -> None:
         level = job_pb2.SUSPEND_LEVEL_OFFLOAD
         self.until_approved(job, suspend=scheduling_pb2.SuspendChange(level=level))
-        self._cluster.until(
-            lambda: _show(self._cluster, job)["gang"]["phase"] == "PARKED", ORDER_SECONDS, f"{job} rests"
-        )
+        self._cluster.until(lambda: _show(self._cluster, job)["gang"]["phase"] == "PARKED", ORDER_S, f"{job} rests")
 
     def until_approved(self, job: str, **change: Any) -> None:
         """What it is, and what is free, the master knows only once the daemon has told."""
-        self._cluster.until(lambda: self._is_approved(job, change), ORDER_SECONDS, f"{[*change]} of {job} is approved")
+        self._cluster.until(lambda: self._is_approved(job, change), ORDER_S, f"{[*change]} of {job} is approved")
 
     def _is_approved(self, job: str, change: Mapping[str, Any]) -> bool:
         revision = int(_show(self._cluster, job)["revision"])
@@ -204,8 +202,8 @@ def _claim(is_shared: bool) -> resources_pb2.Claim:
 def _rates(cluster: BenchCluster, jobs: Sequence[str], seconds: float) -> list[float]:
     """Steps per second by the jobs' pages, from one step to another."""
     for job in jobs:
-        cluster.until(lambda job=job: _is_running(cluster, job), ORDER_SECONDS, f"{job} runs")  # type: ignore[misc]
-    time.sleep(SETTLE_SECONDS)
+        cluster.until(lambda job=job: _is_running(cluster, job), ORDER_S, f"{job} runs")  # type: ignore[misc]
+    time.sleep(SETTLE_S)
     begun = [_step(cluster, job) for job in jobs]
     time.sleep(seconds)
     ended = [_step(cluster, job) for job in jobs]
@@ -257,13 +255,13 @@ def _by_planner(name: str, is_heavy: bool, report: BenchReport) -> Tried:
     """Three jobs on two devices: two of them are tried together."""
     began = time.monotonic()
     # The one that waits makes the planner try packs: it is not to take turns instead.
-    with _cluster(2, "--plan-every", f"{QUANTUM_SECONDS}s", "--quantum", "never") as cluster:
+    with _cluster(2, "--plan-every", f"{QUANTUM_S}s", "--quantum", "never") as cluster:
         jobs = [_submit(cluster, is_heavy) for _ in range(3)]
         report.say(f"{name} pair: the planner measures, tries and judges (minutes)")
-        cluster.until(lambda: bool(_verdicts(cluster, jobs)), VERDICT_SECONDS, "the planner has judged a pack")
+        cluster.until(lambda: bool(_verdicts(cluster, jobs)), VERDICT_S, "the planner has judged a pack")
         kind, figures = _verdicts(cluster, jobs)[0]
         seconds = time.monotonic() - began
-        time.sleep(2 * QUANTUM_SECONDS)
+        time.sleep(2 * QUANTUM_S)
         begun = _events(cluster, jobs, "move_begun")
         done = _events(cluster, jobs, "move_done")
         pauses = [float(one["pause_ms"]) for one in done if one.get("goal") == "PACK" and "pause_ms" in one]
@@ -310,7 +308,7 @@ def _submit(cluster: BenchCluster, is_heavy: bool) -> str:
     script.write_text(JOB)
     engine = (str(cluster.directory / "engine"),) if is_heavy else ()
     words = ("--checkpoint-every", "never", "--directory", str(cluster.directory), "--json", "--")
-    command = (sys.executable, str(script), str(WAIT_SECONDS), *engine)
+    command = (sys.executable, str(script), str(WAIT_S), *engine)
     return str(json.loads(cluster.ganger("submit", *WANTS, *words, *command))["name"])
 
 

@@ -177,7 +177,7 @@ class PassSample:
     """A whole pass of one policy over the view and the jobs, to be done within the limit."""
 
     name: str
-    limit_seconds: float
+    limit_s: float
     run: Callable[[View, Sequence[GangShape], Facts], Passed]
 
 
@@ -202,10 +202,10 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         "nodes": nodes,
         "jobs": jobs,
         "tasks": int(facts.gpus.sum()),
-        "room_ms": 1e3 * min(_room_seconds(view) for view in views.values() for _ in range(rounds)),
+        "room_ms": 1e3 * min(_room_s(view) for view in views.values() for _ in range(rounds)),
     }
     limits: dict[str, AtMost] = {"room_ms": AtMost(20.0)}
-    limit_of = {**{timed.name: timed.limit_seconds for timed in PASSES}, _PACKED: 3.0, _RESIZED: 1.5}
+    limit_of = {**{timed.name: timed.limit_s for timed in PASSES}, _PACKED: 3.0, _RESIZED: 1.5}
     for (policy, limit), kind in product(limit_of.items(), views):
         of_figure = [sample for sample in samples if (sample["policy"], sample["view"]) == (policy, kind)]
         name = f"{policy}_{kind}".replace("-", "_").replace("+", "_")
@@ -303,7 +303,7 @@ def used_view(nodes: int) -> View:
     return view
 
 
-def _room_seconds(view: View) -> float:
+def _room_s(view: View) -> float:
     twin = view.copy()
     began = time.perf_counter()
     CapacityIndex(twin)

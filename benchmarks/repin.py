@@ -15,9 +15,9 @@ from ganger_daemon.cgroups.probe import choose_cgroups
 
 from benchmarks.report import BenchReport, quantile
 
-REPIN_LIMIT_MILLISECONDS = 1.0
-STEP_SECONDS = 0.001
-WAIT_SECONDS = 20.0
+REPIN_LIMIT_MS = 1.0
+STEP_S = 0.001
+WAIT_S = 20.0
 NOTE = struct.Struct("<QQ")
 """Of the newest step: its number, and the CPU its end ran on."""
 
@@ -65,7 +65,7 @@ def _measure(report: BenchReport, cgroups: Cgroups, group: str, cpus: list[int],
             # the step under way may end where it began; the one after it may not
             elsewhere += _step_after(notes, NOTE.unpack_from(notes)[0] + 1) != cpu
         report.samples({"repin_milliseconds": value} for value in took)
-        report.at_most("repin_p50_milliseconds", quantile(took, 0.5), REPIN_LIMIT_MILLISECONDS)
+        report.at_most("repin_p50_milliseconds", quantile(took, 0.5), REPIN_LIMIT_MS)
         report.figure("repin_p99_milliseconds", quantile(took, 0.99))
         report.at_most("repin_boundaries_on_old_cores", elsewhere, 0)
     finally:
@@ -80,7 +80,7 @@ def _train(notes: mmap.mmap, join_files: tuple[str, ...]) -> None:
     where = ctypes.CDLL(None).sched_getcpu
     step = 0
     while True:
-        ends = time.process_time() + STEP_SECONDS
+        ends = time.process_time() + STEP_S
         while time.process_time() < ends:
             pass
         step += 1
@@ -89,10 +89,10 @@ def _train(notes: mmap.mmap, join_files: tuple[str, ...]) -> None:
 
 def _step_after(notes: mmap.mmap, step: int) -> int:
     """The CPU of the first step past `step` that is seen. Raises TimeoutError."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         number, cpu = NOTE.unpack_from(notes)
         if number > step:
             return int(cpu)
         time.sleep(0.0002)
-    raise TimeoutError(f"no step after {step} within {WAIT_SECONDS:g} s")
+    raise TimeoutError(f"no step after {step} within {WAIT_S:g} s")

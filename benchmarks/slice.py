@@ -28,7 +28,7 @@ from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.probe import choose_cgroups
 from ganger_daemon.devices.virtual import anonymous_bytes_of
 
-from benchmarks.bench_cluster import START_SECONDS, BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
 from benchmarks.step_notes import (
     HEAVY,
@@ -44,8 +44,8 @@ from benchmarks.step_notes import (
 )
 from benchmarks.switch_timing import PageWatch, slowest_switch, switched
 
-QUANTUM_SECONDS, QUICK_QUANTUM_SECONDS = 5.0, 1.0
-LONG_QUANTUM_SECONDS = 60.0
+QUANTUM_S, QUICK_QUANTUM_S = 5.0, 1.0
+LONG_QUANTUM_S = 60.0
 CYCLES, QUICK_CYCLES = 6, 2
 # Jobs and GPUs of each.
 SHARED = {"jobs2_on1": (2, 1), "jobs4_on1": (4, 1), "jobs6_on4": (6, 4)}
@@ -95,7 +95,7 @@ def main(quick: bool = False, only: str = "") -> dict[str, object]:
     if only and only not in CASES:
         raise ValueError(f"there is no case {only!r}: there are {', '.join(CASES)}")
     report = BenchReport("slice")
-    quantum, cycles = (QUICK_QUANTUM_SECONDS, QUICK_CYCLES) if quick else (QUANTUM_SECONDS, CYCLES)
+    quantum, cycles = (QUICK_QUANTUM_S, QUICK_CYCLES) if quick else (QUANTUM_S, CYCLES)
     bound = _quota()
     report.figure("quantum_seconds", quantum)
     wanted = [only] if only else list(CASES)
@@ -118,7 +118,7 @@ def _in_line(report: BenchReport, bound: bool, quick: bool) -> None:
     with _cluster(1, bound, "--policy", "fifo") as cluster:
         first, second = _submit(cluster, 0, steps), _submit(cluster, 1, EARLY_STEPS)
         submitted = now_ns()
-        cluster.until(lambda: len(steps_of(second)) >= EARLY_STEPS, 20 * START_SECONDS, "both have run")
+        cluster.until(lambda: len(steps_of(second)) >= EARLY_STEPS, 20 * START_S, "both have run")
         speed = rate([steps_of(first)[10:]])
         waited = (steps_of(second)[-1].end - submitted) / 1e9
     report.figure("fifo_steps_per_cpu_second", speed)
@@ -136,7 +136,7 @@ def _share(
                 alone.append(_undisturbed(notes, _ALONE_QUANTA * quantum))
             submitted = now_ns()
             notes.append(_submit(cluster, number, 1 << 30))
-            cluster.until(lambda: len(steps_of(notes[-1])) >= EARLY_STEPS, START_SECONDS, f"{name}: job {number} steps")
+            cluster.until(lambda: len(steps_of(notes[-1])) >= EARLY_STEPS, START_S, f"{name}: job {number} steps")
             if number >= gpus:
                 waited = (steps_of(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
                 # quanta grow where switches take long
@@ -154,7 +154,7 @@ def _share(
         steps = [[step for step in steps_of(path) if began <= step.begin and step.end <= ended] for path in notes]
         freed, expected = watch.freed_bytes, STATE_BYTES + WEIGHT_BYTES
         cluster.ganger("cancel", *[str(number + 1) for number in range(gpus, jobs)])
-        cluster.until(lambda: _all_step_now(notes[:gpus]), START_SECONDS, f"{name}: the first ones go on alone")
+        cluster.until(lambda: _all_step_now(notes[:gpus]), START_S, f"{name}: the first ones go on alone")
         alone.append(_undisturbed(notes[:gpus], _ALONE_QUANTA * quantum))
     dead, starting = switches(steps, began, ended)
     if not dead:
@@ -178,7 +178,7 @@ def _share(
     # Including the gaps between two steps within a slice, as a job alone has them, too.
     idle = gpus - sum(map(stepping, steps)) / span
     report.figure(f"{name}_share_outside_steps", idle / taking_turns)
-    long_share = quantile(dead, 0.9) / LONG_QUANTUM_SECONDS
+    long_share = quantile(dead, 0.9) / LONG_QUANTUM_S
     report.at_most(f"{name}_dead_share_at_60s_derived", long_share, DEAD_SHARE)
     if gpus == 1:
         turns = turns_of(steps)
@@ -243,7 +243,7 @@ def _by_signals(report: BenchReport, quantum: float, cycles: int, bound: bool) -
             for path in notes
         ]
         try:
-            cluster.until(lambda: all(len(steps_of(path)) > 10 for path in notes), START_SECONDS, "both step")
+            cluster.until(lambda: all(len(steps_of(path)) > 10 for path in notes), START_S, "both step")
             processes[1].send_signal(signal.SIGSTOP)
             began = now_ns()
             for leaving, coming in itertools.islice(itertools.cycle(((0, 1), (1, 0))), 2 * cycles):

@@ -36,8 +36,8 @@ ROUNDS: Final = 5
 PER_ROUND_ALONE: Final = 200
 PER_ROUND_TOGETHER: Final = 800
 STARTS: Final = 30
-_STORM_SECONDS: Final = 1.0
-_WAIT_SECONDS: Final = 60.0
+_STORM_S: Final = 1.0
+_WAIT_S: Final = 60.0
 
 
 def main(rounds: int = ROUNDS, starts: int = STARTS, quick: bool = False) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _kill(directory: Path) -> dict[str, float]:
         threads = [threading.Thread(target=storm) for _ in range(8)]
         for thread in threads:
             thread.start()
-        time.sleep(_STORM_SECONDS)
+        time.sleep(_STORM_S)
         master.send_signal(signal.SIGKILL)
         master.wait()
         ended.set()
@@ -195,7 +195,7 @@ def _starts(
         endpoint = _endpoint_in(state)
         with open_channel(endpoint) as channel:
             _wait_for_a_node(channel)
-            up_seconds = time.perf_counter() - began
+            up_s = time.perf_counter() - began
             stub = job_service_pb2_grpc.JobServiceStub(channel)
 
             def by_sdk(mark: Path) -> None:
@@ -228,7 +228,7 @@ def _starts(
                     )
     warm = {path: [s["seconds"] for s in samples if s["path"] == path and s["start"] == "warm"] for path in starts}
     figures = {
-        "cluster_up_s": up_seconds,
+        "cluster_up_s": up_s,
         "sdk_cold_start_ms": 1e3 * next(s["seconds"] for s in samples if s["start"] == "cold"),
     }
     for path, seconds in warm.items():
@@ -242,10 +242,10 @@ def _marking(mark: Path) -> list[str]:
 
 
 def _first_instruction(mark: Path) -> float:
-    end = time.monotonic() + _WAIT_SECONDS
+    end = time.monotonic() + _WAIT_S
     while not mark.exists():
         if time.monotonic() > end:
-            raise RuntimeError(f"a job of the benchmark did not start within {_WAIT_SECONDS:.0f} s")
+            raise RuntimeError(f"a job of the benchmark did not start within {_WAIT_S:.0f} s")
         time.sleep(0.001)
     return float(mark.read_text())
 
@@ -268,7 +268,7 @@ def _program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def _endpoint_in(directory: Path) -> Endpoint:
     """What the master of a directory has written, once it serves."""
-    end = time.monotonic() + _WAIT_SECONDS
+    end = time.monotonic() + _WAIT_S
     while True:
         try:
             return read_endpoint(directory)
@@ -280,7 +280,7 @@ def _endpoint_in(directory: Path) -> Endpoint:
 
 def _wait_for_a_node(channel: grpc.Channel) -> None:
     stub = node_pb2_grpc.NodeServiceStub(channel)
-    end = time.monotonic() + _WAIT_SECONDS
+    end = time.monotonic() + _WAIT_S
     while not any(
         node.state == node_pb2.Node.STATE_READY for node in stub.ListNodes(node_pb2.ListNodesRequest()).nodes
     ):

@@ -16,7 +16,7 @@ from ganger_daemon.devices.virtual import anonymous_bytes_of
 from benchmarks.bench_cluster import BenchCluster
 
 # Between two looks.
-POLL_SECONDS = 0.0005
+POLL_S = 0.0005
 
 _Self = TypeVar("_Self", bound="Watch")
 
@@ -38,7 +38,7 @@ class Watch(ABC):
 
     def goes_on(self) -> bool:
         """After a moment, whether to look once more."""
-        return not self._is_over.wait(POLL_SECONDS)
+        return not self._is_over.wait(POLL_S)
 
     @abstractmethod
     def look(self) -> None:

@@ -25,7 +25,7 @@ from benchmarks.twin_comparison import Costs, JobEvent, Ran, compared, costs_of,
 
 _NODES, _GPUS = 2, 4
 _PLAN_EVERY = "1s"
-_STEP_SECONDS = 0.1
+_STEP_S = 0.1
 _PRINT_EVERY = 10
 _ERROR_LIMIT = 0.10
 _LONGEST_SECONDS = 600.0
@@ -166,13 +166,13 @@ def _submit(cluster: BenchCluster, script: Path, one: PlannedStart, steps: int) 
     close = ("--locality", "node") if one.gpus <= _GPUS else ()
     deadline = () if one.deadline is None else ("--deadline", f"{one.deadline:g}s")
     size = ("--name", one.name, "--gpus", str(one.gpus), "--cpus-per-gpu", "0.5", "--memory", "256M")
-    command = (sys.executable, str(script), str(steps), str(_STEP_SECONDS), str(_PRINT_EVERY))
+    command = (sys.executable, str(script), str(steps), str(_STEP_S), str(_PRINT_EVERY))
     answer = cluster.ganger("submit", *size, *close, *deadline, "--", *command)
     return answer.split()[-1]
 
 
 def _steps(one: PlannedStart) -> int:
-    return max(2 * _PRINT_EVERY, round(one.length / _STEP_SECONDS))
+    return max(2 * _PRINT_EVERY, round(one.length / _STEP_S))
 
 
 def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:

@@ -43,7 +43,7 @@ APPROVER_SAMPLES: Final = 4_000
 # One request of so many claims devices that are taken.
 CONFLICT_EVERY: Final = 5
 _LOOKS: Final = 3
-_START_SECONDS: Final = 300.0
+_START_S: Final = 300.0
 
 
 def main(nodes: int = NODES, rounds: int = ROUNDS, quick: bool = False) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def main(nodes: int = NODES, rounds: int = ROUNDS, quick: bool = False) -> dict[
         serving(Path(directory), nodes, total) as endpoint,
     ):
         figures, samples = asyncio.run(_measure(endpoint, nodes, rounds))
-    approver = approver_seconds(nodes)
+    approver = approver_s(nodes)
     figures["approver_p50_ms"] = 1e3 * statistics.median(approver)
     figures["approver_p99_ms"] = 1e3 * percentile(approver, 0.99)
     samples += [{"path": "approver", "seconds": seconds} for seconds in approver]
@@ -79,7 +79,7 @@ def serving(directory: Path, nodes: int, jobs: int) -> Iterator[Endpoint]:
     try:
         words = child.stdout.readline().split()
         if len(words) != 3 or words[0] != "ready":
-            raise RuntimeError(f"the benchmark's master did not start: exit code {child.wait(_START_SECONDS)}")
+            raise RuntimeError(f"the benchmark's master did not start: exit code {child.wait(_START_S)}")
         yield Endpoint(words[1], words[2])
     finally:
         child.stdin.close()
@@ -118,7 +118,7 @@ class Placer:
         return tuple(claims)
 
 
-def approver_seconds(nodes: int) -> list[float]:
+def approver_s(nodes: int) -> list[float]:
     """Time of single verdicts of the approver alone, in this process, on a view of that size.
 
     The shortest of a few looks at each request: what else runs on the machine is not the approver's.

@@ -279,7 +279,7 @@ class _Goodput:
         may = (local >= smallest) & (local <= largest) & (samples <= app.largest_batch)
         alike = np.full(len(local), 1.0)
         compute = self.model.fixed + self.model.per_sample * local
-        seconds = self.model.all_step_seconds(gpus * alike, servers * alike, local) + accumulated * compute
+        seconds = self.model.all_step_s(gpus * alike, servers * alike, local) + accumulated * compute
         squared, variance = self.noise
         gain = (variance + squared) / (variance * app.initial_batch / samples + squared)
         rate = np.where(may, gain / seconds, 0.0)

@@ -44,11 +44,11 @@ from ganger.wire.resource_names import (
 
 Answer = TypeVar("Answer")
 
-_RECONNECT_SECONDS = 0.5
+_RECONNECT_S = 0.5
 # gRPC's message where a server accepts the connection and drops it, as a server that expects TLS does.
 _HUNG_UP = ("Socket closed", "Connection reset by peer")
 # What a master may take to finish the file of a recording.
-_PUBLISH_SECONDS = 60.0
+_PUBLISH_S = 60.0
 
 
 class Client:
@@ -60,7 +60,7 @@ class Client:
     def __init__(self, master: str | Endpoint | None = None, *, patience_seconds: float = 60.0) -> None:
         self._master = master
         self.endpoint = master if isinstance(master, Endpoint) else find_endpoint(master)
-        self._patience_seconds = patience_seconds
+        self._patience_s = patience_seconds
         self._channels: list[grpc.Channel] = []
         self._lock = threading.Lock()
         self._open()
@@ -408,7 +408,7 @@ class Client:
         request = node_pb2.RecordDecisionsRequest(
             duration=times.duration(seconds), most_bytes=most_bytes, with_environment=with_environment
         )
-        return self._call(lambda asked: self._nodes.RecordDecisions(asked, timeout=seconds + _PUBLISH_SECONDS), request)
+        return self._call(lambda asked: self._nodes.RecordDecisions(asked, timeout=seconds + _PUBLISH_S), request)
 
     # how calls are made
 
@@ -464,10 +464,10 @@ class Client:
                     return
             except (Unreachable, NotReady, DeadlineExceeded):
                 now = time.monotonic()
-                deadline = deadline or now + self._patience_seconds
+                deadline = deadline or now + self._patience_s
                 if now >= deadline:
                     raise
-            time.sleep(_RECONNECT_SECONDS)
+            time.sleep(_RECONNECT_S)
 
     def _find_again(self) -> None:
         """A master that was started anew may listen elsewhere, and says so in its directory: later calls go there."""

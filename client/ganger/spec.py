@@ -62,7 +62,7 @@ KEYS = frozenset(
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
-_DEFAULT_PATIENCE_SECONDS = 600.0
+_DEFAULT_PATIENCE_S = 600.0
 _MAX_TASKS = 10_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
 _MOST_PASSES = 1_000
@@ -357,7 +357,7 @@ def _locality(reader: _Reader) -> Locality:
         return Locality(widest=wish)
     locality = Locality(widest=widest or Level.LEVEL_UNSPECIFIED, wish=wish or Level.LEVEL_UNSPECIFIED)
     if wish is not None:
-        locality.patience.CopyFrom(times.duration(_DEFAULT_PATIENCE_SECONDS if patience is None else patience))
+        locality.patience.CopyFrom(times.duration(_DEFAULT_PATIENCE_S if patience is None else patience))
     return locality
 
 

@@ -9,7 +9,7 @@ _DECIMAL_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _MAX_BYTES = 1 << 50
 # A century: longer durations are typing errors.
-_MAX_SECONDS = 36_525 * 86_400.0
+_MAX_S = 36_525 * 86_400.0
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
@@ -32,7 +32,7 @@ def parse_duration(text: object) -> float:
     """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
     seconds = -1.0 if isinstance(text, bool) or not isinstance(text, str | int | float) else _seconds(text)
     # Not a comparison the other way round: NaN is refused too.
-    if not 0 <= seconds <= _MAX_SECONDS:
+    if not 0 <= seconds <= _MAX_S:
         raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d, at most a century")
     return seconds
 
@@ -40,7 +40,7 @@ def parse_duration(text: object) -> float:
 def _seconds(text: str | int | float) -> float:
     """Negative for what cannot be read."""
     if not isinstance(text, str):
-        return float(min(text, 2 * _MAX_SECONDS))
+        return float(min(text, 2 * _MAX_S))
     plain = text.strip().lower()
     if re.fullmatch(r"\d+(\.\d+)?", plain):
         return float(plain)

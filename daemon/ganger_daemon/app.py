@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_REVIVE_SECONDS = 2.0
+_REVIVE_S = 2.0
 # Interval of removing old logs.
-_SWEEP_SECONDS = 3600.0
+_SWEEP_S = 3600.0
 
 
 class DaemonObstacle(Enum):
@@ -371,7 +371,7 @@ class Daemon:
         known = (self.host.storage.path, self.host.storage.token)
         faults: dict[int, str] = {}
         while True:
-            await asyncio.sleep(_REVIVE_SECONDS)
+            await asyncio.sleep(_REVIVE_S)
             try:
                 for gang in self.gangs.all():
                     if gang.parts.exits.live():
@@ -398,7 +398,7 @@ class Daemon:
                     log.info("logs removed", extra={"job_uid": uid})
             except OSError as error:
                 log.warning("logs not removed", extra={"error": str(error)})
-            await asyncio.sleep(_SWEEP_SECONDS)
+            await asyncio.sleep(_SWEEP_S)
 
 
 def _obstacle_of(error: BaseException) -> DaemonObstacle:

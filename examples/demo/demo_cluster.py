@@ -20,7 +20,7 @@ from pathlib import Path
 from ganger.client import Client
 from ganger.v1 import node_pb2
 
-START_SECONDS = 60.0
+START_S = 60.0
 STOP_SECONDS = 10.0
 GANGER = (sys.executable, "-m", "ganger.cli.main")
 
@@ -143,13 +143,13 @@ class DemoCluster:
 
     def _until(self, holds: object, what: str) -> None:
         assert callable(holds)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_S
         while not holds():
             if trouble := self.trouble():
                 raise DemoClusterError(trouble)
             if time.monotonic() > deadline:
                 logs = "\n".join(f"-- {name}\n{self.log(name, 1000)}" for name in self._processes)
-                raise DemoClusterError(f"not within {START_SECONDS:g} s: {what}\n{logs}")
+                raise DemoClusterError(f"not within {START_S:g} s: {what}\n{logs}")
             time.sleep(0.05)
 
     def _groups(self) -> list[str]:

@@ -20,7 +20,7 @@ from examples.demo.losses import Comparison, LossCurve, compare, largest_gap, re
 from examples.demo.step_watch import StepWatch
 from examples.demo.undisturbed_run import Alone
 
-POLL_SECONDS = 0.01
+POLL_S = 0.01
 ACTION_SECONDS = 120.0
 AGAIN_SECONDS = 3.0
 ROOM_SECONDS = 20.0
@@ -244,7 +244,7 @@ class _Disturbed:
                 if time.monotonic() > deadline:
                     raise
                 self._look()
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_S)
 
     def _repin(self) -> Action:
         message = self._until(lambda message: _runs(message) and all(_pids(message)), "running")
@@ -257,7 +257,7 @@ class _Disturbed:
         while _cores(pids) == before:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._job.name} is still on cores {before}")
-            time.sleep(POLL_SECONDS / 5)
+            time.sleep(POLL_S / 5)
         seconds = time.monotonic() - ordered
         self._watch.wait_for(self._watch.steps + 20, ACTION_SECONDS, self._ended)
         self._outcome.rate_after_repin = self._watch.rate(ordered + seconds, time.monotonic())
@@ -276,7 +276,7 @@ class _Disturbed:
                 phase = job_pb2.Gang.Phase.Name(message.gang.phase)
                 state = job_pb2.Job.State.Name(message.state)
                 raise TimeoutError(f"{self._job.name} not {what} within {ACTION_SECONDS:g} s ({state}, {phase})")
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_S)
 
     def _ended(self) -> str:
         self._look()
@@ -305,7 +305,7 @@ def _ends(job: Job, look: Callable[[], None]) -> JobState:
     deadline = time.monotonic() + TRAINING_SECONDS
     while job.refresh().state not in FINISHED and time.monotonic() < deadline:
         look()
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_S)
     return job.state
 
 

@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STOP_GRACE_SECONDS: Final = 0.5
-_HOUSEKEEPING_SECONDS: Final = 300.0
+_STOP_GRACE_S: Final = 0.5
+_HOUSEKEEPING_S: Final = 300.0
 # Most bytes that the specs of finished jobs take in memory.
 _FINISHED_BYTES: Final = 512 * 1024 * 1024
 # Between two looks at what lies on storage.
-_TIDYING_SECONDS: Final = 600.0
+_TIDYING_S: Final = 600.0
 # Between two records of ended jobs on storage.
-_NOTING_SECONDS: Final = 2.0
+_NOTING_S: Final = 2.0
 # Between two checks for a restore of the database.
 _LOOK_SECONDS: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
@@ -197,7 +197,7 @@ class Master:
             # Not here: an answer that it is making waits for this loop.
             await asyncio.to_thread(self._metrics.stop)
         if self._server is not None:
-            await self._server.stop(_STOP_GRACE_SECONDS)
+            await self._server.stop(_STOP_GRACE_S)
         if self._writer is not None:
             await self._writer.close()
         if self._directory is not None:
@@ -216,7 +216,7 @@ class Master:
             except StoreError as error:
                 log.warning("history not compacted", extra={"error": str(error)})
             self.progress.forget(n for n, job in self.writer.committed.jobs.items() if not job.state.is_finished)
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(_HOUSEKEEPING_S)
 
     async def _keep_storage(self) -> None:
         """Removes what ended jobs left on storage once it has been kept for as long as was set."""
@@ -234,7 +234,7 @@ class Master:
                     log.info("removed from storage", extra={"path": str(part)})
             except OSError as error:
                 log.warning("storage not tidied", extra={"error": str(error)})
-            await asyncio.sleep(_TIDYING_SECONDS)
+            await asyncio.sleep(_TIDYING_S)
 
     async def _note_ends(self, beside: Beside) -> None:
         """Record ended jobs on storage too: a database that is restored elsewhere has no files beside it."""
@@ -246,7 +246,7 @@ class Master:
                     await asyncio.to_thread(retention.note_ended, storage, ends)
                 except OSError as error:
                     log.warning("ends not noted on storage", extra={"error": str(error)})
-            await asyncio.sleep(_NOTING_SECONDS)
+            await asyncio.sleep(_NOTING_S)
 
     async def _follow_restore(self, beside: Beside) -> None:
         """Once the database turns out to be an older copy, find which of its jobs have ended since."""

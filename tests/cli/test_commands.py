@@ -504,7 +504,7 @@ def test_a_log_as_json_has_its_ranks_and_every_byte(call: Call, master: CannedMa
 def test_following_a_pending_job_prints_its_reason(
     call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "_QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(logs, "_QUIET_S", 0.2)
     job = master.jobs["jobs/1"] = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_PENDING)
     master.explanation.job.CopyFrom(job)
     master.explanation.blockers.add(reason="GPUS", message="needs 9, there are 8")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import product
+
 import pytest
 from ganger.cluster.fit import fit
 from ganger.cluster.impossible import impossible
@@ -181,57 +185,81 @@ def test_a_place_is_found_whenever_a_node_has_enough_devices_with_enough_left(
         assert Reason.DEVICE_MEMORY in {refusal.reason for refusal in found.refusals}
 
 
+@dataclass
+class ParkingCluster:
+    """A view of two nodes, with the gangs that run and those that are parked on them."""
+
+    view: View = field(default_factory=lambda: cluster(2))
+    running: list[tuple[GangShape, tuple[Claim, ...]]] = field(default_factory=list)
+    # Shape, claims before parking, and what each still holds of its devices.
+    parked: list[tuple[GangShape, tuple[Claim, ...], tuple[Claim, ...]]] = field(default_factory=list)
+
+    def start(self, number: int) -> None:
+        shape = gang(1 + number % 3, device_gib=1 + number % 4)
+        for claims in places(self.view, shape, limit=1):
+            self._run(shape, claims)
+
+    def park(self, number: int) -> None:
+        if not self.running:
+            return
+        shape, claims = self.running.pop(number % len(self.running))
+        # Never more than it may use.
+        size = min(shape.device_memory_bytes, number % 4 * GIB // 2)
+        held = tuple(self._parked_claim(claim, size) for claim in claims)
+        self.parked.append((shape, claims, held))
+        free = all(self.view.row(claim.node).free_mask & claim.device_mask == claim.device_mask for claim in claims)
+        assert not free or fit(self.view, shape, claims, holding=held) == ()
+
+    def resume(self, number: int) -> None:
+        if not self.parked:
+            return
+        shape, claims, held = self.parked.pop(number % len(self.parked))
+        if fit(self.view, shape, claims, holding=held):
+            self.parked.append((shape, claims, held))
+            return
+        for claim in held:
+            self.view.give(claim)
+        self._run(shape, claims)
+
+    def end(self, number: int) -> None:
+        if self.running:
+            claims = self.running.pop(number % len(self.running))[1]
+        elif self.parked:
+            claims = self.parked.pop(number % len(self.parked))[2]
+        else:
+            return
+        for claim in claims:
+            self.view.give(claim)
+
+    def used_bytes(self) -> Counter[tuple[str, int]]:
+        """Return the memory in use by node and device."""
+        used: Counter[tuple[str, int]] = Counter()
+        for shape, claims in self.running:
+            for claim, device in product(claims, range(4)):
+                used[claim.node, device] += shape.device_memory_bytes * (claim.device_mask >> device & 1)
+        for _, _, held in self.parked:
+            for claim in held:
+                for device, size in enumerate(claim.parked_bytes):
+                    used[claim.node, device] += size
+        return used
+
+    def _run(self, shape: GangShape, claims: tuple[Claim, ...]) -> None:
+        for claim in claims:
+            self.view.take(claim, shape.gpus)
+        self.running.append((shape, claims))
+
+    def _parked_claim(self, claim: Claim, size: int) -> Claim:
+        self.view.give(claim)
+        kept = tuple(size * (claim.device_mask >> at & 1) for at in range(4))
+        held = Claim(claim.node, 0, (), 0, parked_bytes=kept)
+        self.view.take(held)
+        return held
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["start", "park", "resume", "end"]), st.integers(0, 40)), max_size=30))
 def test_no_device_is_overcommitted_and_the_gang_parked_last_can_resume(acts: list[tuple[str, int]]) -> None:
-    view = cluster(2)
-    running: list[tuple[GangShape, tuple[Claim, ...]]] = []
-    resting: list[tuple[GangShape, tuple[Claim, ...], tuple[Claim, ...]]] = []
+    cluster_of_gangs = ParkingCluster()
     for act, number in acts:
-        if act == "start":
-            shape = gang(1 + number % 3, device_gib=1 + number % 4)
-            for claims in places(view, shape, limit=1):
-                for claim in claims:
-                    view.take(claim, shape.gpus)
-                running.append((shape, claims))
-        elif act == "park" and running:
-            shape, claims = running.pop(number % len(running))
-            kept = []
-            for claim in claims:
-                view.give(claim)
-                # Never more than it may use.
-                size = min(shape.device_memory_bytes, number % 4 * GIB // 2)
-                left = tuple(size * (claim.device_mask >> at & 1) for at in range(4))
-                kept.append(Claim(claim.node, 0, (), 0, parked_bytes=left))
-                view.take(kept[-1])
-            resting.append((shape, claims, tuple(kept)))
-            free = all(view.row(claim.node).free_mask & claim.device_mask == claim.device_mask for claim in claims)
-            assert not free or fit(view, shape, claims, holding=kept) == ()
-        elif act == "resume" and resting:
-            shape, claims, own = resting.pop(number % len(resting))
-            if fit(view, shape, claims, holding=own):
-                resting.append((shape, claims, own))
-                continue
-            for claim in own:
-                view.give(claim)
-            for claim in claims:
-                view.take(claim, shape.gpus)
-            running.append((shape, claims))
-        elif act == "end" and running:
-            for claim in running.pop(number % len(running))[1]:
-                view.give(claim)
-        elif act == "end" and resting:
-            for claim in resting.pop(number % len(resting))[2]:
-                view.give(claim)
-        used: dict[tuple[str, int], int] = {}
-        for shape, claims in running:
-            for claim in claims:
-                for device in range(4):
-                    if claim.device_mask >> device & 1:
-                        at = (claim.node, device)
-                        used[at] = used.get(at, 0) + shape.device_memory_bytes
-        for _, _, own in resting:
-            for claim in own:
-                for device, size in enumerate(claim.parked_bytes):
-                    used[claim.node, device] = used.get((claim.node, device), 0) + size
-        assert max(used.values(), default=0) <= 4 * GIB
+        getattr(cluster_of_gangs, act)(number)
+        assert max(cluster_of_gangs.used_bytes().values(), default=0) <= 4 * GIB

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from guards.class_names import repeated_classes, repeated_in, report
+from guards.function_length import long_functions
 from guards.import_circles import circles
 from guards.import_circles import report as circle_report
 from guards.module_map import faults_of, module_of, moves_of
+from guards.page_width import wide_lines
 from guards.person_words import allowed_lines, person_words, stale_lines, without_people
+from guards.unit_suffixes import defined_in_proto, defined_in_python, with_long_units
 
 
 def test_a_public_class_name_that_two_modules_define_is_reported_with_both_places() -> None:
@@ -88,3 +91,36 @@ def test_a_table_of_renames_is_compared_with_the_modules_there_are() -> None:
     files = ("client/p/a.py", "client/p/__init__.py")
     faults = faults_of(map(module_of, files), [*(old for old, _ in moves), "p.a"])
     assert faults == (["p"], ["p.x"], ["p.a"])
+
+
+def test_a_function_is_long_by_its_lines_with_those_of_the_functions_inside() -> None:
+    source = (
+        "class A:\n    def short(self):\n        pass\n\n    def long(self):\n        def inner():\n            pass\n"
+    )
+    assert [(one.name, one.line, one.lines) for one in long_functions("a.py", source, most=2)] == [("long", 5, 3)]
+
+
+def test_lines_of_prose_over_the_limit_are_reported_but_tables_code_and_links_are_not() -> None:
+    page = "\n".join(
+        ["a few words", "word " * 5, "| " + "cell " * 9, "```", "code " * 9, "```", "* https://" + "x" * 40]
+    )
+    assert [(one.line, one.columns) for one in wide_lines("a.md", page, most=20)] == [(2, 25)]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def wait_seconds(self, most_s, poll_millis): ...", ["poll_millis", "wait_seconds"]),
+        ("self.age_seconds = age_s = 1", ["age_seconds"]),
+        ("_RETRY_SECONDS: float = 1.0\nRETRY_S = 2", ["_RETRY_SECONDS"]),
+        ("call(timeout_seconds=1)\nmessage.lease_seconds\nseconds = 1", []),
+    ],
+)
+def test_names_that_a_module_defines_with_a_long_unit_are_found(source: str, names: list[str]) -> None:
+    assert sorted(one.name for one in with_long_units(defined_in_python("a.py", source))) == names
+
+
+def test_fields_of_a_proto_with_a_long_unit_are_found() -> None:
+    source = "message M {\n  optional double wait_seconds = 1;\n  repeated int64 size_bytes = 2;\n}\n"
+    found = with_long_units(defined_in_proto("a.proto", source))
+    assert [(one.name, one.line) for one in found] == [("wait_seconds", 2)]

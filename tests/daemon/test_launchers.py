@@ -108,7 +108,7 @@ def test_idle_launchers_end_with_the_daemon_that_asks_them_to(place: Path) -> No
 
 
 def test_a_launcher_that_no_gang_needs_is_let_go(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_UNUSED_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_UNUSED_S", 0.0)
     launchers = make(place)
     launcher = start(launchers)
     key = launchers.key(sys.executable, ENVIRONMENT)

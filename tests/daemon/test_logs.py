@@ -92,7 +92,7 @@ def test_logs_go_once_they_were_kept_but_for_those_of_jobs_that_are_here(tmp_pat
             os.utime(path, (100.0, 100.0))
     now = (tmp_path / "fresh").stat().st_mtime
     assert store.sweep({"here"}, now) == (), "the retention time is not set yet"
-    store.kept_seconds = now - 100.0
+    store.kept_s = now - 100.0
     assert store.sweep({"here"}, now) == ()
     assert store.sweep({"here"}, now + 1.0) == ("old",)
     assert {path.name for path in tmp_path.iterdir()} == {"here", "fresh"}
@@ -102,7 +102,7 @@ def test_a_log_that_is_still_written_to_is_not_old(tmp_path: Path) -> None:
     store = LogStore(tmp_path)
     path = store.begin("job", 0, 1)
     os.utime(tmp_path / "job", (100.0, 100.0))
-    store.kept_seconds = 60.0
+    store.kept_s = 60.0
     assert store.sweep((), path.stat().st_mtime + 59.0) == ()
 
 

@@ -188,7 +188,7 @@ def test_a_source_that_is_no_daemon_is_not_believed(stage: Callable[[bytes], Sce
 def test_a_connection_that_sends_nothing_is_closed_after_a_while(
     stage: Callable[[bytes], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ganger_daemon.transfer.stream_server.SOCKET_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("ganger_daemon.transfer.stream_server.SOCKET_TIMEOUT_S", 0.2)
     scene = stage(b"x" * 4096)
     host, _, port = scene.server.address.rpartition(":")
     with socket.create_connection((host, int(port))) as silent:

@@ -53,7 +53,7 @@ def test_exact_steps_come_back() -> None:
 def test_arrays_agree_with_single_calls() -> None:
     places = [(n, k, m) for n in (1, 2, 3, 8, 64) for k in (1, 2, 8) if k <= n for m in (1.0, 32.0)]
     n, k, m = (np.array(column, float) for column in zip(*places, strict=True))
-    assert TRUTH.all_step_seconds(n, k, m).tolist() == pytest.approx([TRUTH.step_seconds(*place) for place in places])
+    assert TRUTH.all_step_s(n, k, m).tolist() == pytest.approx([TRUTH.step_seconds(*place) for place in places])
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6), st.floats(1.0, 10.0))

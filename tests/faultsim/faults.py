@@ -17,7 +17,7 @@ class Faults:
     repeat: float = 0.0
     # Messages take up to this long, each its own time: later ones overtake earlier ones.
     delay_seconds: float = 0.02
-    commit_seconds: float = 0.01
+    commit_s: float = 0.01
     slow_commit: float = 0.0
     slow_commit_seconds: float = 2.0
     # What is decided while a commit is under way goes to the store with the next one, all of it as one transaction.
@@ -54,7 +54,7 @@ class Faults:
 
     def healed(self) -> Faults:
         """The same network without anything going wrong: for asking whether all ends well."""
-        return Faults(delay_seconds=self.delay_seconds, commit_seconds=self.commit_seconds)
+        return Faults(delay_seconds=self.delay_seconds, commit_s=self.commit_s)
 
 
 NONE = Faults()

@@ -259,7 +259,7 @@ class SimMaster:
         """One after another; a slow one holds up those behind it, each for itself or all together."""
         now, faults = self.engine.now, self.faults
         slow = self.engine.chance(faults.slow_commit)
-        takes = self.engine.between(0.0, faults.slow_commit_seconds if slow else faults.commit_seconds)
+        takes = self.engine.between(0.0, faults.slow_commit_seconds if slow else faults.commit_s)
         if not (faults.together and now < self._next_commit):
             self._next_commit = max(self._last_commit, now)
             self._last_commit = self._next_commit + takes

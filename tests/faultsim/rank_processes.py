@@ -26,7 +26,7 @@ _PEAK_BYTES = 1 << 30
 # The first word of the command of a job without boundaries: it steps on, whatever it is ordered, until it is killed.
 OPAQUE = "opaque"
 # For how long an order to stop may be ignored.
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_S = 20.0
 
 
 class Doing(Enum):
@@ -177,7 +177,7 @@ class Physics:
         if ranks.occupies:
             self._occupy(ranks)
         if self.ignores_stops(ranks):
-            self.engine.after(_PATIENCE_SECONDS, lambda: self._press(ranks, rank))
+            self.engine.after(_PATIENCE_S, lambda: self._press(ranks, rank))
         self._follow(ranks)
 
     def settle(self, ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from ganger_master.core.desired_state import DesiredGang, DesiredRows
 from ganger_master.core.model import GangIntent, SuspendLevel
 from msgspec.structs import replace as other
 
-_ASK_SECONDS = 0.5
+_ASK_S = 0.5
 
 
 class DaemonTurns:
@@ -81,7 +81,7 @@ class DaemonTurns:
     def follow(self) -> None:
         now = self.daemon.engine.now
         for rotation in list(self.sets.values()):
-            for name in rotation.due_requests(now, _ASK_SECONDS):
+            for name in rotation.due_requests(now, _ASK_S):
                 self._ask(rotation, name)
             former = rotation.position
             position = rotation.lead(self._sliced(rotation), now)

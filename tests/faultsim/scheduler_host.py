@@ -18,7 +18,7 @@ from ganger_master.core.commands import ClaimTurns, RequestGang
 from ganger_master.core.queue import GrantedLease
 
 # How soon a stream that broke with its master is open again.
-_RECONNECT_SECONDS = 1.0
+_RECONNECT_S = 1.0
 
 
 class SimHost:
@@ -114,7 +114,7 @@ class SimHost:
         if self.is_up:
             if self.master.is_up and self._claimed_with != self.master.incarnation:
                 self._claim()
-            self.engine.after(_RECONNECT_SECONDS, self._stay_connected)
+            self.engine.after(_RECONNECT_S, self._stay_connected)
 
     def _claim(self) -> None:
         if self.is_up and self.master.is_up:

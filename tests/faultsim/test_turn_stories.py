@@ -16,7 +16,7 @@ from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
-QUANTUM_SECONDS = 5.0
+QUANTUM_S = 5.0
 
 
 class Story:
@@ -79,7 +79,7 @@ class Story:
                     together=1,
                     node_set=node_set,
                     rows=tuple([index for index, row in enumerate(rows) if number in row]),
-                    quantum_seconds=QUANTUM_SECONDS,
+                    quantum_seconds=QUANTUM_S,
                 )
                 for number in numbers
             ]

@@ -52,7 +52,7 @@ class Place:
             inject=self.inject,
             env=_environment(),
             log=str(self.log),
-            idle_seconds=30,
+            idle_s=30,
             preload=self.preload,
         )
 
@@ -799,7 +799,7 @@ def test_idle_launcher_ends_by_itself() -> None:
             inject=prepare_inject_directory(str(directory / "inject")),
             env=_environment(),
             log=str(directory / "log"),
-            idle_seconds=0.2,
+            idle_s=0.2,
             preload=False,
         )
         eventually(lambda: not os.path.exists(path), what="the launcher's end")

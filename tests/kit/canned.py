@@ -81,7 +81,9 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     def _job(self, name: str) -> job_pb2.Job:
         if name not in self.jobs:
             array = name.replace("jobs/", "arrays/")
-            raise JobNotFound(f"there is no {name}", **({"array": array} if array in self.arrays else {}))
+            if array in self.arrays:
+                raise JobNotFound(f"there is no {name}", array=array)
+            raise JobNotFound(f"there is no {name}")
         return self.jobs[name]
 
     async def CreateJob(self, request: Any, context: Any) -> job_pb2.Job:

@@ -32,7 +32,7 @@ class RecordedWire:
                 message = file.message_type.add(name=_flat(name))
                 for number, made in one.fields.items():
                     self._add_field(message, number, made)
-        self._pool.Add(file)  # type: ignore[no-untyped-call]
+        self._pool.Add(file)
 
     def message(self, name: str) -> Any:
         """Return the class of the message `name`, for example "ganger.v1.Job"."""

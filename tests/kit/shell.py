@@ -31,14 +31,15 @@ class Shell:
     master: Path | str
 
     def try_(self, *arguments: str) -> Done:
-        out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+        written = (io.BytesIO(), io.BytesIO())
+        out, err = (io.TextIOWrapper(raw, write_through=True) for raw in written)
         with redirect_stdout(out), redirect_stderr(err):
             try:
                 code = run(["--master", str(self.master), *arguments])
             except SystemExit as exit_:
                 code = exit_.code if isinstance(exit_.code, int) else 1
             sys.stdout.flush()
-        texts = [stream.buffer.getvalue().decode(errors="replace") for stream in (out, err)]  # type: ignore[attr-defined]
+        texts = [raw.getvalue().decode(errors="replace") for raw in written]
         return Done(arguments, code, *texts)
 
     def __call__(self, *arguments: str) -> str:

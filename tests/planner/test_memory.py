@@ -44,12 +44,8 @@ def anew(memory: PlannerMemory) -> PlannerMemory:
     return found
 
 
-def value(kind: inspect.Type, dice: Random) -> Any:
-    """Of any type that is in the memory, with something in every field but in those that are compared by identity."""
-
-    def of(kind: inspect.Type) -> Any:
-        return value(kind, dice)
-
+def scalar(kind: inspect.Type, dice: Random) -> Any:
+    """Return a random value of a type without parts."""
     match kind:
         case inspect.IntType():
             return dice.getrandbits(dice.choice([1, 7, 63]))
@@ -63,6 +59,16 @@ def value(kind: inspect.Type, dice: Random) -> Any:
             return None
         case inspect.EnumType(cls=cls):
             return dice.choice(list(cls))
+    raise NotImplementedError(kind)
+
+
+def value(kind: inspect.Type, dice: Random) -> Any:
+    """Return a random value of any type of the memory, with content in every field that is compared by value."""
+
+    def of(kind: inspect.Type) -> Any:
+        return value(kind, dice)
+
+    match kind:
         case inspect.UnionType(types=types):
             return of(dice.choice(types))
         case inspect.TupleType(item_types=types):
@@ -81,7 +87,7 @@ def value(kind: inspect.Type, dice: Random) -> Any:
             return None
         case inspect.DataclassType(cls=cls, fields=fields) | inspect.StructType(cls=cls, fields=fields):
             return cls(**{one.name: of(one.type) for one in fields})
-    raise NotImplementedError(kind)
+    return scalar(kind, dice)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -21,7 +21,7 @@ from ganger_master.app import Master
 from ganger_master.config import Config
 from ganger_master.store.contract import Store
 
-WAIT_SECONDS = 10.0
+WAIT_S = 10.0
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Speaker:
         self,
         gangs: list[agent_pb2.ObservedGang] | None = None,
         max_wait_seconds: float = 0.0,
-        timeout: float = WAIT_SECONDS,
+        timeout: float = WAIT_S,
     ) -> agent_pb2.ReconcileResponse:
         """One call; with `gangs` the complete observed set, without it an unchanged one."""
         if gangs is not None:
@@ -154,7 +154,7 @@ class Speaker:
         return session
 
 
-async def until(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
+async def until(holds: Callable[[], bool], seconds: float = WAIT_S) -> None:
     """Waits for a condition; fails after a deadline."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 60.0
+START_S = 60.0
 
 
 class MasterProcess:
@@ -44,7 +44,7 @@ class MasterProcess:
             env={**os.environ, **(environment or {})},
         )
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
         assert ready, "the master said nothing in time"
         return self.process.stdout.readline()
 

@@ -27,7 +27,7 @@ from rpc.kit import Served, Speaker, serving, spec_of
 
 pytestmark = pytest.mark.system
 
-WAIT_SECONDS = 30.0
+WAIT_S = 30.0
 
 
 def on_a_master(tmp_path: Path, story: Callable[[Served], Coroutine[Any, Any, None]], nodes: int = 2) -> None:
@@ -55,7 +55,7 @@ async def running(
 
 async def held(served: Served, name: str) -> job_pb2.Job:
     """The job, once it has a gang."""
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(WAIT_S):
         async for job in served.jobs.WatchJob(job_service_pb2.WatchJobRequest(name=name)):
             if job.state == job_pb2.Job.STATE_HOLDING:
                 return job
@@ -123,7 +123,7 @@ def test_job_that_waits_is_placed_when_devices_come_free(tmp_path: Path) -> None
             await held(served, first.name)
             second = await served.submit(spec_of(1))
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=first.name))
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(WAIT_S):
                 job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=second.name))
                 assert job.state == job_pb2.Job.STATE_PENDING
             await Speaker(served, "n9").join()
@@ -208,7 +208,7 @@ def test_host_finds_a_master_that_was_restarted(tmp_path: Path) -> None:
             address, token = first.master.address, first.master.token
             host = SchedulerHost(lambda: Endpoint(address, token))
             task = asyncio.create_task(host.run())
-            await host.mirror.reach(0, WAIT_SECONDS)
+            await host.mirror.reach(0, WAIT_S)
         async with serving(tmp_path) as second:
             await Speaker(second, "n0").join()
             job = await second.submit(spec_of(1))

@@ -121,7 +121,7 @@ def test_a_driver_that_is_not_installed_is_told_with_what_installs_it(monkeypatc
 
 
 def test_locked_database_refuses_the_batch_and_takes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ganger_master.store.sql._BUSY_MILLISECONDS", 20)
+    monkeypatch.setattr("ganger_master.store.sql._BUSY_MS", 20)
     path = tmp_path / "ganger.db"
     store = SqlStore(url_of(path))
     store.open()

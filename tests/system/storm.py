@@ -45,7 +45,7 @@ from system.witnesses import Death, Pack, Record, Step
 SCRIPT = Path(__file__).parent / "jobs" / "witness.py"
 KINDS: Final = ("turn", "pack", "move", "resize")
 MOST_STEPS: Final = 640
-STEP_SECONDS: Final = 0.08
+STEP_S: Final = 0.08
 # Jobs that live at a time, by GPUs; 0: elastic. They need more devices than there are, so some are time-sliced.
 POPULATION: Final = {0: 1, 1: 8, 2: 1}
 AT_ONCE: Final = 5
@@ -141,7 +141,7 @@ class Storm:
     def _refer(self) -> None:
         """Run undisturbed reference jobs, with which all others are compared."""
         for gpus in POPULATION:
-            self._submit(f"reference-{gpus}", gpus, MOST_STEPS, STEP_SECONDS / 100)
+            self._submit(f"reference-{gpus}", gpus, MOST_STEPS, STEP_S / 100)
         while not self._have_all_ended():
             self._go_on(is_disturbed=False)
         for job in list(self._jobs.values()):
@@ -198,7 +198,7 @@ class Storm:
             request = str(uuid.UUID(int=self._dice.getrandbits(128), version=4))
             self._asked = (f"{gpus or 'elastic'}-{len(self._jobs)}", request, gpus, steps)
         label, request, gpus, steps = self._asked
-        if self._submit(label, gpus, steps, STEP_SECONDS, request):
+        if self._submit(label, gpus, steps, STEP_S, request):
             self._asked = None
 
     def _submit(self, label: str, gpus: int, steps: int, step_seconds: float, request: str = "") -> bool:
@@ -425,7 +425,7 @@ class Storm:
                 job.request,
                 job.gpus,
                 job.steps,
-                STEP_SECONDS / 100 if job.label.startswith("reference") else STEP_SECONDS,
+                STEP_S / 100 if job.label.startswith("reference") else STEP_S,
             ).name
         except (ApiError, EndpointError):
             # It is killed again already: the next check after a kill will do.

@@ -21,7 +21,7 @@ class _Quiet:
         self.samples = 0
         self.resumed = 0
 
-    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None:
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_ns: int, is_last: bool) -> None:
         self.samples += samples
 
     def ended_pass(self, loader: ElasticLoader) -> None:

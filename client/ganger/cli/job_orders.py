@@ -12,7 +12,7 @@ import click
 from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.job_selection import Selection, chooses_jobs, each_of, members, print_answers
 from ganger.cli.options import JobType, NodeType, array_of, json_option, number, open_client
-from ganger.cli.order_wait import POLL_SECONDS, ordered, ordered_once_stopped, seconds, silence, until
+from ganger.cli.order_wait import POLL_S, ordered, ordered_once_stopped, seconds, silence, until
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -37,7 +37,7 @@ timeout_option = click.option(
     callback=_checked,
     help="How long to wait; the order stands after it.",
 )
-_CORES_SECONDS = 3.0
+_CORES_S = 3.0
 
 
 @click.command()
@@ -350,9 +350,9 @@ def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
     """On which cores it runs now; its daemon tells when it has carried the order out, or there are no others."""
     from ganger.cli.job_table import cores
 
-    deadline = time.monotonic() + _CORES_SECONDS
+    deadline = time.monotonic() + _CORES_S
     while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_S)
         message = client.get_job(message.name)
     text = cores(message)
     _tell(message, as_json, f", cores {' | '.join(text)}" if text else "")

@@ -33,11 +33,11 @@ UP_FILE = "up.json"
 LAST_FILE = "up.command"
 # Reasons for a refusal of a daemon that no wait changes.
 _LASTING_REFUSALS = frozenset({"CONFIGURATION_SET_MISMATCH", "STORAGE_MISMATCH"})
-_STOP_SECONDS = 15.0
-_POLL_SECONDS = 0.05
+_STOP_S = 15.0
+_POLL_S = 0.05
 # A program that dies more often than this in a minute is not helped by being started again at once.
 _MAX_RESTARTS = 5
-_RESTART_WINDOW_SECONDS = 60.0
+_RESTART_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Supervisor:
             if not running.wait() or self._is_fenced(program, running):
                 continue
             now = time.monotonic()
-            recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_SECONDS]
+            recent = [each for each in self._starts[program.name] if now - each < _RESTART_WINDOW_S]
             if len(recent) > _MAX_RESTARTS:
                 if program.name not in self._resting:
                     self._resting.add(program.name)
@@ -263,11 +263,11 @@ class Supervisor:
             processes = [self._running[program.name] for program in group if program.name in self._running]
             for process in processes:
                 process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + _STOP_SECONDS
+            deadline = time.monotonic() + _STOP_S
             for process in processes:
                 if not process.wait(max(0.0, deadline - time.monotonic())):
                     process.send_signal(signal.SIGKILL)
-                    process.wait(_STOP_SECONDS)
+                    process.wait(_STOP_S)
                 process.close()
         self._running.clear()
         (self._settings.state_directory / UP_FILE).unlink(missing_ok=True)
@@ -337,7 +337,7 @@ def last_command_of(state_directory: Path) -> str:
         return ""
 
 
-def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_SECONDS) -> None:
+def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_S) -> None:
     """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
     chosen = [each for each in started if each.name == "up"] or sorted(started, key=lambda each: each.name == "master")
     for each in chosen:
@@ -349,7 +349,7 @@ def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_
         if time.monotonic() > deadline:
             names = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
             raise CommandError(f"{names} did not stop within {timeout_seconds:g} s: see their logs")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_S)
 
 
 def is_alive(process: Started) -> bool:
@@ -404,7 +404,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
         except (ApiError, grpc.RpcError):
             # Not there yet.
             pass
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_S)
     logs = settings.state_directory / "logs"
     why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
     raise CommandError(

@@ -28,7 +28,7 @@ _MAX_QUEUED_CHUNKS = 256
 _TAIL_BYTES = 16 * 1024
 _NEWLINE = 0x0A
 # Of a job that gets its gang at once nothing need be said.
-_QUIET_SECONDS = 2.0
+_QUIET_S = 2.0
 
 
 @click.command()
@@ -173,7 +173,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
                 because = f", {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
                 print_line(f"ganger: {job_sentence(answer.job)}{because}", sys.stderr)
 
-    timer = threading.Timer(_QUIET_SECONDS, tell)
+    timer = threading.Timer(_QUIET_S, tell)
     timer.daemon = True
     if job:
         timer.start()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ganger.client import Client
     from ganger.v1.job_pb2 import Job
 
-POLL_SECONDS = 0.05
+POLL_S = 0.05
 # How often a wait checks whether the order reaches the job at all.
 _LOOK_SECONDS = 0.5
 # A script may import for so long before its agent reports; from one that is silent for longer nothing else is expected.
-_SILENT_SECONDS = 60.0
+_SILENT_S = 60.0
 # A wait is explained after so long, and again each time it has lasted twice as long.
-_EXPLAIN_SECONDS = 1.0
+_EXPLAIN_S = 1.0
 
 
 class _Explained:
@@ -31,15 +31,15 @@ class _Explained:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._next_seconds = _EXPLAIN_SECONDS
+        self._next_s = _EXPLAIN_S
 
     def report(self, job: Job) -> None:
         """Print the obstacle if the wait has lasted for long enough since it was printed last."""
         from ganger.console.safe_text import print_line
 
         waited = time.monotonic() - self._began
-        if waited >= self._next_seconds:
-            self._next_seconds = 2.0 * waited
+        if waited >= self._next_s:
+            self._next_s = 2.0 * waited
             print_line(f"ganger: after {waited:.0f} s: {obstacle(job)}", sys.stderr)
 
 
@@ -91,7 +91,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
                 f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
                 f" `ganger show {number(message.name)}`"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_S)
         # The order is durable: a master that goes away meanwhile carries it out when it is back.
         with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
             message = client.get_job(message.name)
@@ -145,7 +145,7 @@ def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[J
         if not waits or time.monotonic() > deadline:
             return now
         explained.report(now)
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_S)
 
 
 def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable[[], Job]) -> Job:
@@ -168,13 +168,13 @@ def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable
                 raise
             was_stopping = is_stopping
             explained.report(now)
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_S)
 
 
 def _is_young(job: Job) -> bool:
     from ganger.wire import times
 
-    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_SECONDS
+    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_S
 
 
 def seconds(text: str) -> float:

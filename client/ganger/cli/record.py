@@ -9,12 +9,12 @@ import click
 from ganger.cli.options import json_option, open_client
 from ganger.console.parameter_types import Within
 
-_MOST_SECONDS = 3600
+_MOST_S = 3600
 
 
 @click.command()
 @click.option(
-    "--seconds", "-s", type=Within(0, _MOST_SECONDS, min_open=True), default=60.0, show_default=True,
+    "--seconds", "-s", type=Within(0, _MOST_S, min_open=True), default=60.0, show_default=True,
     help="For how long; Ctrl-C ends it early, and what was recorded is kept.",
 )  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path), help="Copy it to this file, too.")

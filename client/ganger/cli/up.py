@@ -20,8 +20,8 @@ from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
 from ganger.console.parameter_types import Directory
 
-_READY_SECONDS = 60.0
-_WATCH_SECONDS = 0.5
+_READY_S = 60.0
+_WATCH_S = 0.5
 
 
 @click.command()
@@ -148,11 +148,11 @@ def _supervise(settings: cluster.LocalClusterSettings, cancel_jobs: bool) -> Non
     supervisor.adopt()
     try:
         supervisor.start()
-        address = cluster.wait_until_ready(settings, check, _READY_SECONDS)
+        address = cluster.wait_until_ready(settings, check, _READY_S)
         supervisor.announce_ready()
         click.echo(_welcome(settings, address))
         sys.stdout.flush()
-        while not stop.wait(_WATCH_SECONDS):
+        while not stop.wait(_WATCH_S):
             supervisor.restart_dead()
         _tell("stopping")
         _settle_jobs(settings.state_directory, cancel_jobs, settings.command)
@@ -181,7 +181,7 @@ def _detach(directory: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    deadline = time.monotonic() + _READY_SECONDS + 5.0
+    deadline = time.monotonic() + _READY_S + 5.0
     while time.monotonic() < deadline:
         if process.poll() is not None:
             text = f"the cluster did not start:\n{cluster.tail(path, after=begin)}"

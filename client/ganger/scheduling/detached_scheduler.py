@@ -19,7 +19,7 @@ from ganger.wire.errors import SpecInvalid, Violation
 
 READY = b"ready\n"
 # A module that imports PyTorch from a cold disk takes its time; one that waits for input never comes.
-_LOAD_SECONDS = 120.0
+_LOAD_S = 120.0
 # How our command line begins what it says; the user's code may print anything around it.
 _SAYS = "ganger: "
 
@@ -87,9 +87,9 @@ class DetachedScheduler:
 
     def _wait_loaded(self) -> None:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _LOAD_SECONDS)
+        ready, _, _ = select.select([self._process.stdout], [], [], _LOAD_S)
         if not ready:
-            self._refuse(f"did not load within {_LOAD_SECONDS:g} s")
+            self._refuse(f"did not load within {_LOAD_S:g} s")
         if self._process.stdout.readline() != READY:
             self._process.wait()
             said = [line for line in self._log.read_text(errors="replace").splitlines() if line.startswith(_SAYS)]

@@ -47,7 +47,7 @@ _SCHEDULERS_KEPT = 4096
 # A claim that does not add up never will; twice is no accident, and each time costs the job seconds.
 _MISTAKES_ALLOWED = 2
 # A decision takes milliseconds and a lease half a second.
-_HUNG_SECONDS = 10.0
+_HUNG_S = 10.0
 # Leases that are answered before the first of these requests is sent.
 _PROPOSED_AT_ONCE = 32
 # Requests in a message, and their bytes: half of what the master accepts.
@@ -270,7 +270,7 @@ class SchedulerHost:
         if not self._jobs:
             yield
             return
-        faulthandler.dump_traceback_later(_HUNG_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(_HUNG_S, exit=True)
         try:
             yield
         finally:

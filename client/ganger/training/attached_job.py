@@ -142,7 +142,7 @@ class TrainingJob:
         self._epoch = 0
         self._steps = 0
         self._samples = 0
-        self._waited_nanoseconds = 0
+        self._waited_ns = 0
         self._held = 0
         self._untold_steps: Callable[[], int] = lambda: 0
         self._tell_at_next_step: Callable[[], None] = lambda: None
@@ -374,9 +374,9 @@ class TrainingJob:
 
     # -- told by the loaders
 
-    def took_batch(self, loader: ElasticLoader, samples: int, waited_nanoseconds: int, is_last: bool) -> None:
+    def took_batch(self, loader: ElasticLoader, samples: int, waited_ns: int, is_last: bool) -> None:
         self._samples += samples
-        self._waited_nanoseconds += waited_nanoseconds
+        self._waited_ns += waited_ns
         if self._place.take_batch(loader, self.step_count, is_last):
             self._tell_at_next_step()
 
@@ -408,11 +408,11 @@ class TrainingJob:
         self._steps += passed
         if self._is_aside:
             return _NEVER
-        return self._progress.publish(passed, self._samples, self._waited_nanoseconds, loss)
+        return self._progress.publish(passed, self._samples, self._waited_ns, loss)
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.show(self._samples, self._waited_nanoseconds)
+            self._progress.show(self._samples, self._waited_ns)
 
     def _offer_resize(self, control: Control, global_batch: int) -> None:
         """Another number of ranks can go on from here: each has all of the state, and the loaders know their place."""

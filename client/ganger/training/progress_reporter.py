@@ -12,10 +12,10 @@ from ganger.injob.page import Page, Word
 from ganger.training.state import TrainingObjects
 from ganger.training.state_keeper import StateKeeper, device_bytes
 
-LOSS_EVERY_SECONDS = 1.0
+LOSS_EVERY_S = 1.0
 # Steps worth the name are told of one by one; shorter ones a few at a time, so that telling costs next to nothing. Few,
 # because the next step may be a long one.
-PUBLISH_EVERY_SECONDS = 0.005
+PUBLISH_EVERY_S = 0.005
 MOST_STEPS_UNTOLD = 16
 # Optimizers make their state in the first step, activations peak soon after; later changes are rare.
 MEASURED_STEPS = (1, 2, 3, 10, 100)
@@ -37,29 +37,29 @@ class ProgressReporter:
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._peak = 0
 
-    def publish(self, passed: int, samples: int, waited_nanoseconds: int, loss: Any) -> int:
+    def publish(self, passed: int, samples: int, waited_ns: int, loss: Any) -> int:
         """`passed` steps were made since the last call. Returns after how many more this wants to be called again."""
-        self.show(samples, waited_nanoseconds)
+        self.show(samples, waited_ns)
         now = time.monotonic()
         self._steps += passed
         if self._steps >= self._measure_at:
             self._measure_at = _after(self._steps)
             self.measure()
         if now >= self._loss_due:
-            self._loss_due = now + LOSS_EVERY_SECONDS
+            self._loss_due = now + LOSS_EVERY_S
             if self._keeper is not None:
                 # after the first measurement: the arena gets its memory from the first step on
                 self._keeper.tend()
             if loss is not None:
                 self._look_at(loss)
-        untold = int(PUBLISH_EVERY_SECONDS * passed / max(now - self._published, 1e-9))
+        untold = int(PUBLISH_EVERY_S * passed / max(now - self._published, 1e-9))
         self._published = now
         return max(1, min(untold, MOST_STEPS_UNTOLD, self._measure_at - self._steps))
 
-    def show(self, samples: int, waited_nanoseconds: int) -> None:
+    def show(self, samples: int, waited_ns: int) -> None:
         """Samples taken by this rank, and how long it has waited for them."""
         self._words[Word.SAMPLES] = samples
-        self._words[Word.DATA_WAIT] = waited_nanoseconds
+        self._words[Word.DATA_WAIT] = waited_ns
 
     def measure(self) -> None:
         """Publish device memory now and at its peak."""

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 # Below this nothing goes back to the system anyway, and counters that optimizers keep on the CPU stay where they are.
 SMALLEST_OFFLOAD_BYTES = 4096
-ARENA_POLL_SECONDS = 0.0005
+ARENA_POLL_S = 0.0005
 
 
 class CannotKeepError(Exception):
@@ -210,7 +210,7 @@ class StateKeeper:
     def _wait_for_arena(self, needed_bytes: int) -> None:
         while self._page.get(Word.ARENA_AVAILABLE) < needed_bytes:
             self._control.safe_point()
-            time.sleep(ARENA_POLL_SECONDS)
+            time.sleep(ARENA_POLL_S)
 
     # -- helpers, in call order
 

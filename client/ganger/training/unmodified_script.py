@@ -37,7 +37,7 @@ from ganger.training.state_keeper import StateKeeper
 # Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
-VARIABLES_EVERY_SECONDS = 1.0
+VARIABLES_EVERY_S = 1.0
 NO_LOADER = "its batches come from no DataLoader, or from one it began to read before it had an optimizer"
 
 
@@ -64,7 +64,7 @@ class UnmodifiedScript:
         self._has_stepped = False
         self._fetched = 0
         self._samples = 0
-        self._waited_nanoseconds = 0
+        self._waited_ns = 0
         self._untold = 0
         self._told_after = 1
         self._stop_waiting_for_step: Callable[[], None] = lambda: None
@@ -221,10 +221,10 @@ class UnmodifiedScript:
             if self._fetched == BATCHES_BEFORE_OPAQUE and self._control is not None:
                 self._control.hello(Capability.OPAQUE, reason="no optimizer of torch.optim ever stepped")
 
-    def after_fetch(self, loop: Loop, waited_nanoseconds: int) -> None:
+    def after_fetch(self, loop: Loop, waited_ns: int) -> None:
         self._last = loop.reference
         self._samples += loop.batch_size
-        self._waited_nanoseconds += waited_nanoseconds
+        self._waited_ns += waited_ns
 
     def ended(self, loop: Loop) -> None:
         """`loop` has no more batches: perhaps the script's last."""
@@ -232,7 +232,7 @@ class UnmodifiedScript:
 
     def _show(self) -> None:
         if self._progress is not None:
-            self._progress.show(self._samples, self._waited_nanoseconds)
+            self._progress.show(self._samples, self._waited_ns)
 
     # -- boundaries
 
@@ -282,7 +282,7 @@ class UnmodifiedScript:
         self._untold += 1
         if self._untold >= self._told_after:
             passed, self._untold = self._untold, 0
-            self._told_after = self._progress.publish(passed, self._samples, self._waited_nanoseconds, None)
+            self._told_after = self._progress.publish(passed, self._samples, self._waited_ns, None)
         self._control.boundary()
         self._boundary_loop = None
 
@@ -443,7 +443,7 @@ def _weakly(training: TrainingObjects, variables: Variables) -> Callable[[], Tra
         # milliseconds: too much for every thousand steps of microseconds
         objects: dict[str, Any] = {}
         if now >= due:
-            due = now + VARIABLES_EVERY_SECONDS
+            due = now + VARIABLES_EVERY_S
             objects = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
         return TrainingObjects(models=dict(models), optimizers=dict(optimizers), objects=objects)
 

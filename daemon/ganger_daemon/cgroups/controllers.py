@@ -23,7 +23,7 @@ QUOTA_PERIOD_US = 10_000
 SMALLEST_QUOTA_CORES = 0.1
 """The kernel takes no quota below 1 ms."""
 _SWEEPS = 3
-_SWEEP_SECONDS = 0.1
+_SWEEP_S = 0.1
 
 
 class CgroupController(Protocol):
@@ -183,10 +183,10 @@ class StopV1:
         # in time may have forked between the look and the signals: repeat until it is empty.
         for _ in range(_SWEEPS):
             self.order(group, frozen=True)
-            files.wait_until(lambda: self.is_frozen(group), _SWEEP_SECONDS)
+            files.wait_until(lambda: self.is_frozen(group), _SWEEP_S)
             files.signal_all(files.pids_in(group), signal.SIGKILL)
             self.order(group, frozen=False)
-            if files.wait_until(lambda: not files.pids_in(group), _SWEEP_SECONDS):
+            if files.wait_until(lambda: not files.pids_in(group), _SWEEP_S):
                 return
 
 

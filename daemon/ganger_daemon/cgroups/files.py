@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-STEP_SECONDS = 0.002
+STEP_S = 0.002
 ALL_CPUS = range(8192)
 """An affinity mask of all ones: the kernel cuts it to what the group allows, now and after later changes."""
 
@@ -88,7 +88,7 @@ def wait_until(holds: Callable[[], bool], timeout_seconds: float, again: Callabl
     while not holds():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(STEP_SECONDS)
+        time.sleep(STEP_S)
         if again is not None:
             again()
     return True

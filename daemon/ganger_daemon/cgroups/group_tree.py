@@ -170,7 +170,7 @@ class GroupTree:
                 return True
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(files.STEP_SECONDS)
+            time.sleep(files.STEP_S)
 
     def groups(self) -> tuple[str, ...]:
         found: set[str] = set()

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # Interval of retries.
 _RETRY_SECONDS = 0.5
 # First wait of a member before it asks the leader again; it grows up to the interval above.
-_ASK_SECONDS = 0.02
+_ASK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Keeper:
         self._reported_refusal = 0  # the agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
-        self._ask_again = _ASK_SECONDS
+        self._ask_again = _ASK_S
         self.published: Published | None = None
         self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
         self.schedule = Schedule(time.monotonic())
@@ -121,8 +121,8 @@ class Keeper:
             newest = CheckpointName(self.published.step, self.published.epoch)
             collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
 
-    def due(self, now: float, interval_seconds: float, request: int) -> bool:
-        return self._leads and due(self.schedule, now, interval_seconds, request)
+    def due(self, now: float, interval_s: float, request: int) -> bool:
+        return self._leads and due(self.schedule, now, interval_s, request)
 
     def asked(self, now: float, request: int) -> None:
         self.schedule = asked(self.schedule, now, request)
@@ -252,7 +252,7 @@ class Keeper:
             self._retry_at = time.monotonic() + self._ask_again
             self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
             return
-        self._ask_again = _ASK_SECONDS
+        self._ask_again = _ASK_S
         self.trouble = ""
         self.handed[agreement] = step
         self._changed()

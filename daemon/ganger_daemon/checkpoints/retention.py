@@ -92,11 +92,11 @@ class Schedule:
     served: int = 0
 
 
-def due(schedule: Schedule, now: float, interval_seconds: float, request: int) -> bool:
+def due(schedule: Schedule, now: float, interval_s: float, request: int) -> bool:
     """Return whether to request a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
     if request > schedule.served:
         return True
-    return interval_seconds > 0 and now - schedule.last >= interval_seconds
+    return interval_s > 0 and now - schedule.last >= interval_s
 
 
 def asked(schedule: Schedule, now: float, request: int) -> Schedule:

@@ -32,11 +32,11 @@ from ganger_daemon.node.core_table import CoreMap
 
 log = logging.getLogger(__name__)
 
-WAIT_MILLISECONDS = 1000
+WAIT_MS = 1000
 """How long the health thread waits at a time; close() takes at most about this long."""
 MAX_EVENTS = 1024
 """Most events that are kept until they are read; beyond it the oldest are dropped (recorded faults stay)."""
-_USE_SECONDS = 2.0
+_USE_S = 2.0
 """Period over which utilization is read by process: the driver's samples are a sixth of a second to a second old."""
 CPU_WORDS = 64
 """Words of 64 CPUs asked for: 4,096 CPUs."""
@@ -56,10 +56,10 @@ class NvmlDevices:
         housekeeping: int | None = None,
         library: ModuleType | Any | None = None,
         core_map: CoreMap | None = None,
-        wait_milliseconds: int = WAIT_MILLISECONDS,
+        wait_milliseconds: int = WAIT_MS,
     ) -> None:
         self._nvml: Any = library if library is not None else _load()
-        self._wait_milliseconds = wait_milliseconds
+        self._wait_ms = wait_milliseconds
         self._open()
         try:
             self._handles: list[Any] = self._list_handles()
@@ -103,7 +103,7 @@ class NvmlDevices:
         return tuple(self._used_by(handle, pids) for handle in self._handles)
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        since = int(1e6 * (time.time() - _USE_SECONDS))
+        since = int(1e6 * (time.time() - _USE_S))
         wanted, percent, heard = frozenset(pids), 0, False
         for device in bits(device_mask):
             found = self.process_utilisation(device, since)
@@ -135,7 +135,7 @@ class NvmlDevices:
     def close(self) -> None:
         if not self._stop.is_set():
             self._stop.set()
-            self._watcher.join(timeout=self._wait_milliseconds / 1000 + 5)
+            self._watcher.join(timeout=self._wait_ms / 1000 + 5)
             self._ask(self._nvml.nvmlShutdown)
 
     def process_utilisation(self, device: int, since_microseconds: int = 0) -> dict[int, int]:
@@ -252,7 +252,7 @@ class NvmlDevices:
         events = self._register()
         while not self._stop.is_set():
             if events is None:
-                self._stop.wait(self._wait_milliseconds / 1000)
+                self._stop.wait(self._wait_ms / 1000)
             else:
                 self._wait_for(events)
             for index in range(len(self._handles)):
@@ -288,11 +288,11 @@ class NvmlDevices:
     def _wait_for(self, events: Any) -> None:
         nvml = self._nvml
         try:
-            data = nvml.nvmlEventSetWait_v2(events, self._wait_milliseconds)
+            data = nvml.nvmlEventSetWait_v2(events, self._wait_ms)
         except nvml.NVMLError as error:
             if _code(error) != nvml.NVML_ERROR_TIMEOUT:
                 # a lost device makes the wait fail at once: do not spin
-                self._stop.wait(self._wait_milliseconds / 1000)
+                self._stop.wait(self._wait_ms / 1000)
             return
         index = self._index_of(data.device)
         if index is None:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 # Jobs whose last epoch is remembered so that it never starts again; the oldest are forgotten first.
 _FINISHED_LIMIT = 10_000
 # Interval of warnings about gangs that take long to adopt.
-_JUDGED_SECONDS = 10.0
+_JUDGED_S = 10.0
 
 
 class GangSet:
@@ -84,7 +84,7 @@ class GangSet:
         first observed set counts as gone."""
         waiting = [asyncio.create_task(gang.judged.wait()) for gang in self._gangs.values()]
         while waiting:
-            _, pending = await asyncio.wait(waiting, timeout=_JUDGED_SECONDS)
+            _, pending = await asyncio.wait(waiting, timeout=_JUDGED_S)
             if pending:
                 log.warning("gangs are still being adopted", extra={"gangs": len(pending)})
             waiting = list(pending)

@@ -65,12 +65,12 @@ log = logging.getLogger(__name__)
 _ALSO_MATTERS = ("PYTHONPATH",)
 _HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
 # A launcher ends after so long without a connection and without ranks.
-_IDLE_SECONDS = 120.0
+_IDLE_S = 120.0
 # A launcher that no gang needs is let go after this.
-_UNUSED_SECONDS = 120.0
-_STOP_SECONDS = 0.5
+_UNUSED_S = 120.0
+_STOP_S = 0.5
 # One that is importing answers when it is done.
-_LIST_SECONDS = 10.0
+_LIST_S = 10.0
 
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
 
@@ -156,7 +156,7 @@ class Launchers:
         found: dict[str, RankProcess] = {}
         for path in sorted(self._directory.glob("*.sock")):
             try:
-                with Launcher(str(path), _LIST_SECONDS) as launcher:
+                with Launcher(str(path), _LIST_S) as launcher:
                     found |= children_of(launcher)
             except (LauncherError, OSError) as error:
                 log.debug("launcher says nothing", extra={"key": path.stem, "cause": str(error)})
@@ -183,7 +183,7 @@ class Launchers:
             unused = [
                 key
                 for key in self._known
-                if key not in used and key != self._warm and now - self._used_at.get(key, now) > _UNUSED_SECONDS
+                if key not in used and key != self._warm and now - self._used_at.get(key, now) > _UNUSED_S
             ]
             for key in unused:
                 self._known.pop(key).close()
@@ -197,7 +197,7 @@ class Launchers:
                 continue
             try:
                 # one that still imports finds the request when it is done
-                with Launcher(str(path), _STOP_SECONDS) as launcher:
+                with Launcher(str(path), _STOP_S) as launcher:
                     launcher.stop()
                 log.info("idle launcher stopped", extra={"key": path.stem})
             except (LauncherError, OSError) as error:
@@ -230,7 +230,7 @@ class Launchers:
                 inject=self.inject,
                 env=base,
                 log=str(self._directory / f"{key}.log"),
-                idle_seconds=_IDLE_SECONDS,
+                idle_s=_IDLE_S,
                 preload=self._preload,
             )
             launcher = self.running(key)

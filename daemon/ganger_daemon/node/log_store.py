@@ -57,7 +57,7 @@ class LogStore:
         self.storage = storage
         self._limit = limit_bytes
         # How long logs of a job without gangs here are kept after its last write; None: for ever, or not set yet.
-        self.kept_seconds: float | None = None
+        self.kept_s: float | None = None
 
     def segment_path(self, job_uid: str, rank: int, epoch: int) -> Path:
         return self._local / job_uid / f"rank-{rank}.{epoch}.log"
@@ -158,9 +158,9 @@ class LogStore:
     def sweep(self, here: Collection[str], now: float) -> tuple[str, ...]:
         """Remove the local logs of jobs that are not among `here` and wrote last before the time for which logs are
         kept; return their uids. `now`: Unix seconds. Blocks."""
-        if self.kept_seconds is None:
+        if self.kept_s is None:
             return ()
-        before = now - self.kept_seconds
+        before = now - self.kept_s
         old = [path for path in sorted(self._local.iterdir()) if path.name not in here and _written_last(path) < before]
         for path in old:
             remove_tree(path)

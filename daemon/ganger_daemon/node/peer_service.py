@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ganger_daemon.node.gang_set import GangSet
     from ganger_daemon.node.node_context import NodeContext
 
-_POLL_SECONDS = 0.005
-_LOG_POLL_SECONDS = 0.1
-_RENDEZVOUS_SECONDS = 100.0
+_POLL_S = 0.005
+_LOG_POLL_S = 0.1
+_RENDEZVOUS_S = 100.0
 _STREAM_SECONDS = 1800.0
 _SWITCH_SECONDS = 2.0
 # Characters of the reason that a member reports.
@@ -76,7 +76,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     async def GetRendezvous(
         self, request: peer_pb2.GetRendezvousRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> peer_pb2.Rendezvous:
-        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
+        deadline = time.monotonic() + _RENDEZVOUS_S
         while True:
             # the member's desired set may come before the leader's
             gang = self._gangs.find(request.job_uid, request.epoch)
@@ -99,7 +99,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                 raise GangNotFound(f"epoch {request.epoch} has ended on the leader's node")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded("the rendezvous store does not listen yet")
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(_POLL_S)
 
     async def ShardWritten(
         self, request: peer_pb2.ShardWrittenRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -160,7 +160,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
                     break
             if over:
                 return
-            await asyncio.sleep(_LOG_POLL_SECONDS)
+            await asyncio.sleep(_LOG_POLL_S)
 
     def _writes(self, job_uid: str) -> bool:
         return any(gang.desired.job_uid == job_uid and gang.phase is not PartPhase.ENDED for gang in self._gangs.all())

@@ -35,7 +35,7 @@ from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_hint
 
-INTERVAL_SECONDS = 1.0
+INTERVAL_S = 1.0
 _RETRY_SECONDS = 2.0
 
 
@@ -51,7 +51,7 @@ async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
 
 async def _reports(session: str, gangs: GangSet) -> AsyncIterator[agent_pb2.ProgressReport]:
     while True:
-        await asyncio.sleep(INTERVAL_SECONDS)
+        await asyncio.sleep(INTERVAL_S)
         report = batch(session, gangs)
         if report.gangs:
             yield report
@@ -115,14 +115,14 @@ def _number(job: str) -> int:
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_SECONDS = 60.0
+MAX_WAIT_S = 60.0
 # A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
-_FIRST_RETRY_SECONDS = 0.05
-_LAST_RETRY_SECONDS = 2.0
-_LASTING_RETRY_SECONDS = 10.0
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+_LASTING_RETRY_S = 10.0
 _LOOK_SECONDS = 0.05
 # Deadline of one part of a set, which the master answers at once.
-_PART_SECONDS = 10.0
+_PART_S = 10.0
 # Most bytes that a gang takes in a message beyond its own.
 _FIELD_BYTES = 16
 # Reasons that a retry does not remove: an operator has to act.
@@ -178,7 +178,7 @@ class Session:
         self._describe = describe
         self._seen = DatabasePosition(host.paths.state / "master.json")
         self._news = asyncio.Event()
-        self._wait = _FIRST_RETRY_SECONDS
+        self._wait = _FIRST_RETRY_S
         self.connected = asyncio.Event()
 
     def news(self) -> None:
@@ -188,7 +188,7 @@ class Session:
     async def run(self) -> None:
         """Run until cancelled. The session outlives a broken connection as long as the master keeps it."""
         conversation: Conversation | None = None
-        self._wait = _FIRST_RETRY_SECONDS
+        self._wait = _FIRST_RETRY_S
         while True:
             endpoint: Endpoint | None = None
             try:
@@ -202,12 +202,12 @@ class Session:
                 log.info("session superseded")
                 conversation = None
                 # a master answered: the backoff starts anew
-                self._wait = _FIRST_RETRY_SECONDS
+                self._wait = _FIRST_RETRY_S
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})
             except WireVersionUnsupported as error:
                 log.error("master not reached", extra={"reason": error.reason, "error": error.message})
-                self._wait = _LASTING_RETRY_SECONDS
+                self._wait = _LASTING_RETRY_S
             except grpc.aio.AioRpcError as error:
                 reason = reason_of(from_rpc_error(error))
                 level = logging.ERROR if reason in _LASTING else logging.INFO
@@ -215,10 +215,10 @@ class Session:
                 level = logging.ERROR if trouble else level
                 log.log(level, "master not reached", extra={"reason": reason, "error": trouble or error.details()})
                 if reason in _LASTING:
-                    self._wait = _LASTING_RETRY_SECONDS
+                    self._wait = _LASTING_RETRY_S
             self.connected.clear()
             await self._pause(endpoint)
-            self._wait = min(_LAST_RETRY_SECONDS, self._wait * 2)
+            self._wait = min(_LAST_RETRY_S, self._wait * 2)
 
     async def _trouble(self, endpoint: Endpoint | None) -> str:
         """Return what is wrong with the certificates of either end, or an empty text: gRPC does not report it."""
@@ -249,7 +249,7 @@ class Session:
         self._host.storage_learned()
         self._host.logs.storage = storage.path if storage.proved else None
         self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
-        self._host.logs.kept_seconds = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
+        self._host.logs.kept_s = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
         self._gangs.new_session()
         log.info(
             "session opened",
@@ -271,7 +271,7 @@ class Session:
                 request = self._request(conversation)
                 try:
                     for part in _first_parts(request):
-                        await stub.Reconcile(part, timeout=_PART_SECONDS)
+                        await stub.Reconcile(part, timeout=_PART_S)
                     sent_at = now_ns()
                     answer = await self._call(stub, request, conversation)
                 except grpc.aio.AioRpcError as error:
@@ -280,7 +280,7 @@ class Session:
                     raise
                 if answer is None:
                     continue  # news came first
-                self._wait = _FIRST_RETRY_SECONDS
+                self._wait = _FIRST_RETRY_S
                 await self._take(answer, conversation, sent_at)
                 self.connected.set()
         finally:
@@ -319,7 +319,7 @@ class Session:
 
     def _max_wait(self, conversation: Conversation) -> float:
         """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
-        limit = MAX_WAIT_SECONDS
+        limit = MAX_WAIT_S
         if conversation.lost_after_seconds is not None:
             limit = min(limit, conversation.lost_after_seconds / 4)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))

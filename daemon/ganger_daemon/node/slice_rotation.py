@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Poll intervals while a row is being switched, and while one runs; a change on this node is handled at once.
-_SWITCHING_SECONDS = 0.005
-_RUNNING_SECONDS = 0.1
+_SWITCHING_S = 0.005
+_RUNNING_S = 0.1
 # Interval of requests to each member of a group of several nodes.
-_ASK_SECONDS = 0.1
+_ASK_S = 0.1
 
 
 @dataclass
@@ -167,12 +167,12 @@ class Rotation:
         """Run until cancelled. A fault of one group is logged and retried; the other groups go on meanwhile."""
         while True:
             self._news.clear()
-            pause = _RUNNING_SECONDS
+            pause = _RUNNING_S
             for group in list(self._groups.values()):
                 try:
                     self._lead(group)
                     if group.rotation.is_switching:
-                        pause = _SWITCHING_SECONDS
+                        pause = _SWITCHING_S
                 except Exception:
                     log.exception("node set not led", extra={"node_set": group.number})
             try:
@@ -204,7 +204,7 @@ class Rotation:
     def _lead(self, group: LocalTimesliceGroup) -> None:
         rotation, now = group.rotation, time.monotonic()
         if group.request is None or group.request.done():
-            others = rotation.due_requests(now, _ASK_SECONDS)
+            others = rotation.due_requests(now, _ASK_S)
             if others:
                 group.request = asyncio.create_task(self._request_all(group, others), name=f"node set {group.number}")
         former = rotation.position

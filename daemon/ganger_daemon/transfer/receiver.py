@@ -30,7 +30,7 @@ from ganger_daemon.transfer.stream_messages import (
 
 _LOOK_SECONDS = 0.002
 # An arena that has not grown for so long is filled as bytes arrive: its job may have no memory left.
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_S = 5.0
 
 
 class Landing:
@@ -64,18 +64,18 @@ def wait_for_pages(fd: int, size: int, cancelled: threading.Event) -> None:
         blocks = os.fstat(fd).st_blocks * 512
         if blocks > there:
             there, grown = blocks, time.monotonic()
-        if there >= size or time.monotonic() - grown > _PATIENCE_SECONDS:
+        if there >= size or time.monotonic() - grown > _PATIENCE_S:
             return
 
 
 # Most bytes and time of one receiving call: large enough that calls cost nothing, small enough that the restoring rank
 # is never far behind and sees received bytes while the source pauses.
 PIECE_BYTES = 4 << 20
-PIECE_SECONDS = 0.02
-CONNECT_SECONDS = 5.0
-LINE_SECONDS = 30.0
+PIECE_S = 0.02
+CONNECT_S = 5.0
+LINE_S = 30.0
 # Filling may pause: at the source's boundary, on its device.
-SILENCE_SECONDS = 120.0
+SILENCE_S = 120.0
 
 
 def fetch(
@@ -85,7 +85,7 @@ def fetch(
     available: Callable[[int], None],
     cancelled: threading.Event,
     attempts: int = 60,
-    retry_seconds: float = 0.25,
+    retry_s: float = 0.25,
     tls: str = "",
 ) -> int:
     """Fetch one rank's image; return its size in bytes. `available` is called with the bytes received so far.
@@ -108,7 +108,7 @@ def fetch(
             offset = leg.offset
             if left <= 0 or (isinstance(error, StreamError) and not error.retry):
                 raise StreamError(why, retry=False) from error
-        cancelled.wait(retry_seconds)
+        cancelled.wait(retry_s)
 
 
 class _Leg:
@@ -132,16 +132,16 @@ class _Leg:
             size, room = int(answer["size"]), len(self._landing.view)
             if size > room:
                 raise StreamError(f"the image of {size} bytes does not fit the arena of {room}", retry=False)
-            limit_silence(connection, PIECE_SECONDS)
+            limit_silence(connection, PIECE_S)
             self._receive(connection, size)
-            limit_silence(connection, LINE_SECONDS)
+            limit_silence(connection, LINE_S)
             if not parse_line(read_line(connection)).get("whole"):
                 raise StreamError("the stop was over before the image was complete")
             return size
 
     def _connect(self, address: str) -> socket.socket:
         host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
         return to_daemon(connection, host, self._tls) if self._tls else connection
 
     def _receive(self, connection: socket.socket, size: int) -> None:
@@ -153,7 +153,7 @@ class _Leg:
                 with self._landing.view[self.offset : min(self.offset + PIECE_BYTES, size)] as piece:
                     count = _receive_piece(connection, piece)
             except (BlockingIOError, TimeoutError):
-                if time.monotonic() - heard > SILENCE_SECONDS:
+                if time.monotonic() - heard > SILENCE_S:
                     raise
                 continue
             if count == 0:
@@ -174,7 +174,7 @@ class _Leg:
             except TimeoutError:
                 if self._cancelled.is_set():
                     raise StreamError("the transfer was cancelled", retry=False) from None
-        connection.settimeout(LINE_SECONDS)
+        connection.settimeout(LINE_S)
         return read_line(connection, first)
 
 
@@ -183,7 +183,7 @@ def _receive_piece(connection: socket.socket, piece: memoryview) -> int:
     TimeoutError when none came."""
     if not isinstance(connection, ssl.SSLSocket):
         return connection.recv_into(piece, 0, socket.MSG_WAITALL)
-    end, count = time.monotonic() + PIECE_SECONDS, 0
+    end, count = time.monotonic() + PIECE_S, 0
     while count < len(piece) and time.monotonic() < end:
         try:
             with piece[count:] as rest:

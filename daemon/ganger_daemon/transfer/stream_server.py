@@ -97,9 +97,9 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 128
 # Most connections that have not authenticated yet; a further one closes the oldest of them.
 MAX_STRANGERS = 128
-SOCKET_TIMEOUT_SECONDS = 30.0
+SOCKET_TIMEOUT_S = 30.0
 # While the arena fills: well below the time a piece takes on a fast link.
-FILL_POLL_SECONDS = 0.0005
+FILL_POLL_S = 0.0005
 # Most broken streams that are remembered.
 BROKEN_MOST = 1024
 # Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
@@ -141,7 +141,7 @@ class StreamServer:
     ) -> None:
         self._sources = sources
         self._token = token
-        self._wait_seconds = wait_seconds
+        self._wait_s = wait_seconds
         self._context = server_context(Path(tls)) if tls else None
         self._host = host
         self._closing = threading.Event()
@@ -227,7 +227,7 @@ class StreamServer:
     def _request(self, connection: socket.socket) -> StreamRequest:
         """Of one that may ask. Raises OSError and StreamError."""
         try:
-            limit_silence(connection, SOCKET_TIMEOUT_SECONDS)
+            limit_silence(connection, SOCKET_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if isinstance(connection, ssl.SSLSocket):
                 self._check_certificate(connection)
@@ -284,7 +284,7 @@ class StreamServer:
             os.close(fd)
 
     def _wait_for_size(self, connection: socket.socket, source: Source) -> int:
-        deadline = time.monotonic() + self._wait_seconds
+        deadline = time.monotonic() + self._wait_s
         while True:
             if not source.valid():
                 raise StreamError("this stop is over: the gang runs again or has ended", retry=False)
@@ -294,7 +294,7 @@ class StreamServer:
             if self._closing.is_set() or time.monotonic() > deadline:
                 raise StreamError("the source has not begun to fill its arena")
             _see_that_it_is_there(connection)
-            time.sleep(FILL_POLL_SECONDS * 2)
+            time.sleep(FILL_POLL_S * 2)
 
     def _send(self, connection: socket.socket, source: Source, fd: int, size: int, offset: int) -> bool:
         """Whether all of it was sent while the stop lasted."""
@@ -307,11 +307,11 @@ class StreamServer:
                 offset += _send_piece(connection, fd, offset, min(filled - offset, PIECE_BYTES))
                 hit("mid-stream")
                 moved = time.monotonic()
-            elif time.monotonic() - moved > self._wait_seconds:
+            elif time.monotonic() - moved > self._wait_s:
                 return False
             else:
                 _see_that_it_is_there(connection)
-                time.sleep(FILL_POLL_SECONDS)
+                time.sleep(FILL_POLL_S)
         return source.valid()
 
 

@@ -29,7 +29,7 @@ from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import Places, live_policy_named
 
 # Minimum time between two passes, each of which reads all jobs and nodes.
-_PASS_SECONDS = 1.0
+_PASS_S = 1.0
 
 
 class Difference(Struct, frozen=True):
@@ -89,7 +89,7 @@ class Otherwise:
                     return
                 if self.policy.places is Places.JOBS:
                     self._answer = self._decide(state, command, time)
-                elif time >= self._passed_at + _PASS_SECONDS:
+                elif time >= self._passed_at + _PASS_S:
                     self._passed_at = time
                     self._plan(state, number, time)
             case Decided(number, time, command, answer, _) if self._answer is not None:

@@ -49,11 +49,11 @@ class AllReduceModel:
     overlap: float
     error: FitError = NOT_FITTED
 
-    def compute_seconds(self, samples: float) -> float:
+    def compute_s(self, samples: float) -> float:
         """Of one step on one GPU."""
         return self.fixed + self.per_sample * samples
 
-    def sync_seconds(self, gpus: int, nodes: int) -> float:
+    def sync_s(self, gpus: int, nodes: int) -> float:
         """Of one step, were nothing hidden behind computing."""
         if gpus < 2:
             return 0.0
@@ -63,9 +63,9 @@ class AllReduceModel:
 
     def step_seconds(self, gpus: int, nodes: int, samples: float) -> float:
         """One step of the whole job."""
-        return overlapped(self.compute_seconds(samples), self.sync_seconds(gpus, nodes), self.overlap)
+        return overlapped(self.compute_s(samples), self.sync_s(gpus, nodes), self.overlap)
 
-    def all_step_seconds(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
+    def all_step_s(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
         """`step_seconds` for arrays of one shape."""
         beyond = np.maximum(gpus - 2.0, 0.0)
         sync = np.where(nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond)
@@ -94,12 +94,12 @@ def fit_allreduce(points: Iterable[StepPoint]) -> AllReduceModel | None:
     seconds = np.array([point.seconds for point in usable])
     belief = posterior(
         _prior(usable),
-        lambda numbers: np.log(_model(numbers).all_step_seconds(*columns)),
+        lambda numbers: np.log(_model(numbers).all_step_s(*columns)),
         np.log(seconds),
         _NOISE**2 * np.eye(len(usable)),
     )
     model = _model(belief.mean)
-    return replace(model, error=fit_error(model.all_step_seconds(*columns), seconds))
+    return replace(model, error=fit_error(model.all_step_s(*columns), seconds))
 
 
 def _prior(points: Sequence[StepPoint]) -> Belief:

@@ -10,10 +10,10 @@ from typing import Final
 from ganger_master.core.answers import Answer, PlanAnswer, Rejected
 from ganger_master.core.effects import HistoryRow
 
-_COMMIT_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_COMMIT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _COMMIT_CALLS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 10_000.0)
-_WAIT_SECONDS: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3_600.0, 14_400.0, 43_200.0, 86_400.0, 259_200.0)
-_PAUSE_SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_WAIT_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3_600.0, 14_400.0, 43_200.0, 86_400.0, 259_200.0)
+_PAUSE_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOVED: Final = frozenset({"move_done", "resize_done"})
 
 
@@ -50,16 +50,16 @@ class MasterCounters:
         self.failed_attempts: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter()
         # From when a job began to wait to the approval of its gang, and how long moves made jobs stand still.
-        self.waits = Distribution(_WAIT_SECONDS)
-        self.pauses = Distribution(_PAUSE_SECONDS)
-        self.commit_seconds = Distribution(_COMMIT_SECONDS)
+        self.waits = Distribution(_WAIT_S)
+        self.pauses = Distribution(_PAUSE_S)
+        self.commit_s = Distribution(_COMMIT_S)
         # Calls that one commit answered.
         self.commit_calls = Distribution(_COMMIT_CALLS)
         self.store_errors = 0
         self.core_errors = 0
 
     def committed(self, seconds: float, calls: int) -> None:
-        self.commit_seconds.add(seconds)
+        self.commit_s.add(seconds)
         self.commit_calls.add(calls)
 
     def answered(self, answer: Answer) -> None:

@@ -161,7 +161,7 @@ def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
     yield _histogram("ganger_queue_wait_seconds", text, meter.waits)
     text = "How long a move or a change of size made a job stand still, from its last step to its next."
     yield _histogram("ganger_move_pause_seconds", text, meter.pauses)
-    yield _histogram("ganger_commit_seconds", "How long the store took to make a batch durable.", meter.commit_seconds)
+    yield _histogram("ganger_commit_seconds", "How long the store took to make a batch durable.", meter.commit_s)
     yield _histogram("ganger_commit_calls", "Calls that were answered by one commit.", meter.commit_calls)
     yield CounterMetricFamily("ganger_store_errors", "Commits that failed.", meter.store_errors)
     text = "Errors of the master itself, after which it read its store again."

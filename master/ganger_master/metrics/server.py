@@ -23,9 +23,9 @@ from ganger_master.metrics.families import Snapshot, families
 log = logging.getLogger(__name__)
 
 # A connection that sends no request or reads no response in this time is closed.
-_REQUEST_SECONDS: Final = 5.0
+_REQUEST_S: Final = 5.0
 # Maximum wait for the event loop, which is never busy for this long.
-_SNAPSHOT_SECONDS: Final = 5.0
+_SNAPSHOT_S: Final = 5.0
 _TEXT: Final = [("Content-Type", "text/plain")]
 
 
@@ -76,14 +76,14 @@ class MetricsServer:
     def collect(self) -> Iterator[Any]:
         """Called for each request, in this server's thread. Raises TimeoutError."""
         taken = asyncio.run_coroutine_threadsafe(self._taken(), self._loop)
-        return families(taken.result(_SNAPSHOT_SECONDS), self._version)
+        return families(taken.result(_SNAPSHOT_S), self._version)
 
     async def _taken(self) -> Snapshot:
         return self._take()
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_SECONDS
+    timeout = _REQUEST_S
 
     def log_message(self, *_: object) -> None:
         """Nothing: it is asked every few seconds."""

@@ -29,9 +29,9 @@ _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 # Rows of one statement; keeps the driver's memory and the time of one lock bounded.
 _ROWS_PER_STATEMENT: Final = 5_000
 _ROWS_PER_FETCH: Final = 1_000
-_BUSY_MILLISECONDS: Final = 5_000
+_BUSY_MS: Final = 5_000
 _SQLITE_ARGUMENTS: Final = {
-    "timeout": _BUSY_MILLISECONDS / 1000,
+    "timeout": _BUSY_MS / 1000,
     "cached_statements": sqlite_commit.STATEMENTS_KEPT,
 }
 
@@ -244,7 +244,7 @@ def _engine_for(url: str | URL) -> Engine:
         # Transactions are begun by the listener below, the driver would begin them too late.
         connection.isolation_level = None
         for pragma in (
-            f"busy_timeout={_BUSY_MILLISECONDS}",
+            f"busy_timeout={_BUSY_MS}",
             "journal_mode=WAL",
             "synchronous=FULL",
             "foreign_keys=ON",

@@ -44,7 +44,7 @@ def main() -> None:
 
     preloaded = [] if arguments.no_preload else zygote.preload()
     may_fork = not arguments.no_preload and zygote.is_fork_safe()
-    server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_seconds, helper)
+    server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_s, helper)
     try:
         server.serve()
     except ChildTask as task:

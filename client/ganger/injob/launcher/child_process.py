@@ -53,7 +53,7 @@ def _libraries() -> list[str]:
     return sorted({fields[5] for fields in lines if len(fields) == 6 and ".so" in fields[5]})
 
 
-_LOOK_EVERY_SECONDS = 2.0
+_LOOK_EVERY_S = 2.0
 
 
 def open_listener(host: str) -> socket.socket:
@@ -83,7 +83,7 @@ def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     content = {"host": host, "port": port, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     write_durably(path, json.dumps(content).encode())
     while os.path.exists(path):
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_LOOK_EVERY_S)
     del store
     sys.stderr.flush()
     os._exit(0)

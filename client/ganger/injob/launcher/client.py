@@ -45,7 +45,7 @@ def start_launcher(
     inject: str,
     env: Mapping[str, str],
     log: str,
-    idle_seconds: float = 300.0,
+    idle_s: float = 300.0,
     preload: bool = True,
     user: int | None = None,
     group: int | None = None,
@@ -67,7 +67,7 @@ def start_launcher(
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
         OPENBLAS_NUM_THREADS=LAUNCHER_BLAS_THREADS,
     )
-    command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-seconds", str(idle_seconds)]
+    command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-seconds", str(idle_s)]
     if not preload:
         command.append("--no-preload")
     identity: dict[str, Any] = {} if user is None else {"user": user, "group": group, "extra_groups": []}

@@ -19,7 +19,7 @@ from ganger.protocol.execution_lease import NEVER, expired, must_be_frozen
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
 _WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
 # Between two looks at a group that does not stand still yet.
-_AGAIN_SECONDS = 0.05
+_AGAIN_S = 0.05
 _SWEEPS = 8
 
 
@@ -64,7 +64,7 @@ class LeaseKeeper:
                 self._thaw()
                 return 0.0
             if not self._is_frozen():
-                return _AGAIN_SECONDS
+                return _AGAIN_S
         self._kept = self._until
         return math.inf
 

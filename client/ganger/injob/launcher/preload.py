@@ -30,7 +30,7 @@ PRELOADED = (
     "ganger.training.attached_job",
     "ganger.training.unmodified_script",
 )
-_CANARY_SECONDS = 20.0
+_CANARY_S = 20.0
 
 
 def preload() -> list[str]:
@@ -74,7 +74,7 @@ def is_fork_safe() -> bool:
             os._exit(1)
     descriptor = os.pidfd_open(pid)
     try:
-        readable, _, _ = select.select([descriptor], [], [], _CANARY_SECONDS)
+        readable, _, _ = select.select([descriptor], [], [], _CANARY_S)
         if not readable:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

@@ -89,7 +89,7 @@ class LauncherServer:
         lock: int,
         preloaded: list[str],
         may_fork: bool,
-        idle_seconds: float,
+        idle_s: float,
         starter: Starter | None = None,
     ) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class LauncherServer:
         self._lock = lock
         self._preloaded = preloaded
         self._may_fork = may_fork
-        self._idle_seconds = idle_seconds
+        self._idle_s = idle_s
         self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers: dict[int, _Caller] = {}
@@ -118,7 +118,7 @@ class LauncherServer:
             self._record_again()
             if self._children or self._callers or self._unrecorded:
                 busy_at = time.monotonic()
-            elif time.monotonic() - busy_at >= self._idle_seconds or not os.path.exists(self._path):
+            elif time.monotonic() - busy_at >= self._idle_s or not os.path.exists(self._path):
                 break  # without its socket no client can connect any more
         try:
             os.unlink(self._path)
@@ -131,7 +131,7 @@ class LauncherServer:
         settled = (one for one in self._children.values() if one.settle is None)
         looks = [one.keeper.look() for one in settled if one.keeper is not None]
         # a lease may be made shorter at any time, and a rank lose its boundaries
-        looks += [_RETRY_SECONDS] if looks or self._unrecorded else [_LOOK_SECONDS, self._idle_seconds]
+        looks += [_RETRY_SECONDS] if looks or self._unrecorded else [_LOOK_SECONDS, self._idle_s]
         return max(0.0, min(looks))
 
     # Callers.

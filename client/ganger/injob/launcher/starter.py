@@ -21,7 +21,7 @@ from typing import Any, Callable, NoReturn
 _CLONE_PARENT = 0x00008000
 # Number of the clone system call, by machine; elsewhere there is no starter.
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
-_ANSWER_SECONDS = 10.0
+_ANSWER_S = 10.0
 _GO = b"g"
 
 
@@ -35,7 +35,7 @@ class Starter:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
         self._pid = pid
-        connection.settimeout(_ANSWER_SECONDS)
+        connection.settimeout(_ANSWER_S)
 
     def hang_up(self) -> None:
         """Close the connection; the starter ends when its last connection is closed."""

@@ -1,0 +1,82 @@
+"""Report names with a second form of a unit: `PYTHONPATH=tools python -m guards.unit_suffixes`.
+
+A unit is a suffix with one form: `_s`, `_ms`, `_ns`, `_bytes`, `_millicores` (PLAIN, §1.8). Read are the names that
+the three packages, benchmarks and experiments define (functions, parameters, variables, attributes, constants) and the
+fields of protos. Fields that are still to change stand in `units.txt` beside this module, one name a line; a name there
+that nothing defines any more is reported, too. Exit code 1 for either.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from guards.source_files import PACKAGES, REPOSITORY, tracked_files
+
+SUFFIXES = ("seconds", "secs", "sec", "milliseconds", "millis", "msec", "nanoseconds", "nanos", "nsec", "mebibytes")
+EXCEPTIONS = Path(__file__).with_name("units.txt")
+_DIRECTORIES = (*PACKAGES, "benchmarks", "experiments", "protos")
+_LONG = re.compile(rf"_({'|'.join(SUFFIXES)})$", re.IGNORECASE)
+_FIELD = re.compile(r"^\s*(?:repeated |optional )?[\w.<>, ]+ (\w+) = \d+", re.MULTILINE)
+
+
+class DefinedName(NamedTuple):
+    file: str
+    line: int
+    name: str
+
+
+def defined_in_python(file: str, source: str) -> Iterator[DefinedName]:
+    """Yield every name that a module defines: functions, parameters, and targets of assignments with attributes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield DefinedName(file, node.lineno, node.name)
+        elif isinstance(node, ast.arg):
+            yield DefinedName(file, node.lineno, node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield DefinedName(file, node.lineno, node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield DefinedName(file, node.lineno, node.attr)
+
+
+def defined_in_proto(file: str, source: str) -> Iterator[DefinedName]:
+    """Yield the fields of a proto."""
+    for match in _FIELD.finditer(source):
+        yield DefinedName(file, source.count("\n", 0, match.start(1)) + 1, match[1])
+
+
+def with_long_units(names: Iterable[DefinedName]) -> list[DefinedName]:
+    """Return the names that end with a unit in another form than the one agreed on."""
+    return sorted({one for one in names if _LONG.search(one.name)})
+
+
+def names_of(root: Path) -> Iterator[DefinedName]:
+    """Yield all names that the tracked files of `root` define."""
+    for file in tracked_files(root, _DIRECTORIES, (".py", ".proto")):
+        read = defined_in_python if file.endswith(".py") else defined_in_proto
+        yield from read(file, (root / file).read_text())
+
+
+def exceptions(text: str) -> set[str]:
+    """Return the names of an allow-list; `#` begins a comment line."""
+    return {line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")}
+
+
+def main(allowed: Collection[str]) -> int:
+    found = with_long_units(names_of(REPOSITORY))
+    faults = [one for one in found if one.name not in allowed]
+    stale = sorted(set(allowed) - {one.name for one in found})
+    for one in faults:
+        print(f"{one.file}:{one.line}: {one.name}: write the unit as _s, _ms or _ns")
+    for name in stale:
+        print(f"units.txt: {name} is defined nowhere any more")
+    print(f"names with a second form of a unit: {len(faults)}, exceptions: {len(set(allowed))}")
+    return int(bool(faults or stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(exceptions(EXCEPTIONS.read_text())))
