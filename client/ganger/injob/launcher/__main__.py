@@ -12,7 +12,7 @@ import sys
 def main() -> None:
     parser = argparse.ArgumentParser(prog="ganger.injob.launcher", description=__doc__)
     parser.add_argument("--socket", required=True, help="Unix socket to serve, in a directory only its user may enter")
-    parser.add_argument("--idle-seconds", type=float, default=300.0, help="end after so long without child or caller")
+    parser.add_argument("--idle-s", type=float, default=300.0, help="end after so long without child or caller")
     parser.add_argument("--no-preload", action="store_true", help="import nothing ahead of time; start all by exec")
     arguments = parser.parse_args()
     path = os.path.abspath(arguments.socket)

@@ -67,7 +67,7 @@ def start_launcher(
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
         OPENBLAS_NUM_THREADS=LAUNCHER_BLAS_THREADS,
     )
-    command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-seconds", str(idle_s)]
+    command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-s", str(idle_s)]
     if not preload:
         command.append("--no-preload")
     identity: dict[str, Any] = {} if user is None else {"user": user, "group": group, "extra_groups": []}
