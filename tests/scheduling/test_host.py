@@ -258,9 +258,7 @@ def test_a_scheduler_refused_on_an_old_view_reads_the_view_of_its_lease_before_i
 
     async def told() -> None:
         host.mirror.apply(view(1, free_of_n1=0))
-        await asyncio.wait_for(
-            asyncio.gather(host._watch_leases(Master()), host._request_gangs(Master())), WAIT_S
-        )
+        await asyncio.wait_for(asyncio.gather(host._watch_leases(Master()), host._request_gangs(Master())), WAIT_S)
 
     host = SchedulerHost(lambda: Endpoint("", ""))
     asyncio.run(told())
