@@ -19,8 +19,6 @@ MOST_LINES = 60
 KNOWN_LONG: frozenset[tuple[str, str]] = frozenset(
     {
         ("client/ganger/cluster/fit.py", "_fit_node"),
-        ("client/ganger/injob/launcher/client.py", "start_launcher"),
-        ("client/ganger/spec.py", "make_spec"),
         ("master/ganger_master/planner/optimus_stage.py", "plan_optimus"),
         ("master/ganger_master/planner/shared.py", "plan_shared"),
         ("master/ganger_master/planner/wanting.py", "of"),
