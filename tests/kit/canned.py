@@ -290,7 +290,9 @@ def add_members(master: CannedMaster) -> None:
     array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, at_once=1)
     array.states.update(holding=1, stopped=1)
     array.rule.CopyFrom(
-        array_pb2.StopRule(kind=2, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2)
+        array_pb2.StopRule(
+            kind=array_pb2.StopRule.KIND_ASHA, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2
+        )
     )
     array.best.CopyFrom(array_pb2.ArrayMember(index=0, parameters={"lr": "0.1"}))
     array.best_value = 0.875
