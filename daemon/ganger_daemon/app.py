@@ -94,8 +94,8 @@ class DaemonSettings:
     # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
     tls: Path | None = None
     preload: bool = True
-    order_patience_seconds: float = escalation.PATIENCE_SECONDS
-    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
+    order_patience_s: float = escalation.PATIENCE_S
+    order_deadline_s: float = escalation.DEADLINE_S
 
 
 class Daemon:
@@ -150,8 +150,8 @@ class Daemon:
             storage=storage,
             device_cores=gpu_cores,
             address_host=settings.listen_host,
-            order_patience_seconds=settings.order_patience_seconds,
-            order_deadline_seconds=settings.order_deadline_seconds,
+            order_patience_s=settings.order_patience_s,
+            order_deadline_s=settings.order_deadline_s,
         )
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token

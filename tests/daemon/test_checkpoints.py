@@ -200,7 +200,7 @@ def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> 
 def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_heard_and_then_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(keeper_module, "_RETRY_S", 0.0)
     told: list[tuple[int, str]] = []
 
     async def report(report: ShardReport) -> bool:

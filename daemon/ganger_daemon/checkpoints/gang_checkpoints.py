@@ -37,7 +37,7 @@ from ganger_daemon.failpoints import hit
 log = logging.getLogger(__name__)
 
 # Interval of retries.
-_RETRY_SECONDS = 0.5
+_RETRY_S = 0.5
 # First wait of a member before it asks the leader again; it grows up to the interval above.
 _ASK_S = 0.02
 
@@ -48,7 +48,7 @@ class Published:
     epoch: int
     path: str  # relative to the job's directory on storage
     size_bytes: int
-    time_seconds: float
+    time_s: float
 
 
 class StorageError(Exception):
@@ -149,7 +149,7 @@ class Keeper:
         try:
             await self._report(ShardReport(agreement, refusal=why))
         except Exception as error:  # as in `_tell_leader`
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._retry_at = time.monotonic() + _RETRY_S
             log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
         self._reported_refusal = agreement
@@ -182,7 +182,7 @@ class Keeper:
             tmp, final = directories(storage, self._job_uid, self._epoch, step)
             shards = await self._describe(tmp, final, agreement, ranks)
             if shards is None:
-                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                self._retry_at = time.monotonic() + _RETRY_S
                 return
             if not self._leads:
                 await self._tell_leader(agreement, step, shards)
@@ -204,7 +204,7 @@ class Keeper:
                 return
             except (OSError, ValueError) as error:
                 said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
-                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                self._retry_at = time.monotonic() + _RETRY_S
                 if said != self.trouble:
                     self._changed()
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
@@ -245,12 +245,12 @@ class Keeper:
         try:
             published = await self._report(ShardReport(agreement, step, shards))
         except Exception as error:  # the leader may be away for a while: retried until it answers
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._retry_at = time.monotonic() + _RETRY_S
             log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
             return
         if not published:
             self._retry_at = time.monotonic() + self._ask_again
-            self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
+            self._ask_again = min(_RETRY_S, 2 * self._ask_again)
             return
         self._ask_again = _ASK_S
         self.trouble = ""

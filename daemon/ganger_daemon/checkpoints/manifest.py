@@ -66,7 +66,7 @@ class Gathering:
         return sum(shard.size_bytes for shard in self.shards.values())
 
 
-def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float) -> dict[str, Any]:
+def manifest(gathering: Gathering, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
     assert gathering.complete, "a manifest is written when all shards are there"
     return {
         "format": MANIFEST_FORMAT,
@@ -74,7 +74,7 @@ def manifest(gathering: Gathering, job_uid: str, epoch: int, time_seconds: float
         "epoch": epoch,
         "step": gathering.step,
         "world": gathering.world,
-        "time": time_seconds,
+        "time": time_s,
         "files": {
             shard.file: {
                 "rank": shard.rank,

@@ -25,7 +25,7 @@ SIGKILL = 9
 SIGTERM = 15
 
 # A Python without `attach` whose agent finds no training never sends a hello; after this long it counts as opaque.
-HELLO_SECONDS = 5.0
+HELLO_S = 5.0
 
 
 class RankState(IntEnum):
@@ -197,7 +197,7 @@ def _stopping(gang: GangPart) -> Judgement:
 
 def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
     """Return whether, as far as known, nothing in this rank can obey an order at a boundary."""
-    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_S
     return rank.opaque or (has_waited and not gang.restores and not rank.hello)
 
 
@@ -404,12 +404,12 @@ def settle(gang: GangPart) -> PartOutcome:
     return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
 
 
-_FAST_SECONDS = 0.0015
-_BUSY_SECONDS = 0.005
-_COPY_SECONDS = 0.02
-_WAITING_SECONDS = 0.05
-_SLOW_SECONDS = 0.25
-_OVER_SECONDS = 60.0
+_FAST_S = 0.0015
+_BUSY_S = 0.005
+_COPY_S = 0.02
+_WAITING_S = 0.05
+_SLOW_S = 0.25
+_OVER_S = 60.0
 
 
 def next_look(
@@ -430,17 +430,17 @@ def next_look(
     get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
     agree on a step to stop at."""
     if is_over:
-        return _OVER_SECONDS
+        return _OVER_S
     if not is_launched:
-        return _WAITING_SECONDS
+        return _WAITING_S
     if is_copying:
         # the copying ranks need the processor, and send a packet when they are done
-        return _COPY_SECONDS
+        return _COPY_S
     if phase is PartPhase.STOPPING:
-        return _BUSY_SECONDS if is_verifying else _FAST_SECONDS
+        return _BUSY_S if is_verifying else _FAST_S
     if is_death_awaited:
-        return _BUSY_SECONDS
+        return _BUSY_S
     if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
         # a script that never attaches is not polled fast for ever
-        return _BUSY_SECONDS if is_young else _WAITING_SECONDS
-    return _FAST_SECONDS if is_agreeing else _SLOW_SECONDS
+        return _BUSY_S if is_young else _WAITING_S
+    return _FAST_S if is_agreeing else _SLOW_S

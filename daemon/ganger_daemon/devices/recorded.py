@@ -29,9 +29,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """A scripted event, `at_seconds` after the start."""
+    """A scripted event, `at_s` after the start."""
 
-    at_seconds: float
+    at_s: float
     event: HealthEvent
 
 
@@ -117,7 +117,7 @@ class RecordedDevices:
     def _play(self) -> None:
         elapsed = self._clock() - self._start
         with self._lock:
-            while self._pending and self._pending[0].at_seconds <= elapsed:
+            while self._pending and self._pending[0].at_s <= elapsed:
                 event = self._pending.pop(0).event
                 self._events.append(event)
                 if event.fatal:
@@ -178,7 +178,7 @@ def _recording_of(content: Mapping[str, Any]) -> RecordedServer:
         tuple(
             sorted(
                 (_scripted(entry, len(devices)) for entry in content.get("timeline", ())),
-                key=lambda one: one.at_seconds,
+                key=lambda one: one.at_s,
             )
         ),
     )

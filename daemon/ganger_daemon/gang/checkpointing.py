@@ -180,7 +180,7 @@ class CheckpointCoordinator:
         running = self._pages.checkpoint_sequence()
         unsettled = bool(running) and not self.keeper.is_settled(running)
         waited = now - self.keeper.schedule.last
-        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
+        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_S:
             return  # one agreement at a time
         if unsettled:
             # Before the check for room: files of the last request take up some.

@@ -92,7 +92,7 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
 
 
 # A live launcher records an exit at once; after this long, a missing record counts as lost.
-_RECORD_SECONDS = 3.0
+_RECORD_S = 3.0
 
 
 class ExitWatcher:
@@ -160,7 +160,7 @@ class ExitWatcher:
             record, process = self._paths.exit(rank), self.processes[rank]
             found = exit_of(record, process, page_exit_code(rank), launcher_lives=True)
             if found is None:
-                lives = time.monotonic() - since < _RECORD_SECONDS and await asyncio.to_thread(launcher_lives)
+                lives = time.monotonic() - since < _RECORD_S and await asyncio.to_thread(launcher_lives)
                 found = exit_of(record, process, page_exit_code(rank), lives)
             if found is not None:
                 self.exits[rank] = found

@@ -153,7 +153,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
     published = parts.saving.keeper.published
     if published is not None:
-        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_seconds))
+        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_s))
     if context.pages.readable:
         _add_page_figures(message, report)
         if not is_sliced:

@@ -36,7 +36,7 @@ from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_hint
 
 INTERVAL_S = 1.0
-_RETRY_SECONDS = 2.0
+_RETRY_S = 2.0
 
 
 async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
@@ -46,7 +46,7 @@ async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
             await stub.ReportProgress(_reports(session, gangs))
         except grpc.aio.AioRpcError as error:
             log.debug("progress stream broke off", extra={"code": error.code().name})
-        await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _reports(session: str, gangs: GangSet) -> AsyncIterator[agent_pb2.ProgressReport]:
@@ -75,9 +75,9 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()
             if look.step:
-                progress.step_time.FromNanoseconds(int((read - look.step_age_seconds) * 1e9))
-            if look.since_age_seconds is not None:
-                progress.since_time.FromNanoseconds(int((read - look.since_age_seconds) * 1e9))
+                progress.step_time.FromNanoseconds(int((read - look.step_age_s) * 1e9))
+            if look.since_age_s is not None:
+                progress.since_time.FromNanoseconds(int((read - look.since_age_s) * 1e9))
         add_metrics(progress, metrics)
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report
@@ -120,7 +120,7 @@ MAX_WAIT_S = 60.0
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 _LASTING_RETRY_S = 10.0
-_LOOK_SECONDS = 0.05
+_LOOK_S = 0.05
 # Deadline of one part of a set, which the master answers at once.
 _PART_S = 10.0
 # Most bytes that a gang takes in a message beyond its own.
@@ -143,7 +143,7 @@ class Conversation:
     """Messages that one session has sent and received."""
 
     session: str
-    lost_after_seconds: float | None
+    lost_after_s: float | None
     observation: int = 0
     desired_version: int = 0
     said: list[agent_pb2.ObservedGang] | None = None
@@ -230,7 +230,7 @@ class Session:
         """Wait before the next attempt; a master that announces another address ends the wait."""
         until = time.monotonic() + self._wait * (0.5 + random.random())
         while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(_LOOK_SECONDS, left))
+            await asyncio.sleep(min(_LOOK_S, left))
             try:
                 if self._find_master() != tried:
                     return
@@ -248,7 +248,7 @@ class Session:
         storage.learn(answer.storage, answer.storage_token)
         self._host.storage_learned()
         self._host.logs.storage = storage.path if storage.proved else None
-        self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
+        self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
         self._host.logs.kept_s = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
         self._gangs.new_session()
         log.info(
@@ -320,8 +320,8 @@ class Session:
     def _max_wait(self, conversation: Conversation) -> float:
         """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
         limit = MAX_WAIT_S
-        if conversation.lost_after_seconds is not None:
-            limit = min(limit, conversation.lost_after_seconds / 4)
+        if conversation.lost_after_s is not None:
+            limit = min(limit, conversation.lost_after_s / 4)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))
 
     async def _call(
@@ -359,7 +359,7 @@ class Session:
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
         # After its orders: they may stop a gang that is frozen because its lease has ended.
-        until = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        until = lease_until(sent_at_ns, conversation.lost_after_s)
         # Without gangs there is no lease that could have ended.
         has_orders = answer.desired_version > 0 or not conversation.said
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())

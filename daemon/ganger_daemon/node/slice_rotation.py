@@ -285,7 +285,7 @@ class Rotation:
                 continue
             last = max([one.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
             if last and gang.first_step_ns > last:
-                found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_seconds)
+                found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_s)
         return max(0.0, *found) if found else None
 
     # -- what is here -------------------------------------------------------------------------------------------------

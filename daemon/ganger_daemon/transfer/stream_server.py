@@ -136,12 +136,12 @@ class StreamServer:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        wait_seconds: float = 3600.0,
+        wait_s: float = 3600.0,
         tls: str = "",
     ) -> None:
         self._sources = sources
         self._token = token
-        self._wait_s = wait_seconds
+        self._wait_s = wait_s
         self._context = server_context(Path(tls)) if tls else None
         self._host = host
         self._closing = threading.Event()

@@ -172,7 +172,7 @@ def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_havi
 
 
 def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
-    late = 2 * gang_judgement.HELLO_SECONDS
+    late = 2 * gang_judgement.HELLO_S
     assert judge(GangPart(RUN, (Rank(0),), launched=True), late).phase is PartPhase.RUNNING
     assert judge(GangPart(RUN, (Rank(0),), launched=True, restores=True), late).phase is PartPhase.STARTING
 
@@ -257,7 +257,7 @@ def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> 
     assert not gang_judgement.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
-KILLED = replace(STOP, grace_seconds=0.0)
+KILLED = replace(STOP, grace_s=0.0)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -52,7 +52,7 @@ def test_evaluation_moves_the_clock_but_not_for_ever() -> None:
     ladder = escalation.extend(escalation.begin(0.0, 0.0, 5.0), 100.0)
     assert rungs(ladder, 400.0)[0] == (130.0, Rung.DUMP)
     endless = escalation.extend(ladder, 1e9)
-    assert endless.extended == escalation.EXTENSION_SECONDS
+    assert endless.extended == escalation.EXTENSION_S
 
 
 POINTS = st.builds(
@@ -131,7 +131,7 @@ def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
     early, late = PageSample(10.0, 100, 0, 0), PageSample(12.0, 150, 0, 1_000_000_000)
     assert rate_between(early, late).steps_per_second == 25.0
     assert rate_between(early, late).data_wait_share == 0.5
-    assert rate_between(late, replace(early, time_seconds=20.0)).steps_per_second == 0.0
+    assert rate_between(late, replace(early, time_s=20.0)).steps_per_second == 0.0
     assert rate_between(None, late).steps_per_second == 0.0
 
 

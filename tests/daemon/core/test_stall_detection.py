@@ -9,7 +9,7 @@ import sys
 import pytest
 from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.core.stall_detection import RankCounters, Watched, seen, stall_reason, used
-from ganger_daemon.gang.step_rate import processor_seconds
+from ganger_daemon.gang.step_rate import processor_s
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
         )
     assert stall_reason(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
     for now in range(40, 80):
-        even = {rank: RankCounters(now * 10, 1, counters.data_wait_seconds) for rank, counters in watched.ranks.items()}
+        even = {rank: RankCounters(now * 10, 1, counters.data_wait_s) for rank, counters in watched.ranks.items()}
         watched = seen(watched, even, float(now))
     assert stall_reason(watched, 79.0) == ""
 
@@ -132,8 +132,8 @@ def test_processor_time_is_that_of_all_processes_below() -> None:
     busy = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert busy.stdout is not None
     busy.stdout.readline()
-    seconds = processor_seconds([busy.pid])
+    seconds = processor_s([busy.pid])
     busy.communicate(b"\n")
     assert seconds > 0.02
-    assert processor_seconds([busy.pid]) == 0.0
-    assert processor_seconds([os.getpid()]) > 0.0
+    assert processor_s([busy.pid]) == 0.0
+    assert processor_s([os.getpid()]) > 0.0
