@@ -2,6 +2,10 @@
 
 The leader's daemon publishes; a member reports until the leader confirms it. Every action can be repeated after a
 crash: durable checkpoints are found on storage, others are requested again.
+
+All checkpoints are removed but the newest complete ones, those the master may start the job from, and those being
+written. A checkpoint of a later epoch is newer, whatever its step: a job that went back to an older checkpoint leaves
+unreadable ones of higher steps, which must not replace the good ones.
 """
 
 from __future__ import annotations
@@ -11,17 +15,24 @@ import errno
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ganger.injob.state_image import ImageError
 
 from ganger_daemon.checkpoints import layout
-from ganger_daemon.checkpoints.layout import CheckpointName, checkpoints_directory, complete, read_manifest
+from ganger_daemon.checkpoints.layout import (
+    CheckpointName,
+    checkpoints_directory,
+    complete,
+    parse_unfinished,
+    read_manifest,
+)
 from ganger_daemon.checkpoints.manifest import (
     Described,
     Gathering,
@@ -31,7 +42,6 @@ from ganger_daemon.checkpoints.manifest import (
     directories,
     manifest,
 )
-from ganger_daemon.checkpoints.retention import Schedule, asked, collect, collect_abandoned, due
 from ganger_daemon.failpoints import hit
 
 log = logging.getLogger(__name__)
@@ -40,6 +50,9 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 # First wait of a member before it asks the leader again; it grows up to the interval above.
 _ASK_S = 0.02
+# The newest, and the one before it for when the newest turns out to be damaged.
+KEEP = 2
+_TRASH = ".trash-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +303,88 @@ def _sync_directory(path: Path) -> None:
 def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:
     found = read_manifest(checkpoints_directory(storage, job_uid) / str(name))
     return Published(name.step, name.epoch, f"checkpoints/{name}", found.size_bytes, found.time)
+
+
+# -- retention and schedule
+
+
+def surplus(
+    names: Collection[CheckpointName], newest: CheckpointName, wanted: Collection[CheckpointName] = ()
+) -> tuple[CheckpointName, ...]:
+    """Return the checkpoints to remove once `newest` is published, oldest first.
+
+    `wanted`: checkpoints the master may start the job from, as its newest desired set names them. The first one
+    published since stays, too: the master may have recorded it although its answer was lost.
+    """
+    ordered = sorted(names, key=_age)
+    newest_wanted = max(map(_age, wanted), default=(-1, -1))
+    since = [name for name in ordered if _age(name) > newest_wanted]
+    kept = {*ordered[-KEEP:], newest, *wanted, *since[:1]}
+    return tuple(name for name in ordered if name not in kept)
+
+
+def _age(name: CheckpointName) -> tuple[int, int]:
+    return (name.epoch, name.step)
+
+
+def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
+    """Return whether no rank writes an unfinished checkpoint any more: it is no newer than the newest finished one."""
+    return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
+
+
+def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
+    """Remove surplus checkpoints, leftovers and old trash from a job's directory once `newest` is published; return the
+    removed names.
+
+    A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
+    """
+    if not directory.is_dir():
+        return ()
+    doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]
+    doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
+    return _remove(directory, doomed)
+
+
+def collect_abandoned(directory: Path, epoch: int) -> tuple[str, ...]:
+    """Remove the unfinished checkpoints of an epoch that no rank is writing just now; return their names."""
+    if not directory.is_dir():
+        return ()
+    mine = [name for name, unfinished in _unfinished(directory) if unfinished.epoch == epoch]
+    return _remove(directory, [name for name in mine if not any((directory / name).glob("*.part"))])
+
+
+def _unfinished(directory: Path) -> list[tuple[str, CheckpointName]]:
+    found = [(path.name, parse_unfinished(path.name)) for path in sorted(directory.iterdir())]
+    return [(name, unfinished) for name, unfinished in found if unfinished is not None]
+
+
+def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
+    removed: list[str] = []
+    for name in doomed:
+        try:
+            os.replace(directory / name, directory / f"{_TRASH}{name}")
+            removed.append(name)
+        except OSError:
+            continue  # another process has removed it
+    for path in directory.glob(f"{_TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return tuple(removed)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Times are seconds of a monotonic clock. `asked` counts requests made, `served` is the master's counter obeyed."""
+
+    last: float
+    served: int = 0
+
+
+def due(schedule: Schedule, now: float, interval_s: float, request: int) -> bool:
+    """Return whether to request a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
+    if request > schedule.served:
+        return True
+    return interval_s > 0 and now - schedule.last >= interval_s
+
+
+def asked(schedule: Schedule, now: float, request: int) -> Schedule:
+    return replace(schedule, last=now, served=max(schedule.served, request))

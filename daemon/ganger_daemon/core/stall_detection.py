@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from ganger.injob.page_layout import PagePhase
 from ganger.units import format_duration
-
-from ganger_daemon.core.gang_judgement import RankPhase
 
 # A gang hangs without a step for so long, and for so many times its longest pause between two steps so far.
 HANG_S = 60.0
 _HANG_PAUSES = 10.0
 # Evaluation and compilation have no boundaries.
-_LONG_PHASES = {RankPhase.EVALUATION, RankPhase.COMPILATION}
+_LONG_PHASES = {PagePhase.EVALUATION, PagePhase.COMPILATION}
 _LONG_PHASE = 10.0
 # Without a first step, or without use of a processor.
 IDLE_S = 600.0
@@ -36,7 +35,7 @@ class RankCounters:
     """Counters of one rank at one time."""
 
     step: int
-    phase: int = RankPhase.TRAINING
+    phase: int = PagePhase.TRAINING
     data_wait_s: float = 0.0
 
 
@@ -105,7 +104,7 @@ def _hang(watched: Watched, stepped_at: float, now: float) -> str:
     limit = max(HANG_S, _HANG_PAUSES * watched.longest_pause)
     if any(counters.phase in _LONG_PHASES for counters in watched.ranks.values()):
         limit *= _LONG_PHASE
-    if seconds < limit or all(counters.phase == RankPhase.DONE for counters in watched.ranks.values()):
+    if seconds < limit or all(counters.phase == PagePhase.DONE for counters in watched.ranks.values()):
         return ""
     slowest = _slowest(watched.ranks)
     behind = [rank for rank, counters in sorted(watched.ranks.items()) if counters.step == slowest]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, HealthKind, Inventory
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, HealthKind, Inventory
 from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
@@ -44,7 +44,7 @@ class RecordedServer:
     timeline: tuple[Scripted, ...]
 
 
-class RecordedDevices:
+class RecordedDevices(Devices):
     """Plays a recording. `clock` gives seconds; the timeline starts with the first look at it."""
 
     def __init__(
@@ -83,18 +83,6 @@ class RecordedDevices:
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return (UNREADABLE,) * len(self._recording.used_memory)
-
-    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        return None
-
-    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        """A recording has no processes."""
-
-    def baseline(self, pid: int) -> int | None:
-        return None
-
-    def detach(self, pid: int) -> None:
-        """A recording has no processes."""
 
     def environment(self, device_mask: int) -> dict[str, str]:
         return visible_devices(self._inventory, device_mask)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.injob.page import CHECKPOINT_BIT
+from ganger.protocol.boundary_agreement import RelayedPoint, merge_points
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.core.outcomes import PartPhase
-from ganger_daemon.core.relay import RelayedPoint, merge_all
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
 from ganger_daemon.gang.desired_messages import order_key_to_wire
 from ganger_daemon.gang.gang_context import GangContext
@@ -194,7 +194,7 @@ class BoundaryExchange:
         """Mirror the points of another daemon, and request here a checkpoint that the leader has requested. Return
         whether the peer has begun another agreement."""
         known = self._pages.points()
-        merged = merge_all(known, received.points, frozenset(self._part.ranks))
+        merged = merge_points(known, received.points, frozenset(self._part.ranks))
         self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
         is_request = bool(received.agreement & CHECKPOINT_BIT)
         if is_request and received.agreement > self._pages.checkpoint_sequence() and not self._part.leads:

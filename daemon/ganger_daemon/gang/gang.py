@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageError
+from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement
@@ -33,7 +34,7 @@ from ganger_daemon.node.process_identity import RankProcess
 
 log = logging.getLogger(__name__)
 
-_COPYING = {PartPhase.STOPPING: gang_judgement.RankState.SAVING, PartPhase.PREPARED: gang_judgement.RankState.RESTORING}
+_COPYING = {PartPhase.STOPPING: PageState.SAVING, PartPhase.PREPARED: PageState.RESTORING}
 _NOT_STARTED = (PartOutcomeKind.LAUNCH_FAILED, PartOutcomeKind.STATE_UNREADABLE, PartOutcomeKind.STATE_OUTDATED)
 _YOUNG_S = 60.0
 

@@ -21,7 +21,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
 from ganger_daemon.checkpoints.layout import parse_final, token_found
-from ganger_daemon.checkpoints.verification import Unreadable, newest_found, verify
+from ganger_daemon.checkpoints.manifest import Unreadable, newest_found, verify
 from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.node.directories import GangPaths

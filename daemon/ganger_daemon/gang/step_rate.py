@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
+from ganger.injob.page_layout import PagePhase
 
 from ganger_daemon.core import stall_detection as core
-from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
 
@@ -121,7 +121,7 @@ class StepRate:
         found = [self._pages.progress(rank) for rank in self._ranks]
         if not any(progress.step for progress in found):
             return None
-        if any(progress.phase == RankPhase.REPLAY for progress in found):
+        if any(progress.phase == PagePhase.REPLAY for progress in found):
             self._look = None  # replayed steps are no progress
             return None
         slowest = min(found, key=lambda progress: progress.step)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from ganger_daemon.core.gang_judgement import RankPhase
+from ganger.injob.page_layout import PagePhase
 from ganger_daemon.core.stall_detection import RankCounters, Watched, seen, stall_reason, used
 from ganger_daemon.gang.step_rate import processor_s
 from hypothesis import given
@@ -23,7 +23,7 @@ def trained(seconds: int, *, pace: float = 10.0, ranks: int = 2, every: float = 
     return watched
 
 
-def stands_still(watched: Watched, until: float, phase: int = RankPhase.TRAINING, **steps: int) -> str:
+def stands_still(watched: Watched, until: float, phase: int = PagePhase.TRAINING, **steps: int) -> str:
     """`steps`: other ones of some ranks ("rank1=7")."""
     ranks = {
         rank: RankCounters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()
@@ -56,18 +56,18 @@ def test_a_job_that_has_made_long_pauses_may_make_them_again() -> None:
     assert "no step" in stands_still(trained(300, pace=1 / 30), 300.0 + 310.0)
 
 
-@pytest.mark.parametrize("phase", [RankPhase.EVALUATION, RankPhase.COMPILATION])
-def test_phases_without_boundaries_take_longer(phase: RankPhase) -> None:
+@pytest.mark.parametrize("phase", [PagePhase.EVALUATION, PagePhase.COMPILATION])
+def test_phases_without_boundaries_take_longer(phase: PagePhase) -> None:
     assert stands_still(trained(100), 690.0, phase) == ""
     assert "no step" in stands_still(trained(100), 710.0, phase)
 
 
 def test_a_job_that_is_done_does_not_hang() -> None:
-    assert stands_still(trained(100), 10_000.0, RankPhase.DONE) == ""
+    assert stands_still(trained(100), 10_000.0, PagePhase.DONE) == ""
 
 
 def test_a_job_without_a_first_step_is_a_concern_after_ten_minutes() -> None:
-    watched = seen(Watched(0.0), {0: RankCounters(0, RankPhase.START)}, 1.0)
+    watched = seen(Watched(0.0), {0: RankCounters(0, PagePhase.START)}, 1.0)
     assert stall_reason(watched, 599.0) == ""
     assert stall_reason(watched, 660.0) == "no step in the 11m that it has been running"
 
