@@ -121,7 +121,7 @@ def test_storage_counts_only_with_its_token(tmp_path: Path) -> None:
     storage = Storage()
 
     def proved(path: str, token: str) -> bool:
-        storage.learn(path, token)
+        storage.configure(path, token)
         return storage.proved
 
     assert not proved(str(tmp_path), "token")

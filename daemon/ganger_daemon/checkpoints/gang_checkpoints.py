@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 # Interval of retries.
 _RETRY_S = 0.5
-# First wait of a member before it asks the leader again; it grows up to the interval above.
-_ASK_S = 0.02
+# First wait of a member before it reports to the leader again; it grows up to the interval above.
+_FIRST_REPORT_S = 0.02
 # The newest, and the one before it for when the newest turns out to be damaged.
 KEEP = 2
 _TRASH = ".trash-"
@@ -110,7 +110,7 @@ class Keeper:
         self._reported_refusal = 0  # the agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
-        self._ask_again = _ASK_S
+        self._next_report_s = _FIRST_REPORT_S
         self.published: Published | None = None
         self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
         self.schedule = Schedule(time.monotonic())
@@ -137,8 +137,8 @@ class Keeper:
     def due(self, now: float, interval_s: float, request: int) -> bool:
         return self._leads and due(self.schedule, now, interval_s, request)
 
-    def asked(self, now: float, request: int) -> None:
-        self.schedule = asked(self.schedule, now, request)
+    def note_request(self, now: float, request: int) -> None:
+        self.schedule = requested(self.schedule, now, request)
 
     def room_missing(self, storage: Path) -> int:
         size = self.published.size_bytes if self.published is not None else 0
@@ -155,13 +155,13 @@ class Keeper:
     async def refuse(self, agreement: int, why: str) -> None:
         """Give up the checkpoint of an agreement, as a rank cannot write its shard, and report that to the leader.
 
-        Idempotent. `why`: the reason, for people."""
+        Idempotent. `why`: the reason, for users."""
         self._refuse(agreement, why)
         if self._leads or self._reported_refusal == agreement or time.monotonic() < self._retry_at:
             return
         try:
             await self._report(ShardReport(agreement, refusal=why))
-        except Exception as error:  # as in `_tell_leader`
+        except Exception as error:  # as in `_report_shards`
             self._retry_at = time.monotonic() + _RETRY_S
             log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
@@ -198,7 +198,7 @@ class Keeper:
                 self._retry_at = time.monotonic() + _RETRY_S
                 return
             if not self._leads:
-                await self._tell_leader(agreement, step, shards)
+                await self._report_shards(agreement, step, shards)
                 return
         await self.gather(storage, agreement, step, shards)
 
@@ -216,9 +216,9 @@ class Keeper:
                 self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
                 return
             except (OSError, ValueError) as error:
-                said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
+                former, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
                 self._retry_at = time.monotonic() + _RETRY_S
-                if said != self.trouble:
+                if former != self.trouble:
                     self._changed()
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 return
@@ -254,18 +254,18 @@ class Keeper:
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found
 
-    async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
             published = await self._report(ShardReport(agreement, step, shards))
         except Exception as error:  # the leader may be away for a while: retried until it answers
             self._retry_at = time.monotonic() + _RETRY_S
-            log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
+            log.info("shards not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
         if not published:
-            self._retry_at = time.monotonic() + self._ask_again
-            self._ask_again = min(_RETRY_S, 2 * self._ask_again)
+            self._retry_at = time.monotonic() + self._next_report_s
+            self._next_report_s = min(_RETRY_S, 2 * self._next_report_s)
             return
-        self._ask_again = _ASK_S
+        self._next_report_s = _FIRST_REPORT_S
         self.trouble = ""
         self.handed[agreement] = step
         self._changed()
@@ -386,5 +386,5 @@ def due(schedule: Schedule, now: float, interval_s: float, request: int) -> bool
     return interval_s > 0 and now - schedule.last >= interval_s
 
 
-def asked(schedule: Schedule, now: float, request: int) -> Schedule:
+def requested(schedule: Schedule, now: float, request: int) -> Schedule:
     return replace(schedule, last=now, served=max(schedule.served, request))

@@ -55,7 +55,7 @@ class Watched:
     busy_s: float = 0.0
 
 
-def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
+def with_counters(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
     """Return the observations with the counters of all local ranks added."""
     if _slowest(ranks) > _slowest(watched.ranks):
         longest = watched.longest_pause
@@ -73,7 +73,7 @@ def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Wat
     return replace(watched, window=dict(ranks), window_since=now, held_back=_held_back(steps, waits))
 
 
-def used(watched: Watched, processor_s: float, now: float) -> Watched:
+def with_processor_time(watched: Watched, processor_s: float, now: float) -> Watched:
     """Return the observations with the CPU time of all processes of a job without boundaries added."""
     if watched.busy_at is None:
         return replace(watched, busy_at=now, busy_s=processor_s)

@@ -104,12 +104,12 @@ class NvmlDevices(Devices):
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
         since = int(1e6 * (time.time() - _USE_S))
-        wanted, percent, heard = frozenset(pids), 0, False
+        wanted, percent, is_reported = frozenset(pids), 0, False
         for device in bits(device_mask):
             found = self.process_utilisation(device, since)
-            heard = heard or not wanted.isdisjoint(found)
+            is_reported = is_reported or not wanted.isdisjoint(found)
             percent += min(100, sum(used for pid, used in found.items() if pid in wanted))
-        return percent / (100 * device_mask.bit_count()) if heard else None
+        return percent / (100 * device_mask.bit_count()) if is_reported else None
 
     def environment(self, device_mask: int) -> dict[str, str]:
         return visible_devices(self._inventory, device_mask)

@@ -228,7 +228,7 @@ class ControlPages:
         self.written()
         return sequence
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Have every local rank with an agent print the stacks of its threads into its log. No answer comes."""
         for rank in self.local:
             if self.readable:

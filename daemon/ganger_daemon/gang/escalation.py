@@ -101,7 +101,7 @@ class Escalation:
         log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
         match climbed.rung:
             case escalation.Rung.DUMP:
-                self._pages.ask_for_stacks()
+                self._pages.request_stacks()
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True

@@ -145,8 +145,8 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
     may_differ = desired.spec.gpus_max > 0
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
-        said = f"is of step {found.step} and {found.world} ranks"
-        text = f"checkpoint {path} {said}, not of {desired.restore.step} and {part.world}"
+        is_of = f"is of step {found.step} and {found.world} ranks"
+        text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage))
     return RestorePlan("checkpoint", str(path), found.step, found.world)
 

@@ -385,8 +385,8 @@ class RankLaunch:
             return Rendezvous(host, free_port(host), store=False)
         if not self._part.leads:
             leader = desired.members[0]
-            asking = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
-            return await self._of_leader(asking, orders)
+            call = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
+            return await self._of_leader(call, orders)
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
@@ -406,9 +406,9 @@ class RankLaunch:
         self.rendezvous = (host, port)
         return Rendezvous(host, port, store=has_store)
 
-    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
+    async def _of_leader(self, call: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
         """Return the leader's rendezvous. An order to stop ends the wait: the leader's part may have ended before."""
-        task = asyncio.ensure_future(asking)
+        task = asyncio.ensure_future(call)
         try:
             while not task.done():
                 if orders.wanted.intent is OrderIntent.STOP:

@@ -166,7 +166,7 @@ class StallWatch:
             rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
             for rank, progress in found.items()
         }
-        self._watched = core.seen(self._watched or core.Watched(now), counters, now)
+        self._watched = core.with_counters(self._watched or core.Watched(now), counters, now)
         return core.stall_reason(self._watched, now)
 
     async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
@@ -176,7 +176,7 @@ class StallWatch:
         self._processes_at = now
         seconds = await asyncio.to_thread(processor_s, tuple(pids))
         if self._watched is not None:
-            self._watched = core.used(self._watched, seconds, now)
+            self._watched = core.with_processor_time(self._watched, seconds, now)
 
 
 def processor_s(pids: Iterable[int]) -> float:

@@ -103,7 +103,7 @@ class Storage:
     _looking: threading.Thread | None = None
     _waiting: StorageWait = field(default_factory=StorageWait)
 
-    def learn(self, path: str, token: str) -> None:
+    def configure(self, path: str, token: str) -> None:
         # absolute: launchers, which publish what ranks have written, stand elsewhere
         self.path = self.override.absolute() if self.override else (Path(path) if path else None)
         self.token = token
@@ -161,7 +161,7 @@ class NodeContext:
     checkpoint_interval_s: float = 0.0
     changed: Callable[[], None] = lambda: None
     # Called when the master has named the storage: the next daemon needs it before its first session.
-    storage_learned: Callable[[], None] = lambda: None
+    storage_configured: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
     # Time that an order may be disobeyed before stacks are dumped, and before SIGTERM.
     order_patience_s: float = escalation.PATIENCE_S

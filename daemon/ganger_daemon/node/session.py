@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
@@ -138,6 +138,15 @@ class SupersededError(Exception):
     """The session is void: open a new one, keep what runs."""
 
 
+class NodeReport(NamedTuple):
+    """Observed state of a node, as one message of a session has it. `storage_proved`: the node sees the storage."""
+
+    gangs: list[agent_pb2.ObservedGang]
+    rows: list[agent_pb2.ObservedRows]
+    device_faults: dict[int, str]
+    storage_proved: bool
+
+
 @dataclass(slots=True)
 class Conversation:
     """Messages that one session has sent and received."""
@@ -146,10 +155,8 @@ class Conversation:
     lost_after_s: float | None
     observation: int = 0
     desired_version: int = 0
-    said: list[agent_pb2.ObservedGang] | None = None
-    said_rows: list[agent_pb2.ObservedRows] = field(default_factory=list)
-    said_faults: dict[int, str] = field(default_factory=dict)
-    said_proved: bool = False
+    # The report that was sent last; None if the master may not have received it.
+    reported: NodeReport | None = None
     # The newest desired set of this session; None before the first answer.
     desired: list[agent_pb2.DesiredGang] | None = None
     # Epochs of its gangs whose spec is still to come.
@@ -245,8 +252,8 @@ class Session:
         request.wire_versions.CopyFrom(agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()))
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         version = session_version(answer)
-        storage.learn(answer.storage, answer.storage_token)
-        self._host.storage_learned()
+        storage.configure(answer.storage, answer.storage_token)
+        self._host.storage_configured()
         self._host.logs.storage = storage.path if storage.proved else None
         self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
         self._host.logs.kept_s = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
@@ -265,7 +272,7 @@ class Session:
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
-        conversation.said = None  # whether the last words were heard is not known: say everything again
+        conversation.reported = None  # whether the last report was received is not known
         try:
             while True:
                 request = self._request(conversation)
@@ -289,30 +296,26 @@ class Session:
 
     def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
         self._news.clear()
-        observed, rows = self._gangs.observed(conversation.describe), self._gangs.rotation.observed()
-        faults = dict(self._host.devices.faults())
-        proved = self._host.storage.proved
-        changed = (
-            conversation.said is None
-            or observed != conversation.said
-            or rows != conversation.said_rows
-            or faults != conversation.said_faults
-            or proved != conversation.said_proved
+        report = NodeReport(
+            self._gangs.observed(conversation.describe),
+            self._gangs.rotation.observed(),
+            dict(self._host.devices.faults()),
+            self._host.storage.proved,
         )
+        changed = report != conversation.reported
         if changed:
             conversation.observation += 1
-            conversation.said, conversation.said_faults, conversation.said_proved = observed, faults, proved
-            conversation.said_rows = rows
+            conversation.reported = report
         return agent_pb2.ReconcileRequest(
             session=conversation.session,
             observation=conversation.observation,
             desired_version=conversation.desired_version,
             changed=changed,
-            gangs=observed if changed else [],
-            device_faults=faults if changed else {},
+            gangs=report.gangs if changed else [],
+            device_faults=report.device_faults if changed else {},
             max_wait=duration(self._max_wait(conversation)),
-            storage_proved=proved,
-            rows=rows if changed else [],
+            storage_proved=report.storage_proved,
+            rows=report.rows if changed else [],
             missing_specs=sorted(conversation.missing),
             finished=self._gangs.finished if changed and conversation.reports_finished else [],
         )
@@ -336,7 +339,7 @@ class Session:
             if answered.done():
                 return answered.result()
             # A set whose call was cancelled is sent again with the next call.
-            conversation.said = None
+            conversation.reported = None
             return None
         finally:
             news.cancel()
@@ -361,7 +364,7 @@ class Session:
         # After its orders: they may stop a gang that is frozen because its lease has ended.
         until = lease_until(sent_at_ns, conversation.lost_after_s)
         # Without gangs there is no lease that could have ended.
-        has_orders = answer.desired_version > 0 or not conversation.said
+        has_orders = answer.desired_version > 0 or not (conversation.reported and conversation.reported.gangs)
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()

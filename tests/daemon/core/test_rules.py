@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ganger.protocol.boundary_agreement import RelayedPoint, merge_point, merge_points
 from ganger.protocol.execution_lease import NEVER, expired, lease_until, renewed
-from ganger_daemon.checkpoints.gang_checkpoints import Schedule, asked, due, is_leftover, surplus
+from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.manifest import Gathering, Shard
 from ganger_daemon.core import escalation
@@ -179,4 +179,4 @@ def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
     assert due(schedule, 160.0, 60.0, 0)
     assert not due(schedule, 1e9, 0.0, 0)
     assert due(schedule, 101.0, 0.0, 1)
-    assert not due(asked(schedule, 101.0, 1), 102.0, 0.0, 1)
+    assert not due(requested(schedule, 101.0, 1), 102.0, 0.0, 1)
