@@ -18,6 +18,8 @@ from ganger.injob.page import Word
 
 from ganger_daemon.gang.gang_context import GangContext
 
+log = logging.getLogger(__name__)
+
 # A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
 ACK_S = 5.0
 
@@ -41,9 +43,6 @@ class Retune:
         if self.threads_after < self.threads_before:
             return (RetuneStep.TELL, RetuneStep.WAIT, RetuneStep.PIN)
         return (RetuneStep.PIN, RetuneStep.TELL)
-
-
-log = logging.getLogger(__name__)
 
 
 class CorePinning:

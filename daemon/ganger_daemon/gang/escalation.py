@@ -20,6 +20,11 @@ from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.process_identity import ProcessId, send_signal
 
+log = logging.getLogger(__name__)
+
+# Time that the remaining ranks have to exit after one of them failed.
+_FAILURE_GRACE_S = 5.0
+
 
 def terminate(processes: Iterable[ProcessId]) -> None:
     """Send SIGTERM to main processes only: loader workers that die first would spoil a last checkpoint."""
@@ -32,12 +37,6 @@ async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> 
     await asyncio.to_thread(cgroups.kill, group)
     for process in processes:
         send_signal(process, signal.SIGKILL)
-
-
-log = logging.getLogger(__name__)
-
-# Time that the remaining ranks have to exit after one of them failed.
-_FAILURE_GRACE_S = 5.0
 
 
 class Escalation:

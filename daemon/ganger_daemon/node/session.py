@@ -35,6 +35,26 @@ from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_hint
 
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+# A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+_LASTING_RETRY_S = 10.0
+_LOOK_S = 0.05
+# Deadline of one part of a set, which the master answers at once.
+_PART_S = 10.0
+# Most bytes that a gang takes in a message beyond its own.
+_FIELD_BYTES = 16
+# Reasons that a retry does not remove: an operator has to act.
+_LASTING = frozenset(
+    {
+        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
+        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
+    }
+)  # fmt: skip
+
 INTERVAL_S = 1.0
 _RETRY_S = 2.0
 
@@ -111,27 +131,6 @@ class DatabasePosition:
 def _number(job: str) -> int:
     text = job.removeprefix("jobs/")
     return int(text) if text.isdecimal() else 0
-
-
-log = logging.getLogger(__name__)
-
-MAX_WAIT_S = 60.0
-# A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
-_FIRST_RETRY_S = 0.05
-_LAST_RETRY_S = 2.0
-_LASTING_RETRY_S = 10.0
-_LOOK_S = 0.05
-# Deadline of one part of a set, which the master answers at once.
-_PART_S = 10.0
-# Most bytes that a gang takes in a message beyond its own.
-_FIELD_BYTES = 16
-# Reasons that a retry does not remove: an operator has to act.
-_LASTING = frozenset(
-    {
-        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
-        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
-    }
-)  # fmt: skip
 
 
 class SupersededError(Exception):

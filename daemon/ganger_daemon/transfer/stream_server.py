@@ -38,6 +38,22 @@ if TYPE_CHECKING:
     from ganger_daemon.gang.gang import LocalGang
     from ganger_daemon.node.gang_set import GangSet
 
+log = logging.getLogger(__name__)
+
+# A host serves at most this many ranks' states at once: more would only share the same link.
+MAX_CONNECTIONS = 128
+# Most connections that have not authenticated yet; a further one closes the oldest of them.
+MAX_STRANGERS = 128
+SOCKET_TIMEOUT_S = 30.0
+# While the arena fills: well below the time a piece takes on a fast link.
+FILL_POLL_S = 0.0005
+# Most broken streams that are remembered.
+BROKEN_MOST = 1024
+# Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
+PIECE_BYTES = 8 << 20
+# What is encrypted at once: it is copied before.
+GUARDED_PIECE_BYTES = 1 << 20
+
 _FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
 
 
@@ -89,23 +105,6 @@ class ParkedArena:
 
     def open_arena(self) -> int:
         return self._gang.parts.launching.open_arena(self._rank)
-
-
-log = logging.getLogger(__name__)
-
-# A host serves at most this many ranks' states at once: more would only share the same link.
-MAX_CONNECTIONS = 128
-# Most connections that have not authenticated yet; a further one closes the oldest of them.
-MAX_STRANGERS = 128
-SOCKET_TIMEOUT_S = 30.0
-# While the arena fills: well below the time a piece takes on a fast link.
-FILL_POLL_S = 0.0005
-# Most broken streams that are remembered.
-BROKEN_MOST = 1024
-# Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
-PIECE_BYTES = 8 << 20
-# What is encrypted at once: it is copied before.
-GUARDED_PIECE_BYTES = 1 << 20
 
 
 class Source(Protocol):
