@@ -31,7 +31,7 @@ from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.safe_files import read_json
 
 if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
+    from ganger_daemon.gang.local_gang import LocalGang
     from ganger_daemon.node.gang_set import GangSet
     from ganger_daemon.node.node_context import NodeContext
 

@@ -25,8 +25,8 @@ from google.protobuf import json_format
 
 from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.desired_messages import wanted_of, with_order
-from ganger_daemon.gang.gang import LocalGang
 from ganger_daemon.gang.gang_context import Peers
+from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import make_directory, read_json, write_hint
 

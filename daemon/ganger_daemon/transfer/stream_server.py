@@ -35,7 +35,7 @@ from ganger_daemon.transfer.stream_messages import (
 )
 
 if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
+    from ganger_daemon.gang.local_gang import LocalGang
     from ganger_daemon.node.gang_set import GangSet
 
 log = logging.getLogger(__name__)
