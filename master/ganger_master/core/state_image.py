@@ -90,7 +90,6 @@ class Image(Struct, frozen=True, gc=False):
     ranked_by: str = ""
     promised: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     promised_at: float = 0.0
-    suggested: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     wake_at: float | None = None
 
 
@@ -125,7 +124,6 @@ _MAPPINGS = (
     "claimed_by",
     "ranks",
     "promised",
-    "suggested",
 )
 _SETS = ("finished", "resuming", "running_limited", "moving", "backing_off", "draining", "choosy", "unheard")
 _VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
