@@ -36,6 +36,7 @@ from typing import Any, Final
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.model import Gang, JobRecord, JobSpec
@@ -226,7 +227,7 @@ def one_pass(
     room = CapacityIndex(view.copy())
     jobs = gpus = 0
     for job in first.tolist():
-        claims = placement.place(room, shapes[job])
+        claims = placement.place(room, PlacementRequest(shapes[job]))
         if claims is not None:
             room.take(claims)
             jobs += 1
@@ -293,7 +294,7 @@ def used_view(nodes: int) -> View:
     small = [shape for shape in shapes if shape.gpus <= 8]
     held = []
     for shape in small:
-        claims = PLACEMENTS["best-fit"].place(room, shape)
+        claims = PLACEMENTS["best-fit"].place(room, PlacementRequest(shape))
         if claims is not None:
             room.take(claims)
             held.append(claims)

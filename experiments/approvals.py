@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from ganger.cluster.placement import places
+from ganger.cluster.placement import candidates
 from ganger.cluster.resources import (
     Claim,
     ConfigurationSet,
@@ -87,12 +87,12 @@ def asked_of(nodes: int, requests: int, seed: int) -> Row:
         if asked[scheduler] % _UP_TO_DATE == 0:
             views[scheduler] = view.copy()
         shape = GangShape((Role("worker", size, TaskShape(1, 1_000, 1 << 30)),))
-        candidates = places(views[scheduler], shape, limit=_CANDIDATES)
-        if not candidates:
+        found = candidates(views[scheduler], shape, limit=_CANDIDATES).candidates
+        if not found:
             views[scheduler] = view.copy()
             continue
         began = time.thread_time()
-        verdict = approve(view, shape, candidates, job="jobs/1")
+        verdict = approve(view, shape, found, job="jobs/1")
         if isinstance(verdict, CandidateApproval):
             for claim in verdict.claims:
                 view.take(claim, size)

@@ -18,6 +18,7 @@ from itertools import combinations
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import Topology, parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS
@@ -51,7 +52,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
             room.give(held.pop(int(random.integers(len(held)))))
             continue
         gpus = int(random.choice(_GPUS))
-        claims = placement.place(room, GangShape((Role("worker", gpus, TaskShape(1)),)))
+        claims = placement.place(room, PlacementRequest(GangShape((Role("worker", gpus, TaskShape(1)),))))
         best = _closest_free(view, topology, gpus)
         if best is None:
             assert claims is None, f"{part['placement']} finds {gpus} GPUs where there are not so many"

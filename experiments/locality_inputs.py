@@ -21,13 +21,18 @@ servers with eight free GPUs at 0.75.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.placement import candidates, choose_mode
+from ganger.cluster.feasibility import FeasibilityQuery
+from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.node_classes import Family
+from ganger.cluster.placement import choose_mode
+from ganger.cluster.preferences import GANDIVA, apart, line_then_least, line_then_most, packed
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.cluster.search import Claims, PlacementPreference, PlacementRequest, Single, on_one_node
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.locality import LocalityPoint, fit_locality
@@ -47,13 +52,34 @@ _LOSS, _STATES, _HELD = 0.1, 40, 0.8
 _LIGHT, _HEAVY, _CHANGES = 0.25, 0.75, 300
 # The most that the paper saw two jobs under one switch cost each other.
 _SLOWDOWNS = {"tensorflow": 0.12, "cntk": 0.40}
+
+
+def _by_load(
+    index: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Iterator[Claims]:
+    """Algorithm 1 without its classes of servers, as if all servers had jobs of one size."""
+    mode = index.view.mode
+    if mode is LoadMode.SPREAD:
+        return on_one_node(index, query, widest, Single(_level_then_most, apart, mode))
+    return on_one_node(index, query, widest, Single(_level_then_least, packed, mode))
+
+
+def _level_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
+    return line_then_most(family, query)[1:]
+
+
+def _level_then_least(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
+    return line_then_least(family, query)[1:]
+
+
+_BY_LOAD = PlacementPreference("by-load", "the closest devices, then the load", _by_load)
 # Of placing: the mode, by the one before and what is held; and whether servers are Gandiva's, of one size of jobs each.
 _Choice: TypeAlias = Callable[[LoadMode, int], LoadMode]
-_MODES: Mapping[str, tuple[_Choice, bool]] = {
-    "adaptive": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), False),
-    "spread": (lambda before, held: LoadMode.SPREAD, False),
-    "pack": (lambda before, held: LoadMode.PACK, False),
-    "gandiva": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), True),
+_MODES: Mapping[str, tuple[_Choice, PlacementPreference]] = {
+    "adaptive": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), _BY_LOAD),
+    "spread": (lambda before, held: LoadMode.SPREAD, _BY_LOAD),
+    "pack": (lambda before, held: LoadMode.PACK, _BY_LOAD),
+    "gandiva": (lambda before, held: choose_mode(before, held, _SERVERS * _DEVICES), GANDIVA),
 }
 
 
@@ -103,7 +129,7 @@ def _apart(known: Mapping[str, Mapping[int, float]], random: np.random.Generator
 
 def _placed(free: Sequence[int], widest: LocalityLevel) -> Sequence[Claim] | None:
     shape = GangShape((Role("worker", _GANG, TaskShape(1)),), locality=Locality(widest))
-    return PLACEMENTS["locality"].place(CapacityIndex(_view(free, LoadMode.PACK)), shape)
+    return PLACEMENTS["locality"].place(CapacityIndex(_view(free, LoadMode.PACK)), PlacementRequest(shape))
 
 
 def _view(free: Sequence[int], mode: LoadMode) -> View:
@@ -117,12 +143,12 @@ def _view(free: Sequence[int], mode: LoadMode) -> View:
 def _beside(name: str, random: np.random.Generator) -> list[Row]:
     view = _view([(1 << _DEVICES) - 1] * _SERVERS, LoadMode.SPREAD)
     shape = GangShape((Role("worker", 1, TaskShape(1)),))
-    choice, affinity = _MODES[name]
+    choice, placement = _MODES[name]
     held: list[Claim] = []
 
     def come() -> None:
         view.mode = choice(view.mode, len(held))
-        ((claim,), *_) = candidates(view, shape, limit=1, affinity=affinity).candidates
+        (claim,) = placement.place(CapacityIndex.of(view), PlacementRequest(shape)) or ()
         view.take(claim, 1)
         held.append(claim)
 

@@ -58,11 +58,11 @@ def test_gang_waits_for_its_wish_and_then_takes_what_it_tolerates() -> None:
     view = cluster(1)
     view.put(replace(view.row("s0"), free_mask=0b0101, version=9))
     picky = gang(2, wish=LocalityLevel.SOCKET, patience=60)
-    placement = candidates(view, picky, waited=59)
+    placement = candidates(view, picky, waited_s=59)
     assert placement.candidates == ()
     assert placement.refusals[0].reason is Reason.LOCALITY
     assert placement.refusals[0].figures["patience_left_seconds"] == 1
-    assert candidates(view, picky, waited=60).candidates[0][0].device_mask == 0b0101
+    assert candidates(view, picky, waited_s=60).candidates[0][0].device_mask == 0b0101
 
 
 def test_gang_over_nodes_stays_in_one_rack_when_one_has_room() -> None:
@@ -175,8 +175,9 @@ def test_every_candidate_fits_and_every_refusal_has_a_reason(
     shapes: list[GangShape], mode: LoadMode, per_rack: int
 ) -> None:
     view = cluster(4, per_rack=per_rack)
+    view.mode = mode
     for shape in shapes:
-        placement = candidates(view, shape, mode=mode)
+        placement = candidates(view, shape)
         assert bool(placement.candidates) != bool(placement.refusals)
         for claims in placement.candidates:
             assert fit(view, shape, claims) == ()

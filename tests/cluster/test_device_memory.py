@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from ganger.cluster.fit import fit
 from ganger.cluster.impossible import impossible
-from ganger.cluster.placement import candidates, places
+from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.view import View
@@ -118,11 +118,11 @@ def test_a_parked_place_comes_first_with_its_own_memory_and_is_asked_for_without
     view.take(own)
     shape = gang(2, device_gib=4)
     place = replace(ON_FIRST_TWO, parked_bytes=own.parked_bytes)
-    assert places(view, shape, parked=[place])[0] == (ON_FIRST_TWO,)
+    assert candidates(view, shape, parked=[place]).candidates[0] == (ON_FIRST_TWO,)
     view.take(parked("s0", 0, 0, 1, 1))
-    assert places(view, shape, parked=[place]) == ((ON_FIRST_TWO,),)
+    assert candidates(view, shape, parked=[place]).candidates == ((ON_FIRST_TWO,),)
     view.take(parked("s0", 1, 0, 0, 0))
-    assert places(view, shape, parked=[place]) == ()
+    assert candidates(view, shape, parked=[place]).candidates == ()
 
 
 def test_what_is_lacking_is_named_with_the_most_that_is_left_and_where() -> None:
@@ -196,7 +196,7 @@ class ParkingCluster:
 
     def start(self, number: int) -> None:
         shape = gang(1 + number % 3, device_gib=1 + number % 4)
-        for claims in places(self.view, shape, limit=1):
+        for claims in candidates(self.view, shape, limit=1).candidates:
             self._run(shape, claims)
 
     def park(self, number: int) -> None:

@@ -6,20 +6,19 @@ import time
 from collections import defaultdict
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 from ganger.cluster import feasibility
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.node_classes import each, each_from_last, together
-from ganger.cluster.placement import places
+from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.scan import Scan
-from ganger.cluster.search import fitting_spans
+from ganger.cluster.search import PlacementRequest, fitting_spans
 from ganger.cluster.view import View
-from ganger_master.policies.placements import PLACEMENTS, Want
+from ganger_master.policies.placements import PLACEMENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import naive_placement as naive
 from kit.busy import shapes, views
 from kit.clusters import cluster, gang, server
 from msgspec.structs import replace
@@ -41,7 +40,7 @@ def test_whatever_a_placement_finds_fits_and_given_back_leaves_no_trace(
     taken: list[tuple[Claim, ...]] = []
     for shape in gangs:
         avoid = frozenset(data.draw(st.sets(st.sampled_from(sorted(view.names())), max_size=2)))
-        found = PLACEMENTS[name].place(room, shape, Want(avoid=avoid))
+        found = PLACEMENTS[name].place(room, PlacementRequest(shape, avoid=avoid))
         if found is not None:
             assert fit(view, shape, found) == ()
             assert not avoid & {claim.node for claim in found}
@@ -72,34 +71,22 @@ def test_first_fit_passes_over_no_node_that_has_got_room_again(
                     view.give(claim)
                 room.follow()
         avoid = frozenset(data.draw(st.sets(st.sampled_from(sorted(view.names())), max_size=2)))
-        assert place(room, shape, Want(avoid=avoid)) == place(CapacityIndex(view.copy()), shape, Want(avoid=avoid))
-        found = place(room, shape)
-        assert found == place(CapacityIndex(view.copy()), shape)
+        assert place(room, PlacementRequest(shape, avoid=avoid)) == place(
+            CapacityIndex(view.copy()), PlacementRequest(shape, avoid=avoid)
+        )
+        found = place(room, PlacementRequest(shape))
+        assert found == place(CapacityIndex(view.copy()), PlacementRequest(shape))
         if found is not None:
             room.take(found)
             held.append(found)
-
-
-@settings(max_examples=150)
-@given(views(), st.lists(shapes, min_size=1, max_size=6))
-def test_gandiva_goes_where_job_schedulers_would_go(view: View, gangs: list[GangShape]) -> None:
-    room = CapacityIndex(view.copy())
-    for shape in gangs:
-        expected = places(view, shape, limit=1)
-        found = PLACEMENTS["gandiva"].place(room, shape)
-        assert found == (expected[0] if expected else None)
-        if found is not None:
-            room.take(found)
-            for claim in found:
-                view.take(claim, shape.gpus)
 
 
 @settings(max_examples=60)
 @given(views(), shapes, st.sampled_from(NAMES))
 def test_no_placement_passes_over_a_node_that_could_host_the_gang(view: View, shape: GangShape, name: str) -> None:
     """`anywhere` takes the first free devices, so only single tasks are its to put on one node."""
-    found = PLACEMENTS[name].place(CapacityIndex(view), shape)
-    hosts = shape.nodes <= 1 and bool(Scan.of(view, shape).hosts(shape.locality.widest).any())
+    found = PLACEMENTS[name].place(CapacityIndex(view), PlacementRequest(shape))
+    hosts = shape.nodes <= 1 and bool(naive.hosts(view, shape, shape.locality.widest))
     if hosts:
         assert found is not None
         assert len(found) == 1 or name == "anywhere"
@@ -126,14 +113,13 @@ def test_sums_of_spans_follow_what_is_taken(view: View, gangs: list[GangShape], 
                 ]
                 assert fitting_spans(room, query, level, False) == [number for _, number in fitting]
                 assert fitting_spans(room, query, level, True) == [number for _, number in sorted(fitting)]
-            claims = PLACEMENTS["best-fit"].place(room, shape)
+            claims = PLACEMENTS["best-fit"].place(room, PlacementRequest(shape))
             if claims is not None:
                 room.take(claims)
 
 
 def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[list[int]]:
     """By span, by role."""
-    scan = Scan.of(view, shape)
     spans: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for slot, name in enumerate(view.nodes):
         if level is LocalityLevel.CLUSTER:
@@ -142,8 +128,11 @@ def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[lis
             spans[view.fabrics[slot], view.racks[slot]].append(slot)
         elif level is LocalityLevel.FABRIC and name and view.fabrics[slot]:
             spans[(view.fabrics[slot],)].append(slot)
-    rooms = [np.minimum(scan.capacity(index), role.tasks) for index, role in enumerate(shape.roles)]
-    return [[int(room[slots].sum()) for room in rooms] for slots in spans.values()]
+    rooms = [
+        [min(naive.room(view, slot, shape, at), role.tasks) * view.available[slot] for slot in range(len(view.nodes))]
+        for at, role in enumerate(shape.roles)
+    ]
+    return [[sum(room[slot] for slot in slots) for room in rooms] for slots in spans.values()]
 
 
 # So that a view forgets changes which the room has not followed.
@@ -153,7 +142,7 @@ def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[lis
 def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShape], data: st.DataObject) -> None:
     room = CapacityIndex(view)
     for shape in gangs:
-        for claims in places(view, shape, limit=1):
+        for claims in candidates(view, shape, limit=1).candidates:
             for claim in claims:
                 view.take(claim, shape.gpus)
         name = data.draw(st.sampled_from(sorted(view.names())))
@@ -204,14 +193,14 @@ def test_room_follows_a_row_whose_version_is_that_of_a_change_it_made_itself() -
         name = view.nodes[0]
         full = replace(view.row(name), free_mask=0, version=view.row(name).version + heard)
         room = CapacityIndex(view)
-        found = first_fit.place(room, one)
+        found = first_fit.place(room, PlacementRequest(one))
         assert found is not None
         for _ in range(3):
             room.take(found)
             room.give(found)
         assert view.put(full)
         room.follow()
-        assert first_fit.place(room, one) is None
+        assert first_fit.place(room, PlacementRequest(one)) is None
 
 
 def test_room_of_a_copied_view_follows_what_changes_there() -> None:
@@ -222,12 +211,12 @@ def test_room_of_a_copied_view_follows_what_changes_there() -> None:
             view.put(replace(view.row(view.nodes[0]), free_memory_bytes=(40 + gib) << 30, version=0))
         twin = view.copy()
         room = CapacityIndex(twin)
-        assert first_fit.place(room, one) is not None
+        assert first_fit.place(room, PlacementRequest(one)) is not None
         for gib in range(1, changes):
             twin.put(replace(twin.row(twin.nodes[0]), free_memory_bytes=(10 + gib) << 30, version=0))
         twin.put(replace(twin.row(twin.nodes[0]), free_mask=0, version=0))
         room.follow()
-        assert first_fit.place(room, one) is None
+        assert first_fit.place(room, PlacementRequest(one)) is None
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -242,14 +231,16 @@ def test_gang_goes_back_to_where_it_is_parked_and_else_to_nodes_it_prefers(name:
     view = cluster(4)
     room = CapacityIndex(view)
     placement = PLACEMENTS[name]
-    (claim,) = placement.place(room, gang(2)) or ()
+    (claim,) = placement.place(room, PlacementRequest(gang(2))) or ()
     parked = (replace(claim, node="s3"),)
-    assert placement.place(room, gang(2), Want(parked=parked)) == parked
-    assert placement.place(room, gang(2), Want(prefer=frozenset({"s2"})))[0].node == "s2"  # type: ignore[index]
-    elsewhere = placement.place(room, gang(2), Want(parked=parked, avoid=frozenset({"s3"})))
+    assert placement.place(room, PlacementRequest(gang(2), parked=parked)) == parked
+    assert placement.place(room, PlacementRequest(gang(2), reserved_nodes=frozenset({"s2"})))[0].node == "s2"  # type: ignore[index]
+    elsewhere = placement.place(room, PlacementRequest(gang(2), parked=parked, avoid=frozenset({"s3"})))
     assert elsewhere is not None
     assert elsewhere[0].node != "s3"
-    full = placement.place(room, gang(2), Want(prefer=frozenset({"s2"}), avoid=frozenset({"s0", "s1", "s2"})))
+    full = placement.place(
+        room, PlacementRequest(gang(2), reserved_nodes=frozenset({"s2"}), avoid=frozenset({"s0", "s1", "s2"}))
+    )
     assert full is not None
     assert full[0].node == "s3"
 
@@ -260,8 +251,8 @@ def test_gang_waits_for_its_wish_while_its_patience_lasts(name: str) -> None:
     view.put(replace(view.row("s0"), free_mask=0b0101, version=9))
     picky = gang(2, wish=LocalityLevel.SOCKET, patience=60)
     room = CapacityIndex(view)
-    assert PLACEMENTS[name].place(room, picky, Want(waited_s=59)) is None
-    assert PLACEMENTS[name].place(room, picky, Want(waited_s=60)) is not None
+    assert PLACEMENTS[name].place(room, PlacementRequest(picky, waited_s=59)) is None
+    assert PLACEMENTS[name].place(room, PlacementRequest(picky, waited_s=60)) is not None
 
 
 @settings(max_examples=60)
@@ -269,13 +260,13 @@ def test_gang_waits_for_its_wish_while_its_patience_lasts(name: str) -> None:
 def test_locality_takes_no_worse_level_while_a_better_one_is_free(view: View, shape: GangShape) -> None:
     """Of single roles, for which sums tell exactly; others by what any placement finds within the better level."""
     room = CapacityIndex(view)
-    found = PLACEMENTS["locality"].place(room, shape)
+    found = PLACEMENTS["locality"].place(room, PlacementRequest(shape))
     level = gang_level(view, found) if found else LocalityLevel.CLUSTER
     for better in LocalityLevel:
         if better < min(level, shape.locality.widest) or (found is None and better <= shape.locality.widest):
             closer = replace(shape, locality=replace(shape.locality, widest=better))
             for name in NAMES:
-                assert PLACEMENTS[name].place(room, closer) is None
+                assert PLACEMENTS[name].place(room, PlacementRequest(closer)) is None
 
 
 def test_making_a_room_of_sixteen_thousand_nodes_takes_milliseconds() -> None:

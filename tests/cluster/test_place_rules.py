@@ -12,8 +12,9 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import demand
 from ganger.cluster.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
-from ganger_master.policies.placements import PLACEMENTS, Want, placement_named
+from ganger_master.policies.placements import PLACEMENTS, placement_named
 from ganger_master.policies.placements.optimus import traffic_per_card, traffic_per_server_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,8 +25,8 @@ from msgspec.structs import replace
 Claims = tuple[Claim, ...]
 
 
-def place(view: View, shape: GangShape, name: str, want: Want | None = None) -> Claims | None:
-    return PLACEMENTS[name].place(CapacityIndex(view.copy()), shape, want or Want())
+def place(view: View, shape: GangShape, name: str, demand: GangMix | None = None) -> Claims | None:
+    return PLACEMENTS[name].place(CapacityIndex(view.copy()), PlacementRequest(shape, demand=demand))
 
 
 def everything(shape: GangShape) -> tuple[int, ...]:
@@ -129,7 +130,7 @@ def test_single_node_is_the_first_of_the_best_when_all_are_looked_at(name: str, 
         key = RULES[name](view, slot, shape, claim)
         if best is None or is_smaller(key, best[0]):
             best = (key, claim)
-    found = place(view, shape, name, Want(demand=SEEN))
+    found = place(view, shape, name, SEEN)
     if best is not None:
         assert found == (best[1],)
     else:
@@ -144,7 +145,7 @@ def test_of_equally_good_nodes_the_first_is_taken_whenever_it_became_so(name: st
     view.put(replace(view.row("s0"), affinity=2, version=view.version + 1))
     view.put(replace(view.row("s1"), affinity=4, version=view.version + 2))
     room.follow()
-    (claim,) = PLACEMENTS[name].place(room, gang(1)) or ()
+    (claim,) = PLACEMENTS[name].place(room, PlacementRequest(gang(1))) or ()
     assert claim.node == "s0"
 
 
@@ -225,12 +226,12 @@ def test_algorithm_1_places_the_published_sequence() -> None:
     room = CapacityIndex(cluster(4, server("4", cores=16)))
     placed = []
     for gpus in (1, 1, 2, 4, 2, 1, 4, 1):
-        found = PLACEMENTS["gandiva"].place(room, gang(gpus))
+        found = PLACEMENTS["gandiva"].place(room, PlacementRequest(gang(gpus)))
         assert found is not None
         room.take(found)
         placed.append(found[0].node)
     assert placed == ["s0", "s0", "s1", "s2", "s1", "s0", "s3", "s0"]
-    assert PLACEMENTS["gandiva"].place(room, gang(1)) is None
+    assert PLACEMENTS["gandiva"].place(room, PlacementRequest(gang(1))) is None
 
 
 @pytest.mark.parametrize("name", ["first-fit", "best-fit", "locality", "gandiva", "tetris", "fgd", "optimus"])
@@ -266,7 +267,7 @@ def test_fgd_leaves_the_hole_that_others_ask_for() -> None:
     view.put(replace(view.row("s0"), free_mask=0b0011, version=98))
     view.put(replace(view.row("s1"), free_mask=0b0111, version=99))
     seen = demand_of_shapes([gang(2)] * 9 + [gang(1)], view.sets.values())
-    assert [claim.node for claim in place(view, gang(1), "fgd", Want(demand=seen)) or ()] == ["s1"]
+    assert [claim.node for claim in place(view, gang(1), "fgd", seen) or ()] == ["s1"]
     assert [claim.node for claim in place(view, gang(1), "best-fit") or ()] == ["s0"]
 
 
@@ -278,7 +279,7 @@ def test_fgd_breaks_less_than_best_fit_on_a_cluster_that_fills_up() -> None:
         room = CapacityIndex(cluster(16, server("2x2x2", cores=16)))
         held = []
         for number, shape in enumerate(mixed):
-            found = PLACEMENTS[name].place(room, shape, Want(demand=seen))
+            found = PLACEMENTS[name].place(room, PlacementRequest(shape, demand=seen))
             if found is not None:
                 room.take(found)
                 held.append(found)

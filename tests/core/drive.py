@@ -68,7 +68,7 @@ class Drive:
 
     def places(self, number: int) -> tuple[tuple[Claim, ...], ...]:
         job = self.state.jobs[number]
-        return candidates(self.state.view, job.shape, waited=1e9).candidates
+        return candidates(self.state.view, job.shape, waited_s=1e9).candidates
 
     def request(
         self,

@@ -236,4 +236,4 @@ def _assert_as_seen_by_a_newcomer(view: View) -> None:
         fresh.put(row)
     for gpus in (1, 2, 4, 8):
         shape = job_of(gpus).shape()
-        assert candidates(view, shape, waited=1e9).candidates == candidates(fresh, shape, waited=1e9).candidates
+        assert candidates(view, shape, waited_s=1e9).candidates == candidates(fresh, shape, waited_s=1e9).candidates

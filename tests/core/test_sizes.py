@@ -41,7 +41,7 @@ def place(drive: Drive, number: int, gpus: int) -> tuple[Claim, ...]:
     role = spec.roles[0]
     roles = (replace(role, tasks=gpus // role.shape.gpus),)
     shape = replace(spec, roles=roles).shape(drive.job(number).arena_bytes_per_device)
-    found = candidates(drive.state.view, shape, waited=1e9).candidates
+    found = candidates(drive.state.view, shape, waited_s=1e9).candidates
     return found[0] if found else ()
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from ganger.cluster.placement import candidates, places
+from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import View
@@ -301,7 +301,7 @@ def test_start_is_estimated_with_few_looks_at_the_cluster(monkeypatch: pytest.Mo
 
     def looking(*arguments: Any, **named: Any) -> object:
         looks.append(1)
-        return places(*arguments, **named)
+        return candidates(*arguments, **named).candidates
 
     monkeypatch.setattr(explain, "places", looking)
     assert estimate(view, gang(400), holders, now=100.0).before == 499.0

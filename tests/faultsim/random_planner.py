@@ -11,7 +11,7 @@ from random import Random
 
 from ganger.cluster.claims import resplit_cores, split_cores
 from ganger.cluster.fit import demand
-from ganger.cluster.placement import places, resized
+from ganger.cluster.placement import candidates, resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
@@ -83,7 +83,7 @@ def go_elsewhere(state: State) -> ProposePlan:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
         if gang is None or not gang.parked_by_plan or job.next_epoch:
             continue
-        found = places(state.view, job.shape, waited=_EVER)
+        found = candidates(state.view, job.shape, waited_s=_EVER).candidates
         if found:
             changes.append(MoveChange(number, job.revision, found[0]))
     return ProposePlan(tuple(changes))
@@ -124,7 +124,7 @@ def _claims(state: State, dice: Random, job: JobRecord, company: Mapping[str, in
         gpus = dice.randint(job.spec.gpus_min, job.spec.gpus_max)
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus if job.spec.is_elastic else 0)
     if dice.random() < 0.4 and not company:
-        found = places(state.view, shape, waited=_EVER)
+        found = candidates(state.view, shape, waited_s=_EVER).candidates
         if found:
             return dice.choice(found)
     nodes = [name for name in state.view.names() if not company or name in company]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.cluster.placement import places
+from ganger.cluster.placement import candidates
 from ganger.cluster.resources import ConfigurationSet, DeviceGroup, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.view import LoadMode, View
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def views(draw: st.DrawFn) -> View:
             row = replace(row, parked_bytes=tuple(draw(st.sampled_from([0, 2 * GIB])) for _ in range(of.devices)))
         view.put(row)
     for shape in draw(st.lists(shapes, max_size=4)):
-        for found in places(view, replace(shape, nodes=0, locality=Locality()), limit=1):
+        for found in candidates(view, replace(shape, nodes=0, locality=Locality()), limit=1).candidates:
             for claim in found:
                 view.take(claim, shape.gpus)
     return view

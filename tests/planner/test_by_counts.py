@@ -11,6 +11,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import FreeDevices, is_counted
 from ganger.cluster.preferences import BY_COUNTS
 from ganger.cluster.resources import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger_master.core.model import (
     Gang,
@@ -66,7 +67,7 @@ def test_gangs_come_and_go_as_they_would_in_a_room(
     for tasks, each, is_undone in sizes:
         shape = replace(gang(), roles=(Role("worker", tasks, TaskShape(each)),))
         assert is_counted(shape)
-        found = PLACEMENTS["anywhere"].place(room, shape)
+        found = PLACEMENTS["anywhere"].place(room, PlacementRequest(shape))
         assert free_devices.take(shape) == found
         if is_undone:
             free_devices.give(found or ())
@@ -105,7 +106,7 @@ def job_of(number: int, gpus: int, since_s: float, preemptible: bool, asks_for_m
 
 def started(view: View, job: JobRecord, epoch: int, is_going: bool) -> tuple[JobRecord, Gang] | None:
     """A job that runs, and holds what it found, or is giving it back."""
-    claims = PLACEMENTS["anywhere"].place(CapacityIndex(view), job.shape)
+    claims = PLACEMENTS["anywhere"].place(CapacityIndex(view), PlacementRequest(job.shape))
     if claims is None:
         return None
     for claim in claims:

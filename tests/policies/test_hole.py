@@ -14,9 +14,9 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, in_order
-from ganger_master.policies.placements import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -254,7 +254,7 @@ def test_whatever_hole_is_found_can_be_made_and_leaves_no_trace(
     room = CapacityIndex(view)
     movable = []
     for number, shape in enumerate(gangs):
-        claims = BEST_FIT.place(room, shape, Want())
+        claims = BEST_FIT.place(room, PlacementRequest(shape))
         if claims is not None:
             room.take(claims)
             costs = st.sampled_from([1.0, 3.0, math.inf])

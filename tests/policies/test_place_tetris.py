@@ -9,6 +9,7 @@ import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger_master.policies.placements.tetris import (
     TETRIS,
@@ -165,7 +166,9 @@ def test_of_all_gangs_the_one_whose_place_scores_best_goes_first(
     waiting = np.flatnonzero(within_fairness(shares, np.ones(len(gangs), np.bool_), 0.5)).tolist()
     epsilon, expected = None, []
     while True:
-        places = {job: claims for job in waiting if (claims := TETRIS.place(twin, gangs[job])) is not None}
+        places = {
+            job: claims for job in waiting if (claims := TETRIS.place(twin, PlacementRequest(gangs[job]))) is not None
+        }
         if not places:
             break
         alignments = {job: alignment_of(twin, claims, Alignment.DOT) for job, claims in places.items()}

@@ -9,11 +9,11 @@ from itertools import combinations
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.park_and_move import swap_for
-from ganger_master.policies.placements import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
@@ -92,7 +92,7 @@ def full_clusters(draw: st.DrawFn) -> tuple[View, list[Movable], GangShape]:
     for number in range(6):
         shape = gang(draw(st.integers(1, 3)), widest=draw(st.sampled_from([LocalityLevel.NODE, LocalityLevel.CLUSTER])))
         avoid = draw(st.frozensets(st.sampled_from(view.nodes), max_size=1))
-        claims = BEST_FIT.place(room, shape, Want(avoid=avoid))
+        claims = BEST_FIT.place(room, PlacementRequest(shape, avoid=avoid))
         if claims is not None:
             room.take(claims)
             cost = (STOP + draw(st.integers(0, 1))) * shape.gpus
@@ -108,7 +108,7 @@ def best_of_all_sets(room: CapacityIndex, gangs: list[Movable], wanted: GangShap
         for chosen in combinations(gangs, count):
             for one in chosen:
                 trying.give(one.claims)
-            claims = BEST_FIT.place(room, wanted, Want(math.inf))
+            claims = BEST_FIT.place(room, PlacementRequest(wanted, math.inf))
             trying.undo()
             if claims is not None:
                 found.append((sum([one.stop_cost for one in chosen]), count, len(claims)))
@@ -146,5 +146,5 @@ def test_a_hole_stops_no_gang_without_which_it_would_be_there(case: tuple[View, 
         for one in victims:
             if one is not needed:
                 trying.give(one.claims)
-        assert BEST_FIT.place(room, wanted, Want(math.inf)) is None
+        assert BEST_FIT.place(room, PlacementRequest(wanted, math.inf)) is None
         trying.undo()

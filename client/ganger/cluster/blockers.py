@@ -1,84 +1,311 @@
 """What keeps a gang from being placed: the constraints without which it would fit, with figures.
 
 Each constraint is left out in turn. One whose absence alone makes room is a true blocker: removing it starts the job.
-When no single one does, all those that are short on their own are named.
+When no single one does, all those that are short on their own are named. Answers come from sums over the entries of a
+capacity index: exact for gangs of one role, an upper bound for several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, Protocol
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.fit import demand
+from ganger.cluster.node_classes import Alike, Family, each
+from ganger.cluster.placement_search import PLENTY
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import ConfigurationSet, GangShape
-from ganger.cluster.view import View
+from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.search import PlacementRequest, widest_now
+from ganger.cluster.topology import bits
 
 CONSTRAINTS: Final = (Reason.GPUS, Reason.DEVICE_MEMORY, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
-OUT_OF_SERVICE: Final = (Reason.NODE_UNAVAILABLE,)
-ALONE: Final = tuple([(reason,) for reason in CONSTRAINTS])
-ALL_BUT: Final = tuple([tuple([other for other in CONSTRAINTS if other is not reason]) for reason in CONSTRAINTS])
+_ALL: Final = frozenset(CONSTRAINTS)
+_OF_DEVICES: Final = frozenset({Reason.GPUS, Reason.DEVICE_MEMORY})
+_NOTHING: Final = frozenset[Reason]()
+_Numbers: TypeAlias = NDArray[np.int64]
 
 
-class CapacityAnswers(Protocol):
-    """What is to be known of the nodes of a view for one shape that may go no wider than `widest`."""
-
-    @property
-    def view(self) -> View: ...
-
-    @property
-    def shape(self) -> GangShape: ...
-
-    def feasible(self, relaxed: tuple[Reason, ...]) -> bool:
-        """Whether enough room is there by sums without these constraints; exact for gangs of one role, an upper bound
-        for several."""
-
-    def usable_sets(self) -> Collection[ConfigurationSet]:
-        """Of the nodes that are to be used."""
-
-    def usable_nodes(self) -> int: ...
-
-    def unusable_nodes(self) -> Collection[str]: ...
-
-    def figures(self, reason: Reason) -> Refusal: ...
-
-
-def blockers(room: CapacityAnswers) -> tuple[Refusal, ...]:
+def blockers(index: CapacityIndex, request: PlacementRequest) -> tuple[Refusal, ...]:
     """Never empty: called when the gang found no place, though each piece alone may be there."""
-    view, shape = room.view, room.shape
-    typed = [item for item in view.sets.values() if not shape.gpus or shape.device_type in ("", item.device_type)]
-    typed = [item for item in typed if item.devices or not shape.gpus]
-    wanted = shape.device_type or "devices"
-    if not any(view.topologies[slot].configuration_set in typed for slot in view.slots.values()):
-        detail = f"no node has {wanted}" if view.slots else "no node has joined yet"
-        return (Refusal(Reason.DEVICE_TYPE if view.slots else Reason.NODE_UNAVAILABLE, detail=detail),)
-    if room.feasible(OUT_OF_SERVICE):
-        # Where the nodes in service would do, had they room, that is what it waits for first.
-        lacks = _lacking(room) if room.usable_nodes() and room.feasible(CONSTRAINTS) else ()
-        return (*_type_out_of_service(room, typed), *lacks, _unavailable(room))
-    refusals = _lacking(room)
-    if room.usable_nodes() < len(view.slots) and not room.feasible(CONSTRAINTS):
-        return (_unavailable(room), *refusals)
+    shape, widest = request.shape, widest_now(request.shape, request.waited_s)
+    where = index if request.only is None else CapacityIndex(index.view, request.only)
+    with where.excluding(request.avoid):
+        refusals = _blockers(_Capacity(where, shape, widest))
+    if widest < shape.locality.widest:
+        return (_still_patient(shape, request.waited_s, widest), *refusals)
     return refusals
 
 
-def _lacking(room: CapacityAnswers) -> tuple[Refusal, ...]:
+def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:
+    shape, view = capacity.shape, capacity.index.view
+    if not any(_is_typed(shape, entry.family) for entry in (*capacity.usable, *capacity.unusable)):
+        detail = f"no node has {shape.device_type or 'devices'}" if view.slots else "no node has joined yet"
+        return (Refusal(Reason.DEVICE_TYPE if view.slots else Reason.NODE_UNAVAILABLE, detail=detail),)
+    if capacity.is_enough(_NOTHING, with_unusable=True):
+        # Where the nodes in service would do, had they room, that is what it waits for first.
+        lacks = _lacking(capacity) if capacity.usable and capacity.is_enough(_ALL) else ()
+        return (*_type_out_of_service(capacity), *lacks, _unavailable(capacity))
+    refusals = _lacking(capacity)
+    if capacity.unusable and not capacity.is_enough(_ALL):
+        return (_unavailable(capacity), *refusals)
+    return refusals
+
+
+def _lacking(capacity: _Capacity) -> tuple[Refusal, ...]:
     """What is short on the nodes in service."""
-    shape = room.shape
-    reasons = [reason for reason, alone in zip(CONSTRAINTS, ALONE, strict=True) if room.feasible(alone)]
+    reasons = [reason for reason in CONSTRAINTS if capacity.is_enough(frozenset({reason}))]
     if not reasons:
-        reasons = [reason for reason, others in zip(CONSTRAINTS, ALL_BUT, strict=True) if not room.feasible(others)]
-    return tuple([room.figures(reason) for reason in reasons or [Reason.GPUS if shape.gpus else Reason.CORES]])
+        reasons = [reason for reason in CONSTRAINTS if not capacity.is_enough(_ALL - {reason})]
+    return tuple(
+        [capacity.refusal(reason) for reason in reasons or [Reason.GPUS if capacity.shape.gpus else Reason.CORES]]
+    )
 
 
-def _type_out_of_service(room: CapacityAnswers, typed: Collection[ConfigurationSet]) -> tuple[Refusal, ...]:
+def _type_out_of_service(capacity: _Capacity) -> tuple[Refusal, ...]:
     """A job that names a device type waits for just its nodes, though others are in service."""
-    usable = room.usable_sets()
-    if not room.shape.device_type or not usable or any(one in typed for one in usable):
+    shape = capacity.shape
+    if not shape.device_type or not capacity.usable or any(_is_typed(shape, one.family) for one in capacity.usable):
         return ()
-    return (Refusal(Reason.DEVICE_TYPE, detail=f"no node with {room.shape.device_type} is in service"),)
+    return (Refusal(Reason.DEVICE_TYPE, detail=f"no node with {shape.device_type} is in service"),)
 
 
-def _unavailable(room: CapacityAnswers) -> Refusal:
-    figures = {"nodes": len(room.view), "available": room.usable_nodes()}
-    unusable = room.unusable_nodes()
-    return Refusal(Reason.NODE_UNAVAILABLE, figures, node=next(iter(unusable)) if len(unusable) == 1 else "")
+def _unavailable(capacity: _Capacity) -> Refusal:
+    view = capacity.index.view
+    unusable = [slot for entry in capacity.unusable for slot in each(entry.slots)]
+    figures = {"nodes": len(view), "available": len(view) - len(unusable)}
+    return Refusal(Reason.NODE_UNAVAILABLE, figures, node=view.nodes[unusable[0]] if len(unusable) == 1 else "")
+
+
+def _still_patient(shape: GangShape, waited_s: float, widest: LocalityLevel) -> Refusal:
+    left = shape.locality.patience_seconds - waited_s
+    return Refusal(
+        Reason.LOCALITY,
+        {"wish": int(widest), "widest": int(shape.locality.widest), "patience_left_seconds": int(left)},
+        detail=f"waits for {widest.name} before it takes {shape.locality.widest.name}",
+    )
+
+
+def _is_typed(shape: GangShape, family: Family) -> bool:
+    """Whether nodes of the family have devices of the wanted type, if the gang needs devices."""
+    of = family.topology.configuration_set
+    return not shape.gpus or (of.devices > 0 and shape.device_type in ("", of.device_type))
+
+
+class _Capacity:
+    """The nodes of an index for one shape within a level, as columns by entry; constraints can be left out."""
+
+    def __init__(self, index: CapacityIndex, shape: GangShape, widest: LocalityLevel) -> None:
+        self.index = index
+        self.shape = shape
+        self._widest = widest
+        self.usable = [entry for entry in index.entries.alikes if entry.slots]
+        self.unusable = _unusable(index)
+        self._entries = [*self.usable, *self.unusable]
+        # By what is left out, and by tasks of each role.
+        self._masks_without: dict[frozenset[Reason], list[int]] = {}
+        self._needed_for: dict[tuple[int, ...], tuple[_Numbers, _Numbers]] = {}
+        self._counts = np.array([entry.slots.bit_count() for entry in self._entries], np.int64)
+
+    def is_enough(self, relaxed: frozenset[Reason], with_unusable: bool = False) -> bool:
+        """Whether there is room by sums without these constraints."""
+        shape, widest = self.shape, self._widest
+        count = len(self._entries) if with_unusable else len(self.usable)
+        if not count:
+            return False
+        if shape.nodes <= 1 and bool(self._hosts(relaxed)[:count].any()):
+            return True
+        if Reason.LOCALITY in relaxed:
+            widest = LocalityLevel.CLUSTER
+        if shape.nodes == 1 or widest < LocalityLevel.RACK:
+            return False
+        rooms = [self._room(role, relaxed)[:count] for role in range(len(shape.roles))]
+        if widest is LocalityLevel.CLUSTER:
+            # Where a rack has enough, the cluster has.
+            return self._hold(rooms, self._counts[:count])
+        levels = (LocalityLevel.RACK, LocalityLevel.FABRIC)
+        return any(self._is_enough_in_one(level, rooms) for level in levels if level <= widest)
+
+    def refusal(self, reason: Reason) -> Refusal:
+        """The constraint with its figures, of the nodes that may be used and have the type."""
+        shape = self.shape
+        typed = [entry for entry in self.usable if _is_typed(shape, entry.family)]
+        match reason:
+            case Reason.DEVICE_MEMORY:
+                return self._device_memory(typed)
+            case Reason.GPUS:
+                free = sum([entry.family.free * entry.slots.bit_count() for entry in typed])
+                largest = max([entry.family.free for entry in typed], default=0)
+                return Refusal(reason, {"needed": shape.gpus, "free": free, "largest_free": largest})
+            case Reason.LOCALITY:
+                within = min(self._widest, LocalityLevel.NODE)
+                near = [entry.family.topology.largest(self._takable(entry), within) for entry in typed]
+                figures = {"needed": shape.gpus, "widest": int(self._widest), "largest_free": max(near, default=0)}
+                return Refusal(reason, figures)
+        # Cores and memory only count beside enough devices.
+        fewest = min([role.shape.gpus for role in shape.roles], default=0)
+        beside = [entry for entry in typed if self._takable(entry).bit_count() >= fewest]
+        tasks = tuple([role.tasks for role in shape.roles])
+        topologies = dict.fromkeys([entry.family.topology for entry in typed])
+        needs = [demand(topology.configuration_set, shape, tasks) for topology in topologies]
+        if reason is Reason.CORES:
+            unit, needed = "millicores", [need.millicores for need in needs]
+            free_of = [(entry.millicores, entry.slots.bit_count()) for entry in beside]
+        else:
+            unit, needed = "bytes", [need.memory_bytes for need in needs]
+            free_of = [(entry.memory, entry.slots.bit_count()) for entry in beside]
+        figures = {
+            f"needed_{unit}": min(needed, default=0),
+            f"free_{unit}": sum([amount * count for amount, count in free_of]),
+            f"largest_free_{unit}": max([amount for amount, _ in free_of], default=0),
+        }
+        return Refusal(reason, figures)
+
+    def _device_memory(self, typed: Sequence[Alike]) -> Refusal:
+        """The most that is left on a free device, and the node where parked gangs leave too little on most of them."""
+        needed = self.shape.device_memory_bytes
+        left = [entry.family.left[device] for entry in typed for device in bits(entry.family.mask)]
+        short = [
+            (-(entry.family.mask & ~self._takable(entry)).bit_count(), entry.lowest)
+            for entry in typed
+            if min(entry.family.left, default=0) < entry.family.topology.configuration_set.device_memory_bytes
+        ]
+        most_short, slot = min(short, default=(0, 0))
+        figures = {
+            "devices": self.shape.gpus,
+            "devices_with_room": sum([self._takable(one).bit_count() * one.slots.bit_count() for one in typed]),
+            "needed_bytes": needed,
+            "largest_free_bytes": max(left, default=0),
+        }
+        return Refusal(Reason.DEVICE_MEMORY, figures, node=self.index.view.nodes[slot] if most_short else "")
+
+    def _takable(self, entry: Alike) -> int:
+        return entry.family.takable(self.shape.device_memory_bytes)
+
+    def _masks(self, relaxed: frozenset[Reason]) -> list[int]:
+        """By entry: the devices that the gang could take."""
+        key = relaxed & _OF_DEVICES
+        if key not in self._masks_without:
+            needed = 0 if Reason.DEVICE_MEMORY in key else self.shape.device_memory_bytes
+            is_any = Reason.GPUS in key
+            families = [entry.family if _is_typed(self.shape, entry.family) else None for entry in self._entries]
+            self._masks_without[key] = [
+                0 if family is None else family.roomy(needed) if is_any else family.takable(needed)
+                for family in families
+            ]
+        return self._masks_without[key]
+
+    def _hosts(self, relaxed: frozenset[Reason]) -> NDArray[np.bool_]:
+        """By entry: whether one of its nodes holds the whole gang."""
+        within = LocalityLevel.NODE if Reason.LOCALITY in relaxed else min(self._widest, LocalityLevel.NODE)
+        hosts: NDArray[np.bool_] = self._levels(relaxed) <= within
+        millicores, memory = self._needed(tuple([role.tasks for role in self.shape.roles]))
+        if Reason.CORES not in relaxed:
+            hosts &= self._millicores >= millicores
+        if Reason.MEMORY not in relaxed:
+            hosts &= self._memory >= memory
+        return hosts
+
+    def _levels(self, relaxed: frozenset[Reason]) -> _Numbers:
+        """By entry: the level of the closest devices for the whole gang, FAR where there are not so many."""
+        gpus = self.shape.gpus
+        masks = zip(self._entries, self._masks(relaxed), strict=True)
+        return np.array([entry.family.topology.closest(mask, gpus) for entry, mask in masks], np.int64)
+
+    def _room(self, role: int, relaxed: frozenset[Reason]) -> _Numbers:
+        """By entry: how many tasks of one role a node could take, were it asked for nothing else."""
+        shape = self.shape
+        millicores, memory = self._needed(tuple([int(other == role) for other in range(len(shape.roles))]))
+        gpus = shape.roles[role].shape.gpus
+        room = np.full(len(self._entries), PLENTY, np.int64)
+        if gpus:
+            room = np.minimum(room, np.array([mask.bit_count() for mask in self._masks(relaxed)], np.int64) // gpus)
+        if Reason.CORES not in relaxed:
+            room = _shared_out(room, self._millicores, millicores)
+        if Reason.MEMORY not in relaxed:
+            room = _shared_out(room, self._memory, memory)
+        return room
+
+    def _hold(self, rooms: Sequence[_Numbers], counts: _Numbers) -> bool:
+        """Whether so many nodes of each entry, with room for so many tasks each, hold every role."""
+        nodes = self.shape.nodes
+        for role, room in zip(self.shape.roles, rooms, strict=True):
+            if not nodes:
+                if int((np.minimum(room, role.tasks) * counts).sum()) < role.tasks:
+                    return False
+                continue
+            best = np.sort(np.repeat(room, np.minimum(counts, nodes)))[::-1][:nodes]
+            if len(best) < nodes or best.sum() < role.tasks or (role.tasks >= nodes and not best.all()):
+                return False
+        return True
+
+    def _is_enough_in_one(self, level: LocalityLevel, rooms: Sequence[_Numbers]) -> bool:
+        """Whether any one rack or fabric has enough."""
+        spans, entry_at, count = self.index.spans_at(level), self._entry_at, len(rooms[0])
+        width, is_named = int(spans.max(initial=-1)) + 1, spans >= 0
+        if self.shape.nodes:
+            members = (np.bincount(entry_at[spans == span], minlength=count + 1) for span in range(width))
+            return any(self._hold(rooms, counts[1 : count + 1]) for counts in members)
+        enough = np.ones(width, np.bool_)
+        for role, room in zip(self.shape.roles, rooms, strict=True):
+            by_entry = np.zeros(len(self._entries) + 1, np.int64)
+            by_entry[1 : count + 1] = np.minimum(room, role.tasks)
+            enough &= np.bincount(spans[is_named], by_entry[entry_at[is_named]], width) >= role.tasks
+        return bool(enough.any())
+
+    def _needed(self, tasks: tuple[int, ...]) -> tuple[_Numbers, _Numbers]:
+        """By entry: the millicores and bytes for so many tasks of each role."""
+        if tasks not in self._needed_for:
+            topologies = [entry.family.topology for entry in self._entries]
+            needs = {one: demand(one.configuration_set, self.shape, tasks) for one in dict.fromkeys(topologies)}
+            self._needed_for[tasks] = (
+                np.array([needs[one].millicores for one in topologies], np.int64),
+                np.array([needs[one].memory_bytes for one in topologies], np.int64),
+            )
+        return self._needed_for[tasks]
+
+    @cached_property
+    def _entry_at(self) -> _Numbers:
+        """By slot: the position of its entry here, from 1; 0 without a node."""
+        numbers = self.index.entries_in(LocalityLevel.CLUSTER, 0)
+        position = np.zeros(len(self.index.entries.alikes) + 1, np.int64)
+        position[[entry.number for entry in self.usable]] = np.arange(1, len(self.usable) + 1)
+        found: _Numbers = position[numbers]
+        for at, entry in enumerate(self.unusable, len(self.usable) + 1):
+            found[list(each(entry.slots))] = at
+        return found
+
+    @cached_property
+    def _millicores(self) -> _Numbers:
+        return np.array([entry.millicores for entry in self._entries], np.int64)
+
+    @cached_property
+    def _memory(self) -> _Numbers:
+        return np.array([entry.memory for entry in self._entries], np.int64)
+
+
+def _shared_out(room: _Numbers, amounts: _Numbers, needed: _Numbers) -> _Numbers:
+    """The tasks that there is room for, and no more than the amounts suffice for."""
+    some: _Numbers = np.where(needed > 0, np.minimum(room, amounts // np.maximum(1, needed)), room)
+    return some
+
+
+def _unusable(index: CapacityIndex) -> list[Alike]:
+    """Nodes that the index does not have, alike ones together."""
+    view = index.view
+    found: dict[tuple[object, ...], Alike] = {}
+    for slot in np.flatnonzero(index.entries_in(LocalityLevel.CLUSTER, 0) == 0).tolist():
+        if not view.nodes[slot]:
+            continue
+        kept = view.parked.get(slot, ())
+        key = (view.topologies[slot], view.free[slot], view.millicores[slot], view.memory[slot], kept)
+        entry = found.get(key)
+        if entry is None:
+            family = Family(view.topologies[slot], view.free[slot], 0, view.device_memory_left(slot))
+            entry = found[key] = Alike(0, family, sum(view.millicores[slot]), view.memory[slot], 0)
+        entry.slots |= 1 << slot
+    return list(found.values())

@@ -1,20 +1,16 @@
-"""An index of nodes by free capacity, and values derived from a view that follow its changes.
+"""An index of the nodes of a view by free capacity, which follows their changes.
 
-`CapacityIndex`: nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each
-node says which they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only
-finds nodes; `fit` alone decides whether a claim fits. Claims are taken and given back on a trial.
-
-Derived values are computed from all nodes for one kind of gang, and kept while few nodes
-change, since most gangs request what others of their kind have just requested. They live with their view; a copy of the
-view begins without any. Values that are not requested again soon are computed by scans of all nodes.
+Nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each node says which
+they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only finds nodes; `fit`
+alone decides whether a claim fits. Claims are taken and given back on a trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,53 +19,7 @@ from ganger.cluster.feasibility import Answers, CapacityTotals, FeasibilityQuery
 from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
-from ganger.cluster.view import DerivedValue, View
-
-
-class Following(Protocol):
-    """What can be brought up to date node by node."""
-
-    def follow(self, slots: Collection[int]) -> None:
-        """These nodes may have come, left or changed, and no others since the last call."""
-
-
-_Followed = TypeVar("_Followed", bound=Following)
-
-
-def kept(view: View, key: Hashable, make: Callable[[], _Followed]) -> _Followed | None:
-    """What `make` made of the view for this key, up to date; None if it is not worth it, and a scan is to do.
-
-    `key` names all that the answer depends on beside the nodes.
-    """
-    shelf, nodes = view.kept, len(view.nodes)
-    one = shelf.pop(key, None)
-    if one is None:
-        while len(shelf) >= min(_MOST, max(1, _MOST_ROWS // max(1, nodes))):
-            # Least recently used first.
-            del shelf[next(iter(shelf))]
-        shelf[key] = DerivedValue(view.changes)
-        return None
-    shelf[key] = one
-    changed = view.changed_since(one.at)
-    one.at = view.changes
-    if changed is None or len(changed) > _FEW + nodes // _FEW_OF:
-        one.what = None
-    elif changed:
-        if one.what is None:
-            one.what = make()
-        else:
-            one.what.follow(set(changed))
-    found: _Followed | None = one.what
-    return found
-
-
-# Nodes whose changes are cheaper to follow one by one than a scan of all is: so many, and one of so many there are.
-_FEW: Final = 32
-_FEW_OF: Final = 64
-# Kinds of gangs of a view, and nodes times kinds: some 20 MB.
-_MOST: Final = 128
-_MOST_ROWS: Final = 1 << 18
-
+from ganger.cluster.view import View
 
 # Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
 _State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
@@ -96,6 +46,16 @@ class CapacityIndex:
         self._followed: int = view.changes
         self._only = only if only is None else frozenset(only)
         self._build()
+
+    @classmethod
+    def of(cls, view: View) -> CapacityIndex:
+        """The view's own index, made at first use, up to date."""
+        index = view.index
+        if isinstance(index, cls):
+            index.follow()
+            return index
+        made = view.index = cls(view)
+        return made
 
     def take(self, claims: Iterable[Claim], affinity: int = 0) -> None:
         """Take the claims of one gang. The caller has them from a placement, or has checked them with `fit`.
@@ -147,6 +107,9 @@ class CapacityIndex:
     def excluding(self, names: Collection[str]) -> Iterator[None]:
         """Meanwhile nothing is found on these nodes."""
         slots = [slot for name in names if (slot := self.view.slots.get(name)) is not None]
+        if not slots:
+            yield
+            return
         for slot in slots:
             if self._alike[slot] is not None:
                 self._put((slot,), 1 << slot, self._alike[slot], None)
@@ -234,9 +197,12 @@ class CapacityIndex:
             return np.arange(len(self._alike))
         found = self._members.get((level, number))
         if found is None:
-            spans = self._racks if level is LocalityLevel.RACK else self._fabrics
-            found = self._members[level, number] = np.flatnonzero(spans == number)
+            found = self._members[level, number] = np.flatnonzero(self.spans_at(level) == number)
         return found
+
+    def spans_at(self, level: LocalityLevel) -> NDArray[np.int32]:
+        """By slot: the number of its rack or fabric, -1 where it is not named."""
+        return self._racks if level is LocalityLevel.RACK else self._fabrics
 
     def span(self, level: LocalityLevel, number: int) -> Slots:
         """The nodes of a rack or a fabric, or of the whole cluster."""

@@ -1,11 +1,13 @@
-"""One claim: which devices and whose cores so many tasks would take on one node."""
+"""One claim: which devices and whose cores so many tasks would take on one node; claims of parked gangs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ganger.cluster.fit import demand
+from msgspec.structs import replace
+
+from ganger.cluster.fit import demand, fit
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import LoadMode, View
@@ -88,6 +90,34 @@ def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> 
     if missing > 0:
         given[0] += missing
     return tuple(given)
+
+
+def is_still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
+    """Whether a parked gang could resume where it is: its arenas and the memory that it keeps are its own."""
+    kept = [
+        replace(
+            claim,
+            device_mask=0,
+            millicores=(0,) * len(claim.millicores),
+            tasks=(),
+            memory_bytes=claim.parked_memory_bytes or claim.memory_bytes,
+        )
+        for claim in parked
+        if claim.node in view
+    ]
+    return not fit(view, shape, as_requested(parked), holding=kept)
+
+
+def as_requested(parked: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Claims of a parked gang, as a request has them."""
+    return tuple(
+        [
+            replace(claim, parked_bytes=(), parked_memory_bytes=0)
+            if claim.parked_bytes or claim.parked_memory_bytes
+            else claim
+            for claim in parked
+        ]
+    )
 
 
 # Many nodes are filled alike.

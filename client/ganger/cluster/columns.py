@@ -16,8 +16,6 @@ class Columns:
     available: NDArray[np.bool_]
     millicores: NDArray[np.int64]
     memory: NDArray[np.int64]
-    affinity: NDArray[np.int64]
-    jobs: NDArray[np.int64]
     sets: NDArray[np.int32]
     racks: NDArray[np.int32]
     fabrics: NDArray[np.int32]
@@ -30,8 +28,6 @@ class Columns:
             available=np.zeros(size, np.bool_),
             millicores=np.zeros(size, np.int64),
             memory=np.zeros(size, np.int64),
-            affinity=np.zeros(size, np.int64),
-            jobs=np.zeros(size, np.int64),
             sets=np.zeros(size, np.int32),
             racks=np.zeros(size, np.int32),
             fabrics=np.zeros(size, np.int32),

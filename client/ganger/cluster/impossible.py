@@ -6,10 +6,13 @@ from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
-from ganger.cluster.placement import candidates, places
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.placement import place
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape
-from ganger.cluster.view import LoadMode, View
+from ganger.cluster.search import PlacementRequest
+from ganger.cluster.view import View
 
 # Every submission asks, most for one of few shapes; the answer holds as long as the idle cluster is the same.
 _MOST_ANSWERS = 4096
@@ -34,10 +37,11 @@ def impossible(view: View, shape: GangShape) -> Refusal | None:
 
 def _judge(idle: View, shape: GangShape) -> Refusal | None:
     patient = _at_its_widest(shape)
-    placement = candidates(idle, patient, mode=LoadMode.PACK, limit=1, affinity=False)
+    index = CapacityIndex.of(idle)
+    placement = place(index, PlacementRequest(patient), BEST_FIT)
     if placement.candidates:
         return None
-    tasks = _largest(idle, patient)
+    tasks = _largest(index, patient)
     by_devices = shape.gpus > 0 and len(shape.roles) == 1
     each, what = (shape.roles[0].shape.gpus, "devices") if by_devices else (1, "tasks")
     why = placement.refusals[0]
@@ -56,13 +60,13 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
     )
 
 
-def _largest(idle: View, shape: GangShape) -> int:
+def _largest(index: CapacityIndex, shape: GangShape) -> int:
     """Tasks of the largest gang of this kind the idle cluster could hold; roles keep their proportions. Zero: none."""
     # Fits are monotone in the number of tasks but for exact node counts, where fewer tasks than nodes never fit.
     low, high = 0, max(role.tasks for role in shape.roles)
     while low < high:
         middle = (low + high + 1) // 2
-        if places(idle, _scaled(shape, middle), mode=LoadMode.PACK, limit=1, affinity=False):
+        if BEST_FIT.place(index, PlacementRequest(_scaled(shape, middle))) is not None:
             low = middle
         else:
             high = middle - 1

@@ -60,9 +60,13 @@ class Family:
 
     def takable(self, needed_bytes: int) -> int:
         """Return the free devices with at least `needed_bytes` left each; all where device memory is not reported."""
+        return self.mask & self.roomy(needed_bytes) if needed_bytes else self.mask
+
+    def roomy(self, needed_bytes: int) -> int:
+        """Return the devices, free or not, with at least `needed_bytes` left each."""
         if not needed_bytes or not self.topology.configuration_set.device_memory_bytes:
-            return self.mask
-        return self.mask & sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
+            return self.topology.all_mask
+        return sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
 
     def able(self, millicores: int, memory: int) -> Sequence[Alike]:
         """Members with so many cores and bytes."""

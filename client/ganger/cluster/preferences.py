@@ -8,13 +8,15 @@
   Scheduling Deep Learning Jobs", SOSP 2017, student research). All racks and fabrics are tried, so a worse level is
   never taken while a better one has room. What a job tolerates, and its patience, are in its shape.
 * `anywhere`: any free devices, the first node first: the placement of ideal runs.
-* `gandiva`: Algorithm 1 (Xiao et al., OSDI 2018): nodes whose jobs are of this size, then idle ones, then any. It gives
-  the same answers as `ganger.cluster.placement`, which names the two corrections of the paper, through the index.
+* `gandiva`: Algorithm 1 (Xiao et al., OSDI 2018): nodes whose jobs have as many devices as this one, then nodes without
+  jobs, then any free devices, also scattered. With two corrections: its test `height < 1` cannot hold for a node that
+  has an affinity, so it reads "has room for the gang"; and a gang larger than a node has a set of nodes as its unit.
+  Within a class of nodes the closest devices win, then the load: least in spread mode, best fit in pack mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -37,6 +39,7 @@ from ganger.cluster.search import (
     any_node,
     at_once,
     by_free_devices,
+    either,
     fitting_spans,
     in_span,
     on_first_node,
@@ -53,8 +56,8 @@ def alike_good(alike: Alike, query: FeasibilityQuery) -> int:
 
 def _first_fit(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
-    return on_first_node(room, query, widest) or over_nodes(room, query, widest, _FIRST_FIT_SPREAD)
+) -> Iterator[Claims]:
+    return either(on_first_node(room, query, widest), over_nodes(room, query, widest, _FIRST_FIT_SPREAD))
 
 
 _FIRST_FIT_SPREAD = SpreadSearch(alike_good, closest_first=False, most_spans=None)
@@ -85,8 +88,8 @@ def least(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int]:
 
 def _best_fit(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
-    return on_one_node(room, query, widest, _BEST_FIT_SINGLE) or over_nodes(room, query, widest, _BEST_FIT_SPREAD)
+) -> Iterator[Claims]:
+    return either(on_one_node(room, query, widest, _BEST_FIT_SINGLE), over_nodes(room, query, widest, _BEST_FIT_SPREAD))
 
 
 _BEST_FIT_SINGLE = Single(cut, left_over, parts=by_free_devices)
@@ -98,16 +101,16 @@ BEST_FIT = PlacementPreference(
 
 def _anywhere(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
+) -> Iterator[Claims]:
     if query.gpus > room.free_devices:
-        return None
+        return
     if widest <= LocalityLevel.NODE or query.tasks == 1 or query.shape.nodes == 1:
-        return on_first_node(room, query, widest)
+        yield from on_first_node(room, query, widest)
+        return
     for number in fitting_spans(room, query, widest, tightest_first=False):
         found = _from_the_first(room, query, widest, number)
         if found is not None:
-            return found
-    return None
+            yield found
 
 
 def has_room(alike: Alike, query: FeasibilityQuery) -> int | None:
@@ -197,9 +200,9 @@ def keeps_holes(alike: Alike, query: FeasibilityQuery) -> bool:
 
 def _gandiva(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
+) -> Iterator[Claims]:
     mode = room.view.mode
-    return on_one_node(room, query, widest, _SINGLE[mode]) or over_nodes(room, query, widest, _SPREAD[mode])
+    return either(on_one_node(room, query, widest, _SINGLE[mode]), over_nodes(room, query, widest, _SPREAD[mode]))
 
 
 def _cores(alike: Alike) -> int:
@@ -222,8 +225,8 @@ def level_and_cut(family: Family, query: FeasibilityQuery) -> tuple[int, int, in
 
 def _locality(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
-    return on_one_node(room, query, widest, _LOCALITY_SINGLE) or over_nodes(room, query, widest, _LOCALITY_SPREAD)
+) -> Iterator[Claims]:
+    return either(on_one_node(room, query, widest, _LOCALITY_SINGLE), over_nodes(room, query, widest, _LOCALITY_SPREAD))
 
 
 _LOCALITY_SINGLE = Single(level_and_cut, left_over)

@@ -1,6 +1,7 @@
 """The search that placement preferences share: a gang on the best single node, else spread over the fewest nodes.
 
-A `PlacementPreference` ranks classes of equal nodes by keys; ties go to the node that came first.
+A `PlacementPreference` ranks classes of equal nodes by keys; ties go to the node that came first. Searches are
+iterators: the first candidate costs no more than the search for one, and each further one continues the walk.
 """
 
 from __future__ import annotations
@@ -13,46 +14,47 @@ from operator import itemgetter, or_
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.claims import make_claim
+from ganger.cluster.claims import as_requested, is_still_free, make_claim
 from ganger.cluster.counted import FreeDevices
 from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
-from ganger.cluster.placement import asked_for, still_free, widest_now
 from ganger.cluster.placement_search import PLENTY, evenly, fewest, greedily
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
 
 Claims: TypeAlias = tuple[Claim, ...]
-# From a room, a gang and the widest level it takes now to its place, or None where it finds none.
-Search: TypeAlias = Callable[[CapacityIndex, FeasibilityQuery, LocalityLevel, GangMix | None], Claims | None]
+# Candidates for a gang, the best first, within the widest level that it accepts now.
+Search: TypeAlias = Callable[[CapacityIndex, FeasibilityQuery, LocalityLevel, GangMix | None], Iterator[Claims]]
+_NOWHERE: Final = frozenset[str]()
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What else matters to where a gang goes."""
+class PlacementRequest(Struct, frozen=True, gc=False):
+    """What a job asks of a placement. `waited_s`: while its patience lasts only what meets its wish is found.
 
-    # Seconds it has waited: while its patience lasts only what meets its wish is found.
+    `parked`: where its state is parked, which is the first candidate if it is free still, the memory kept there being
+    the job's own. `reserved_nodes` are tried next, then all others. `avoid`: nodes not to use; `only`: the nodes to use
+    (None: all). `limit`: the most candidates. `demand`: kinds of gangs that will be requested; some preferences use it.
+    """
+
+    shape: GangShape
     waited_s: float = 0.0
-    # Where its state is parked: it goes there if that is free still, the memory it keeps there being its own.
     parked: Claims = ()
-    # Names of nodes to try before all others, and of those not to use.
-    prefer: frozenset[str] = frozenset()
-    avoid: frozenset[str] = frozenset()
-    # Kinds of gangs that will be asked for; only some placements heed it.
+    reserved_nodes: frozenset[str] = _NOWHERE
+    avoid: frozenset[str] = _NOWHERE
+    only: frozenset[str] | None = None
+    limit: int = 1
     demand: GangMix | None = None
-
-
-_NOTHING_ELSE: Final = Want()
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPreference:
     """`summary`: one line for people. `by_counts`: a gang finds a place wherever so many devices are free. `counts`:
-    finds the places that `search` would, but without a room, for gangs that are `counted.is_counted`."""
+    finds the places that `search` would, but without an index, for gangs that are `counted.is_counted`."""
 
     name: str
     summary: str
@@ -60,21 +62,56 @@ class PlacementPreference:
     by_counts: bool = False
     counts: Callable[[View], FreeDevices] | None = None
 
-    def place(self, room: CapacityIndex, shape: GangShape, want: Want = _NOTHING_ELSE) -> Claims | None:
-        """Claims that fit, or None. Nothing is taken."""
-        parked = want.parked
-        if parked and not any(claim.node in want.avoid for claim in parked) and still_free(room.view, shape, parked):
-            return asked_for(parked)
-        widest = widest_now(shape, want.waited_s)
-        if want.prefer:
-            near = CapacityIndex(room.view, only=want.prefer - want.avoid)
-            found = self.search(near, near.query(shape), widest, want.demand)
-            if found is not None:
-                return found
-        if not want.avoid:
-            return self.search(room, room.query(shape), widest, want.demand)
-        with room.excluding(want.avoid):
-            return self.search(room, room.query(shape), widest, want.demand)
+    def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
+        """The first candidate, or None. Nothing is taken."""
+        return next(iter(self.places(index, request)), None)
+
+    def places(self, index: CapacityIndex, request: PlacementRequest) -> Sequence[Claims]:
+        """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken."""
+        parked, avoid, limit = request.parked, request.avoid, request.limit
+        found: list[Claims] = []
+        if (
+            parked
+            and not any(claim.node in avoid for claim in parked)
+            and is_still_free(index.view, request.shape, parked)
+        ):
+            found.append(as_requested(parked))
+        if request.reserved_nodes and request.only is None and len(found) < limit:
+            reserved = CapacityIndex(index.view, request.reserved_nodes - avoid)
+            found += self._search(reserved, request, limit - len(found))
+        if len(found) >= limit:
+            return found
+        where = index if request.only is None else CapacityIndex(index.view, request.only)
+        if avoid:
+            with where.excluding(avoid):
+                everywhere = self._search(where, request, limit)
+        else:
+            everywhere = self._search(where, request, limit)
+        if not found:
+            return everywhere
+        return [*found, *[claims for claims in everywhere if claims not in found]][:limit]
+
+    def _search(self, index: CapacityIndex, request: PlacementRequest, limit: int) -> list[Claims]:
+        widest = widest_now(request.shape, request.waited_s)
+        return list(islice(self.search(index, index.query(request.shape), widest, request.demand), limit))
+
+
+def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:
+    """The widest level that the gang accepts after so many seconds: its wish while its patience lasts."""
+    locality = shape.locality
+    if locality.wish is not None and waited_s < locality.patience_seconds:
+        return min(locality.wish, locality.widest)
+    return locality.widest
+
+
+def either(preferred: Iterator[Claims], otherwise: Iterator[Claims]) -> Iterator[Claims]:
+    """The candidates of the first search, or, if it finds none, those of the second."""
+    first = next(preferred, None)
+    if first is None:
+        yield from otherwise
+    else:
+        yield first
+        yield from preferred
 
 
 # Smaller is better. One question must be one function, since answers are remembered by it.
@@ -132,40 +169,61 @@ class SpreadSearch:
     most_spans: int | None = 4
 
 
-def on_one_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single) -> Claims | None:
-    """The whole gang on the node with the smallest key."""
+def on_one_node(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single
+) -> Iterator[Claims]:
+    """The whole gang on a node, nodes with the smallest key first."""
     if query.shape.nodes > 1:
-        return None
-    best: Any = None
-    slot = -1
+        return
     key_of = single.key
     for bounded in _bounded(room, query, widest, single):
+        met: dict[Any, list[Alike]] = {}
+        least: Any = None
         for bound, family in bounded:
-            if best is not None and bound > best:
-                break
+            if met and bound > least:
+                # All families that follow have greater keys.
+                for slot in _in_order(met, bound):
+                    yield _claim(room, query, slot, widest, single.mode)
+                least = min(met, default=None)
             for alike in able(family, query):
                 key = key_of(alike, query, bound)
-                if best is None or key < best or (key == best and alike.lowest < slot):
-                    best, slot = key, alike.lowest
-        if best is not None:
-            return _claim(room, query, slot, widest, single.mode)
-    return None
+                if not met or key < least:
+                    least = key
+                met.setdefault(key, []).append(alike)
+        for slot in _in_order(met):
+            yield _claim(room, query, slot, widest, single.mode)
 
 
-def on_first_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Claims | None:
-    """The whole gang on the first node, in the order in which nodes came, that has room for it."""
+def _in_order(met: dict[Any, list[Alike]], bound: Any = None) -> Iterator[int]:
+    """The nodes with smaller keys than `bound` (None: all), by key and then by slot; they leave `met`."""
+    for key in sorted(met if bound is None else [key for key in met if key < bound]):
+        some = met.pop(key)
+        lowest = min([alike.lowest for alike in some])
+        yield lowest
+        yield from each(reduce(or_, [alike.slots for alike in some]) ^ (1 << lowest))
+
+
+def on_first_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
+    """The whole gang on a node that has room for it, in the order in which nodes came."""
     if query.shape.nodes > 1:
-        return None
+        return
     if widest >= LocalityLevel.NODE and len(query.rooms) == 1:
         # Of a gang of one role a node has room for the whole if it has room for so many of its tasks.
         tasks = query.rooms[0]
-        slot = room.first(tasks.by_number(room.entries) >= query.tasks, (tasks.kind, query.tasks))
-        return None if slot is None else _claim(room, query, slot, widest, LoadMode.PACK)
-    first = nowhere = len(room.view.nodes)
+        has_room = tasks.by_number(room.entries) >= query.tasks
+        slot = room.first(has_room, (tasks.kind, query.tasks))
+        if slot is not None:
+            yield _claim(room, query, slot, widest, LoadMode.PACK)
+            after = room.entries_in(LocalityLevel.CLUSTER, 0)[slot + 1 :]
+            for further in np.flatnonzero(has_room[after]).tolist():
+                yield _claim(room, query, slot + 1 + further, widest, LoadMode.PACK)
+        return
+    slots = 0
     for family in hosts(room, query, widest):
-        if family.lowest < first:
-            first = min([first, *[alike.lowest for alike in able(family, query)]])
-    return _claim(room, query, first, widest, LoadMode.PACK) if first < nowhere else None
+        for alike in able(family, query):
+            slots |= alike.slots
+    for slot in each(slots):
+        yield _claim(room, query, slot, widest, LoadMode.PACK)
 
 
 def able(family: Family, query: FeasibilityQuery) -> Sequence[Alike]:
@@ -183,23 +241,36 @@ def hosts(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -
     return [family for family in room.families(query.gpus) if level[family] <= within]
 
 
+def hosting(room: CapacityIndex, shape: GangShape, widest: LocalityLevel) -> NDArray[np.intp]:
+    """Slots of the nodes that could host the whole gang within that level, ascending."""
+    query = room.query(shape)
+    numbers = [alike.number for family in hosts(room, query, widest) for alike in able(family, query)]
+    is_host = np.zeros(len(room.entries.alikes) + 1, np.bool_)
+    is_host[numbers] = True
+    return np.flatnonzero(is_host[room.entries_in(LocalityLevel.CLUSTER, 0)])
+
+
 def over_nodes(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, spread: SpreadSearch
-) -> Claims | None:
-    """The gang over several nodes, of one rack if one has room and the gang's closeness matters."""
+) -> Iterator[Claims]:
+    """The gang over several nodes, of one rack if one has room and the gang's closeness matters: one candidate for each
+    span of the closest level that has any."""
     if query.shape.nodes == 1 or query.tasks <= 1 or query.gpus > room.free_devices:
-        return None
+        return
     tallies = [room.tally(query, role) for role in query.by_weight]
     for level in _LEVELS:
         if level > widest or (level < widest and not spread.closest_first):
             continue
         most = None if level is LocalityLevel.CLUSTER else spread.most_spans
+        is_found = False
         for number in islice(_fitting(tallies, query, level, spread.closest_first), most):
-            for accepts in spread.tries:
-                claims = _fill(room, query, level, number, spread, accepts)
-                if claims is not None:
-                    return claims
-    return None
+            attempts = (_fill(room, query, level, number, spread, accepts) for accepts in spread.tries)
+            claims = next((claims for claims in attempts if claims is not None), None)
+            if claims is not None:
+                is_found = True
+                yield claims
+        if is_found:
+            return
 
 
 def fitting_spans(

@@ -6,12 +6,10 @@ scan asks for them. The owner of a view may change it; a trial works on `copy()`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
 from operator import add, sub
-from typing import Any
 
 from ganger.cluster.columns import Columns
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
@@ -23,15 +21,6 @@ class LoadMode(Enum):
 
     SPREAD = "spread"
     PACK = "pack"
-
-
-@dataclass(slots=True)
-class DerivedValue:
-    """A value computed from a view. `at`: the number of changes when it was last requested; `what`: None until it is
-    requested again after a change."""
-
-    at: int
-    what: Any = None
 
 
 class View:
@@ -84,8 +73,8 @@ class View:
         self._idle: View | None = None
         # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
         self._bare: View | None = None
-        # By whatever names it; a copy begins with nothing (`cluster.capacity_index`).
-        self.kept: dict[Hashable, DerivedValue] = {}
+        # The capacity index of the view (`CapacityIndex.of`); a copy begins without.
+        self.index: object = None
         for configuration_set in sets:
             self.put_configuration_set(configuration_set)
 
@@ -153,6 +142,8 @@ class View:
         self.nodes[slot] = ""
         self.available[slot] = False
         self.free[slot] = 0
+        # Racks and fabrics are numbered by their first slot: a node that left must not count.
+        self.racks[slot] = self.fabrics[slot] = ""
         self.parked.pop(slot, None)
         self.shared.pop(slot, None)
         self._vacant.append(slot)
@@ -466,8 +457,6 @@ class View:
         columns.available[where] = [self.available[slot] for slot in slots]
         columns.millicores[where] = [sum(self.millicores[slot]) for slot in slots]
         columns.memory[where] = [self.memory[slot] for slot in slots]
-        columns.affinity[where] = [self.affinity[slot] for slot in slots]
-        columns.jobs[where] = [sum(self.socket_jobs[slot]) for slot in slots]
         columns.sets[where] = [self._set_codes[self.topologies[slot].configuration_set.name] for slot in slots]
         columns.racks[where] = [
             self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0 for slot in slots

@@ -108,7 +108,7 @@ class DefaultScheduler(JobScheduler):
         return candidates(
             view,
             turn.shape,
-            waited=turn.waited_seconds,
+            waited_s=turn.waited_seconds,
             parked=turn.parked,
             reserved_nodes=turn.reserved_nodes,
             avoid=self._avoid,

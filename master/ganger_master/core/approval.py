@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import Company, demand, fit, gang_level
-from ganger.cluster.placement import candidates, places
+from ganger.cluster.placement import candidates
+from ganger.cluster.preferences import GANDIVA
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec import Struct
 
@@ -34,6 +37,8 @@ from ganger_master.core.reservations import (
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 
+# Places that the master looks at itself.
+_FEW_PLACES = 4
 # More candidates than this are not judged: the wire allows no more.
 MOST_CANDIDATES = 16
 
@@ -170,7 +175,7 @@ def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) ->
 def has_place(state: State, job: JobRecord, now: float) -> bool:
     """Return whether a request of a waiting job would be granted now, had it waited for its wish long enough."""
     shape = job.shape
-    found = places(state.view, shape, waited=_PATIENT)
+    found = GANDIVA.places(CapacityIndex.of(state.view), PlacementRequest(shape, _PATIENT, limit=_FEW_PLACES))
     return isinstance(judge(state, job, found, state.queue_rank(job.number), now), CandidateApproval)
 
 
@@ -217,7 +222,8 @@ def find_place(
 ) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.shape
-    for claims in places(state.view, shape, waited=_PATIENT, avoid=avoid, only=within):
+    request = PlacementRequest(shape, _PATIENT, avoid=avoid, only=within, limit=_FEW_PLACES)
+    for claims in GANDIVA.places(CapacityIndex.of(state.view), request):
         if not judge_change(state, job, claims):
             return claims, level_of(state, claims)
     return None
@@ -225,7 +231,7 @@ def find_place(
 
 def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal, ...]:
     """Return why `find_place` finds no place for a job."""
-    placement = candidates(state.view, job.shape, waited=_PATIENT, avoid=avoid)
+    placement = candidates(state.view, job.shape, waited_s=_PATIENT, avoid=avoid)
     for claims in placement.candidates:
         refusals = judge_change(state, job, claims)
         if refusals:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ganger.cluster.placement import candidates, places, widest_now
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.placement import candidates
+from ganger.cluster.preferences import GANDIVA
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace
@@ -60,7 +63,7 @@ def placement_blockers(
     """Return what keeps a job from starting now; empty when its next lease will place it."""
     if quota:
         return order(quota)
-    placement = candidates(view, shape, waited=waited, limit=_CANDIDATES)
+    placement = candidates(view, shape, waited_s=waited, limit=_CANDIDATES)
     if not placement.candidates:
         return order(placement.refusals)
     kept: tuple[Refusal, ...] = ()
@@ -116,7 +119,7 @@ def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:
 
 
 def _fits(view: View, shape: GangShape) -> bool:
-    return bool(places(view, shape, waited=_NEVER, limit=1))
+    return GANDIVA.place(CapacityIndex.of(view), PlacementRequest(shape, _NEVER)) is not None
 
 
 class Explanation(Struct, frozen=True, gc=False):

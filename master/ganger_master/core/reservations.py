@@ -11,22 +11,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand
-from ganger.cluster.placement import places
+from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.scan import Scan
+from ganger.cluster.search import PlacementRequest, hosting
 from ganger.cluster.topology import Topology, bits
-from ganger.cluster.view import LoadMode, View
+from ganger.cluster.view import View
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
 SECONDS_BEFORE = 120.0
-# A scan finds the nodes that may do; the first of them nearly always does.
+# The first of the nodes that may do nearly always does.
 _NODES_TRIED = 8
+_SPREADS_TRIED = 4
 
 
 class ReservationRequest(Struct, frozen=True, gc=False):
@@ -77,21 +79,27 @@ def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) ->
         if claim is not None:
             return (claim,)
     patient = replace(shape, locality=replace(shape.locality, wish=None))
-    found = places(idle, patient, mode=LoadMode.PACK, limit=4, affinity=False, avoid=closed)
+    request = PlacementRequest(patient, avoid=frozenset(closed), limit=_SPREADS_TRIED)
+    found = BEST_FIT.places(CapacityIndex.of(idle), request)
     return min(found, key=lambda claims: -_free_already(view, claims), default=None)
 
 
 def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> Claim | None:
     """The node that lacks the fewest devices, then cores. Both views have the same slots."""
     everything = tuple(role.tasks for role in shape.roles)
-    slots = np.flatnonzero(Scan.of(idle, shape, closed).hosts(shape.locality.widest))
-    now = Scan.of(view, shape)
-    free = np.bitwise_count(now.free[slots] & idle.columns().free[slots]).astype(np.int64)
+    index = CapacityIndex.of(idle)
+    with index.excluding(closed):
+        slots = hosting(index, shape, shape.locality.widest)
+    now = view.columns()
+    takable = now.free[: len(view.nodes)].copy()
+    for slot in view.parked if shape.device_memory_bytes else ():
+        takable[slot] &= np.uint64(view.roomy(slot, shape.device_memory_bytes))
+    free = np.bitwise_count(takable[slots] & idle.columns().free[slots]).astype(np.int64)
     lacking = np.maximum(0, shape.gpus - free)
-    for slot in map(int, slots[np.lexsort((slots, -now.columns.millicores[slots], lacking))][:_NODES_TRIED]):
+    for slot in map(int, slots[np.lexsort((slots, -now.millicores[slots], lacking))][:_NODES_TRIED]):
         topology = idle.topologies[slot]
         needed = demand(topology.configuration_set, shape, everything)
-        mask = _mask(topology, idle.free[slot], int(now.free[slot]), needed.gpus, shape.locality.widest)
+        mask = _mask(topology, idle.free[slot], int(takable[slot]), needed.gpus, shape.locality.widest)
         millicores = split_cores(topology, idle.millicores[slot], mask or 0, needed.millicores)
         if mask is not None and millicores is not None:
             return Claim(idle.nodes[slot], mask, millicores, needed.memory_bytes, 0, everything)

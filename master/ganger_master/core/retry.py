@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ganger.cluster.placement import places
-from ganger.cluster.view import LoadMode
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
+from ganger.cluster.search import PlacementRequest
 from msgspec.structs import replace
 
 from ganger_master.core.lifecycle import bad_outcome
@@ -79,7 +80,7 @@ def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> b
     """Return whether the available nodes, without the closed ones, could hold the job if they were empty."""
     shape = job.shape
     shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
-    return bool(places(state.view.vacant(), shape, mode=LoadMode.PACK, limit=1, affinity=False, avoid=closed))
+    return bool(BEST_FIT.place(CapacityIndex.of(state.view.vacant()), PlacementRequest(shape, avoid=frozenset(closed))))
 
 
 def _failed(gang: Gang) -> list[Piece]:

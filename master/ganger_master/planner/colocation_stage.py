@@ -16,6 +16,7 @@ from typing import Any, Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec import structs
@@ -30,7 +31,7 @@ from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_b
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.slices import as_held
 from ganger_master.policies.colocation_choice import Berth
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 
 # Intervals between two passes, as multiples of the interval between plans that preempt: during a trial, after a pass
 # with changes, and after one without. By default 1, 5 and 10 minutes.
@@ -242,7 +243,7 @@ def _separate(
         job, gang = table.get(pack.guest) or (None, None)
         claims = None
         if pack.is_kept and job is not None and gang is not None and is_settled(job, gang) and can_hand_over(job):
-            claims = placement.place(room, as_held(job.shape, gang), _ANYWHERE)
+            claims = placement.place(room, PlacementRequest(as_held(job.shape, gang), math.inf))
         if job is None or claims is None:
             left.append(pack)
             continue
@@ -252,5 +253,4 @@ def _separate(
     return tuple(changes), replace(packs, packs=tuple(left))
 
 
-_ANYWHERE: Final = Want(math.inf)
 _ROOM_AGAIN: Final = Purpose(Goal.UNPACK, detail="no job waits for the devices that it goes to")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
@@ -30,7 +31,7 @@ from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.slices import as_held
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 _FEW: Final = 16
 # A trial ends after this time, since a job may report no progress.
 _TRIAL_MOST_S: Final = 600.0
-_ANYWHERE: Final = Want(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _given_back(
                 if cut is not None:
                     found[number] = cut
                     _give(trying, cut[1])
-            place = placement.place(room, job.shape, _ANYWHERE)
+            place = placement.place(room, PlacementRequest(job.shape, math.inf))
             if place is not None:
                 trying.take(place)
     finally:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ganger.cluster.placement import widest_now
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import widest_now
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal

@@ -19,6 +19,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.resources import Claim
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from msgspec import structs
@@ -38,7 +39,7 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.slicing import Seat
 
 # Limits of one pass: pending jobs that it considers, and jobs that may join time-slice groups at once.
@@ -47,7 +48,6 @@ _JOINERS_MOST: Final = 64
 # Slices in one cycle at most, once every gang has a slice. Longer cycles would approach the shares more closely, but
 # the gang with the smallest share would wait longer for its slice.
 _CYCLE_MOST: Final = 12
-_ANYWHERE: Final = Want()
 _SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
 
 _Device: TypeAlias = tuple[str, int]
@@ -255,7 +255,7 @@ class _Filling:
                 continue
             shape = thin(job.shape, self.least_memory)
             is_bound = gang is not None and not can_hand_over(job)
-            claims = None if shape in vain or is_bound else self._placement.place(self._room, shape, _ANYWHERE)
+            claims = None if shape in vain or is_bound else self._placement.place(self._room, PlacementRequest(shape))
             if claims is None:
                 if not is_bound:
                     vain.add(shape)
@@ -287,7 +287,7 @@ class _Filling:
                 self._change(ResumeChange(job.number, job.revision), own)
                 continue
             shape = thin(job.shape, self.least_memory)
-            claims = self._placement.place(self._room, shape, _ANYWHERE) if can_hand_over(job) else None
+            claims = self._placement.place(self._room, PlacementRequest(shape)) if can_hand_over(job) else None
             if claims is None:
                 stranded.append((job, gang))
             else:
@@ -302,7 +302,7 @@ class _Filling:
             is_crowded = any(crowds[device] > 1 for device in one.devices)
             if one.gang is None or not one.gang.node_set or not is_crowded or not can_go(one.job, one.gang):
                 continue
-            claims = self._placement.place(self._room, thin(one.job.shape, self.least_memory), _ANYWHERE)
+            claims = self._placement.place(self._room, PlacementRequest(thin(one.job.shape, self.least_memory)))
             if claims is not None:
                 purpose = Purpose(Goal.FAIRNESS, detail="devices are free")
                 self._change(MoveChange(one.number, one.job.revision, claims, purpose=purpose), claims)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Trial
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
@@ -33,7 +34,6 @@ from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
-from ganger_master.policies.placements import Want
 
 if TYPE_CHECKING:
     from ganger_master.planner.passes import OrderStage
@@ -103,7 +103,11 @@ def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]
             acting.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))
             acting.trying.take(own)
             continue
-        claims = acting.terms.placement.place(acting.room, job.shape, Want(math.inf)) if can_hand_over(job) else None
+        claims = (
+            acting.terms.placement.place(acting.room, PlacementRequest(job.shape, math.inf))
+            if can_hand_over(job)
+            else None
+        )
         if claims is not None:
             acting.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
             acting.trying.take(claims)

@@ -21,7 +21,7 @@ not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.resources import GangShape, LocalityLevel
-from ganger.cluster.search import Claims
+from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
@@ -274,7 +274,7 @@ def _as_far_as_it_goes(
     for at in starting[np.lexsort((starting, gpus[starting]))].tolist():
         shape = wanting.shape(at, int(gpus[at]))
         yields = _yielding(placement, {shape: int(wanting.least[at])} if wanting.elastic[at] else {})
-        claims = yields.place(trial, shape) or ()
+        claims = yields.place(trial, PlacementRequest(shape)) or ()
         trial.take(claims)
         if before[at] and devices_of(claims) <= before[at] < gpus[at]:
             decided[at] = before[at]
@@ -302,20 +302,20 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
 
     def search(
         room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Claims | None:
-        found = placement.search(room, query, widest, demand)
+    ) -> Iterator[Claims]:
+        found = next(placement.search(room, query, widest, demand), None)
         if found is not None or query.shape not in least:
-            return found
+            return iter(() if found is None else (found,))
         # Where a gang fits, one with fewer tasks does.
         fits, too_many = least[query.shape] - 1, query.tasks
         while fits + 1 < too_many:
             tasks = (fits + too_many) // 2
-            smaller = placement.search(room, room.query(_with_tasks(query.shape, tasks)), widest, demand)
+            smaller = next(placement.search(room, room.query(_with_tasks(query.shape, tasks)), widest, demand), None)
             if smaller is None:
                 too_many = tasks
             else:
                 fits, found = tasks, smaller
-        return found
+        return iter(() if found is None else (found,))
 
     # By counts a gang would find no place with fewer tasks.
     return replace(placement, search=search, counts=None)

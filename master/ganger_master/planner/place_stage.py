@@ -14,8 +14,8 @@ from operator import add, ge
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import is_counted
-from ganger.cluster.placement import widest_now
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
@@ -27,9 +27,8 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.preempt_stage import PreemptionCandidates
 from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.planner.terms import Claims, PassTerms, held_by_all, held_of
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 
-_ANYTHING = Want()
 _NOWHERE: frozenset[str] = frozenset()
 # So many jobs that wait for devices to be returned have their places kept, first job first.
 _MOST_KEPT = 8
@@ -279,15 +278,15 @@ class GangFitting:
             if self._counted is not None and not avoid and is_counted(shape):
                 claims = self._counted.take(shape)
             else:
-                claims = self._placement.place(self._room, shape, Want(avoid=avoid) if avoid else _ANYTHING)
+                claims = self._placement.place(self._room, PlacementRequest(shape, avoid=avoid))
             if claims is None:
                 vain.add(shape)
                 return None
         else:
             gang = self._table.gangs[self._table.row(job.number)] if job.epoch else None
             parked = () if gang is None else gang.parked_claims
-            want = Want(self._waited(job), parked, avoid=avoid | closed)
-            claims = self._placement.place(self._room, shape, want)
+            request = PlacementRequest(shape, self._waited(job), parked, avoid=avoid | closed)
+            claims = self._placement.place(self._room, request)
             if claims is None:
                 return None
             if gang is not None and same_place(claims, parked):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
+from ganger.cluster.search import PlacementRequest
 
 from ganger_master.core.model import Gang, JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
@@ -31,7 +32,7 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import AS_ASKED, PassTerms
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,6 @@ class PlanDraft:
 
 NOTHING_TO_DO = PlanDraft()
 
-_ANYTHING = Want()
 # Up to so many pending jobs, trying to place them all is cheaper than ranking all live jobs.
 _FEW = 8
 
@@ -155,7 +155,7 @@ def may_start(
             # Where it is parked, or how long it has waited for its preferred locality, matters.
             return True
         if shape not in vain:
-            if placement.place(room, shape, _ANYTHING) is not None:
+            if placement.place(room, PlacementRequest(shape)) is not None:
                 return True
             vain.add(shape)
     return False

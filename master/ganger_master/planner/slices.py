@@ -22,6 +22,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand, share_of_memory
 from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec import structs
 
@@ -32,7 +33,7 @@ from ganger_master.planner.device_groups import fits_beside
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.slicing import (
     QUANTUM_S,
     Seat,
@@ -250,7 +251,7 @@ class _Filling:
         vain: set[GangShape] = set()
         for job in jobs:
             shape = thin(job.shape, self._least_memory)
-            claims = None if shape in vain else self._placement.place(self._room, shape, _ANYWHERE)
+            claims = None if shape in vain else self._placement.place(self._room, PlacementRequest(shape))
             if claims is None:
                 vain.add(shape)
                 crowded.append(job)
@@ -376,9 +377,6 @@ class _Filling:
         return claim.memory_bytes <= self.view.memory[slot] and all(
             map(le, claim.millicores, self.view.millicores[slot])
         )
-
-
-_ANYWHERE: Final = Want()
 
 
 @lru_cache(4096)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
-from ganger.cluster.search import Claims
+from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.trial import Trial
 
 from ganger_master.core.model import JobRecord
@@ -28,7 +28,7 @@ from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.orders import JobOrder, next_change_s, ranked
 from ganger_master.policies.orders.registry import expected_s
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.placements.tetris import Knobs, placement_by, tetris_gangs
 from ganger_master.policies.selection import guarded
 
@@ -91,7 +91,7 @@ class _Starting:
         first = count
         for at in overdue.tolist():
             shape = self._jobs[at].shape
-            claims = placement.place(room, shape, Want(avoid=self.kept))
+            claims = placement.place(room, PlacementRequest(shape, avoid=self.kept))
             if claims is not None:
                 room.take(claims)
                 self._found.append((at, claims))
@@ -119,7 +119,7 @@ class _Starting:
         trial = Trial(self._room)
         for claims in held_by_all(self._table):
             trial.give(claims)
-        found = placement.place(self._room, shape)
+        found = placement.place(self._room, PlacementRequest(shape))
         trial.undo()
         return found is not None
 

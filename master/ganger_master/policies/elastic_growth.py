@@ -16,10 +16,11 @@ from typing import Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.slicing import Seat
 from ganger_master.policies.trial_test import Judged, TrialRates, judge
 
@@ -27,7 +28,6 @@ from ganger_master.policies.trial_test import Judged, TrialRates, judge
 IDLE_S: Final = 60.0
 # Of a linear speed-up.
 LEAST_SHARE: Final = 0.7
-_ANYWHERE: Final = Want(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def shrink(
     It is empty where shrinking is not enough or not needed. The loss of rates is least on one node, and node by node
     for gangs over several. `claims_of`: the claims that the jobs hold.
     """
-    if placement.place(room, shape, _ANYWHERE) is not None:
+    if placement.place(room, PlacementRequest(shape, math.inf)) is not None:
         return {}
     view = room.view
     most = max((topology.devices for topology in view.topologies), default=0)
@@ -145,7 +145,7 @@ def shrink(
                 sizes[number] = min(size, sizes.get(number, size))
             for number in cuts:
                 trying.give(_given_back(elastic[number], sizes[number], view.nodes[slot], claims_of[number], view))
-        found = placement.place(room, shape, _ANYWHERE)
+        found = placement.place(room, PlacementRequest(shape, math.inf))
         trying.undo()
         if found is not None:
             return sizes

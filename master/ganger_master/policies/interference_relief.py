@@ -13,12 +13,13 @@ from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Trial
 
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.make_room import Displacement, Movable
 from ganger_master.policies.migration_choice import LEAST_GAIN, MigrationProposal, MigrationReason, Tried, tried
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trial_test import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
@@ -65,7 +66,7 @@ def relieved(
         if gain < 1.0 + LEAST_GAIN or saves <= 0.0 or used[one.node] == math.inf:
             continue
         full = frozenset(name for name, count in used.items() if count > load or name == one.node)
-        claims = placement.place(room, one.gang.shape, Want(math.inf, avoid=full))
+        claims = placement.place(room, PlacementRequest(one.gang.shape, math.inf, avoid=full))
         if claims is None or len(claims) != 1 or failed.holds(tried(one.gang.number, one.gang.kind, claims), now):
             continue
         harm = sum(_lost(other, one.gang.shape.gpus) for other in there.get(claims[0].node, ()))

@@ -23,12 +23,13 @@ from ganger.cluster.fit import gang_level
 from ganger.cluster.placement_search import evenly, greedily
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import LoadMode, View
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 
 MOST_MOVES: Final = 8
 # Sets of gangs that one search tries, and the depth to which room is made for displaced gangs in turn.
@@ -151,7 +152,7 @@ def hole_for(
     placed. `stay`: numbers of gangs that are not displaced. The room is left unchanged.
     """
     closed = frozenset(avoid)
-    claims = placement.place(room, shape, Want(math.inf, avoid=closed))
+    claims = placement.place(room, PlacementRequest(shape, math.inf, avoid=closed))
     if claims is not None:
         return Hole(claims)
     search = _Search(room, movables, placement, stay)
@@ -273,7 +274,7 @@ class _Search:
                 self._trying.give(other.gang.held)
             for other in others:
                 self._trying.take(other.claims)
-            claims = self._placement.place(self._room, shape, Want(math.inf, avoid=avoid))
+            claims = self._placement.place(self._room, PlacementRequest(shape, math.inf, avoid=avoid))
             self._trying.undo()
             if claims is not None:
                 hole = Hole(claims, others)
@@ -368,7 +369,7 @@ class _Search:
             return ()
         if gang.move_cost < min(most_cost, gang.stop_cost):
             avoid = closed | left
-            claims = self._placement.place(self._room, gang.shape, Want(math.inf, avoid=avoid))
+            claims = self._placement.place(self._room, PlacementRequest(gang.shape, math.inf, avoid=avoid))
             if claims is not None:
                 self._trying.take(claims)
                 return (Displacement(gang, claims),)

@@ -18,6 +18,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import gang_level
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for
-from ganger_master.policies.placements import PlacementPreference, Want
+from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trial_test import Judged, TrialRates, judge
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
@@ -99,7 +100,6 @@ class Packed:
 # What behaves like a job, or the job, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
-_AT_ONCE: Final = Want(math.inf)
 _NO_OTHERS: Final = Movables(View(), ())
 
 
@@ -218,11 +218,11 @@ def _exchange(
             shape = replace(
                 one.gang.shape, locality=replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
             )
-            claims = placement.place(room, shape, _AT_ONCE)
+            claims = placement.place(room, PlacementRequest(shape, math.inf))
             if claims is None:
                 continue
             trying.take(claims)
-            others = placement.place(room, _wide(other), _AT_ONCE)
+            others = placement.place(room, PlacementRequest(_wide(other), math.inf))
             trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
             # An exchange in which the other stays is a migration of one gang.
             if others is None or not _overlap(claims, other.gang.claims):
@@ -271,7 +271,7 @@ def unpacked(
             # The others go on at least as fast as all of them did, and this one by itself.
             saves = pack.lost * one.shape.gpus * horizon_s - one.move_cost
             pays = saves > 0.0 and pack.is_slow
-            claims = placement.place(room, one.shape, Want(math.inf)) if pays else None
+            claims = placement.place(room, PlacementRequest(one.shape, math.inf)) if pays else None
             if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
                 continue
             if claims is not None:
@@ -343,7 +343,7 @@ def defragmented(
         source = min(sources, key=lambda name: (-_free(view, name), name))
         gang = on[source].pop(0)
         # Where the least is left: if even there is more free than here, there is nothing to gain.
-        claims = BEST_FIT.place(room, gang.shape, Want(math.inf, avoid=frozenset({source})))
+        claims = BEST_FIT.place(room, PlacementRequest(gang.shape, math.inf, avoid=frozenset({source})))
         if (
             claims is None
             or max(_free(view, claim.node) for claim in claims) > _free(view, source)
@@ -396,7 +396,7 @@ def _better_place(
     for level in range(closest, gang_level(room.view, one.gang.claims)):
         locality = replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
         shape = replace(one.gang.shape, locality=locality)
-        claims = placement.place(room, shape, Want(math.inf))
+        claims = placement.place(room, PlacementRequest(shape, math.inf))
         hole = None if claims is None else Hole(claims)
         if hole is None:
             mark = trying.mark

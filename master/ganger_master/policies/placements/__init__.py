@@ -1,4 +1,4 @@
-"""Where a gang goes, by name: one file per placement, each a pure search in a `Room`, which it leaves as it was.
+"""Where a gang goes, by name: pure searches in a `CapacityIndex`, which they leave as it was.
 
 All of them keep to the same words. A gang goes on one node if one has room for it and the job does not ask for more;
 else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Final
 
 from ganger.cluster.preferences import ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY
-from ganger.cluster.search import PlacementPreference, Want
+from ganger.cluster.search import PlacementPreference
 
 from ganger_master.policies.placements.fragmentation import FGD
 from ganger_master.policies.placements.optimus import OPTIMUS, OPTIMUS_CARDS
 from ganger_master.policies.placements.tetris import TETRIS, TETRIS_COS
 
-__all__ = ["PLACEMENTS", "PlacementPreference", "Want", "placement_named"]
+__all__ = ["PLACEMENTS", "PlacementPreference", "placement_named"]
 
 PLACEMENTS: Final = {
     placement.name: placement

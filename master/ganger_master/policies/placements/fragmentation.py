@@ -6,7 +6,7 @@ are asked for. Told of none it takes its own kind for all. Ties go where the lea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -24,6 +24,7 @@ from ganger.cluster.search import (
     Single,
     SpreadSearch,
     able,
+    either,
     hosts,
     on_one_node,
     over_nodes,
@@ -110,13 +111,13 @@ class FragmentationGrowth:
 
 def search(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Claims | None:
+) -> Iterator[Claims]:
     if not query.gpus:
         # Without devices it leaves no fragments.
         return BEST_FIT.search(room, query, widest, None)
     growth = _growth(demand if demand is not None else query.own_kind)
     growth.foresee([alike for family in hosts(room, query, widest) for alike in able(family, query)], query)
-    return on_one_node(room, query, widest, growth.single) or over_nodes(room, query, widest, growth.spread)
+    return either(on_one_node(room, query, widest, growth.single), over_nodes(room, query, widest, growth.spread))
 
 
 def _anything(family: Family, query: FeasibilityQuery) -> tuple[()]:

@@ -23,7 +23,17 @@ from ganger.cluster.fit import demand as needs
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each
 from ganger.cluster.resources import LocalityLevel
-from ganger.cluster.search import Claims, PlacementPreference, Single, by_key, fitting_spans, in_span, on_one_node, walk
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    Single,
+    by_key,
+    either,
+    fitting_spans,
+    in_span,
+    on_one_node,
+    walk,
+)
 from ganger.cluster.view import LoadMode
 
 
@@ -64,11 +74,16 @@ def by_card(workers: int, servers: int) -> tuple[float, int]:
 def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> PlacementPreference:
     def search(
         room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Claims | None:
+    ) -> Iterator[Claims]:
         shape = query.shape
         single = on_one_node(room, query, widest, _SINGLE)
-        if single is not None or shape.nodes == 1 or query.tasks == 1 or widest < LocalityLevel.RACK:
+        if shape.nodes == 1 or query.tasks == 1 or widest < LocalityLevel.RACK:
             return single
+        return either(single, equal_shares(room, query, widest))
+
+    def equal_shares(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
+        """One candidate for each span that has room, closest or not."""
+        shape = query.shape
         most = max(query.everything)
         numbers: Iterable[int] = (shape.nodes,) if shape.nodes else range(2, most + 1)
         # Jobs of one role have no parameter servers: what a ring sends over a card does not depend on k.
@@ -79,8 +94,8 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
             servers = _Known(_emptiest_first(room, query, widest, span))
             for number in numbers:
                 if _all_fit(room, query, servers, number):
-                    return _claims(room, query, servers, number)
-        return None
+                    yield _claims(room, query, servers, number)
+                    break
 
     return PlacementPreference(name, summary, search)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -37,7 +37,16 @@ from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
-from ganger.cluster.search import Claims, PlacementPreference, Single, SpreadSearch, on_one_node, over_nodes
+from ganger.cluster.search import (
+    Claims,
+    PlacementPreference,
+    PlacementRequest,
+    Single,
+    SpreadSearch,
+    either,
+    on_one_node,
+    over_nodes,
+)
 from numpy.typing import NDArray
 
 from ganger_master.policies.job_facts import Floats, Integers
@@ -166,8 +175,8 @@ def _placement(
 
     def search(
         room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Claims | None:
-        return on_one_node(room, query, widest, single) or over_nodes(room, query, widest, spread)
+    ) -> Iterator[Claims]:
+        return either(on_one_node(room, query, widest, single), over_nodes(room, query, widest, spread))
 
     return PlacementPreference(name, summary, search)
 
@@ -264,7 +273,7 @@ def tetris_gangs(
     for job in np.flatnonzero(allowed).tolist():
         shape = gangs[job]
         if shape not in known:
-            claims = placement.place(room, shape)
+            claims = placement.place(room, PlacementRequest(shape))
             known[shape] = None if claims is None else alignment_of(room, claims, knobs.alignment)
         found = known[shape]
         if found is not None:
@@ -275,7 +284,7 @@ def tetris_gangs(
     chosen: list[tuple[int, Claims]] = []
     while waiting:
         _, job = heapq.heappop(waiting)
-        claims = placement.place(room, gangs[job])
+        claims = placement.place(room, PlacementRequest(gangs[job]))
         if claims is None:
             continue
         now = (_rank(alignment_of(room, claims, knobs.alignment) - epsilon * remaining_work[job]), job)
