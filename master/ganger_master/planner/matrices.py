@@ -21,6 +21,7 @@ from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec import structs
 
@@ -228,7 +229,7 @@ class _Filling:
     def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
         self._placement, self._room = placement, room
         self.changes: list[PlanChange] = []
-        self._taken: list[Claims] = []
+        self._trial = Trial(room)
         shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
         # A whole share would leave no host memory for other gangs of the device.
         self.least_memory = min(shares, default=0) // MOST_ROWS
@@ -236,9 +237,7 @@ class _Filling:
         self.kept_memory: Counter[str] = Counter()
 
     def undo(self) -> None:
-        for claims in reversed(self._taken):
-            self._room.give(claims)
-        self._taken.clear()
+        self._trial.undo()
 
     def start(
         self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
@@ -273,8 +272,7 @@ class _Filling:
             slot = view.slots[claim.node]
             memory = max(0, min(claim.memory_bytes, int(view.memory[slot])))
             kept = (Claim(claim.node, 0, (0,) * len(view.millicores[slot]), memory),)
-            self._room.take(kept)
-            self._taken.append(kept)
+            self._trial.take(kept)
             self.kept_memory[claim.node] += memory
 
     def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
@@ -310,8 +308,7 @@ class _Filling:
 
     def _change(self, change: PlanChange, taken: Claims) -> None:
         self.changes.append(change)
-        self._room.take(taken)
-        self._taken.append(taken)
+        self._trial.take(taken)
 
 
 class _Joining:

@@ -16,6 +16,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.counted import is_counted
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
+from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
@@ -64,9 +65,8 @@ class GangFitting:
         self._stops: list[PlanChange] = []
         # Numbers of preempted jobs without another place.
         self.displaced: set[int] = set()
-        # In order: claims taken in the index (None), or returned by nodes of these affinities, though neither has
-        # happened yet.
-        self._done: list[tuple[Claims, list[int] | None]] = []
+        # All that the pass takes and returns, though neither has happened yet.
+        self._trial = Trial(room)
         # Nodes with claims that are to be returned first, or that are kept for a job.
         self._busy: set[str] = set()
         # By number: overdue jobs, and jobs that may start before them. `waited_for`: overdue jobs that would fit on an
@@ -87,14 +87,13 @@ class GangFitting:
             self._counted = None
             self._index.follow()
         for claims in self._unseen:
-            self._index.take(claims)
-            self._done.append((claims, None))
+            self._trial.take(claims)
         self._unseen.clear()
 
     def _mark(self) -> int:
         """Return the point that `undo` returns to."""
         self._see()
-        return len(self._done)
+        return self._trial.mark
 
     @property
     def changes(self) -> tuple[PlanChange, ...]:
@@ -204,14 +203,7 @@ class GangFitting:
             for claims in self._unseen:
                 self._counted.give(claims)
         self._unseen.clear()
-        room = self._index
-        while len(self._done) > mark:
-            claims, affinities = self._done.pop()
-            if affinities is None:
-                room.give(claims)
-                continue
-            for claim, affinity in zip(claims, affinities, strict=True):
-                room.take((claim,), affinity)
+        self._trial.undo(mark)
 
     def _make_hole(self, job: JobRecord, staying: PreemptionCandidates, wanted: set[str]) -> Claims | None:
         """Preempt or move lower-ranked jobs for `job`. Return its claims; all new claims are taken, and their nodes
@@ -255,12 +247,10 @@ class GangFitting:
     def _wait_for(self, job: JobRecord) -> None:
         """Keep free the nodes where an overdue job could run, if it would fit on an empty cluster."""
         self._see()
-        done = self._done.copy()
         # This pass may have given claims of running jobs to others already.
-        self.undo()
+        undone = self._trial.undo()
         there = self._would_be(job, held_by_all(self._table, self._terms.held), _NOWHERE)
-        for claims, affinities in done:
-            (self._take if affinities is None else self._give)(claims)
+        self._trial.redo(undone)
         if there:
             self.waited_for.add(job.number)
             self._kept |= nodes_for(self._room.view, self._terms.shape(job))
@@ -322,11 +312,8 @@ class GangFitting:
         self._unseen.append(claims)
 
     def _give(self, claims: Claims) -> None:
-        view = self._room.view
-        there = tuple([claim for claim in claims if claim.node in view])
-        affinities = [view.affinity[view.slots[claim.node]] for claim in there]
-        self._room.give(there)
-        self._done.append((there, affinities))
+        self._see()
+        self._trial.give(claims)
 
 
 def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
