@@ -299,11 +299,13 @@ def test_start_is_estimated_with_few_looks_at_the_cluster(monkeypatch: pytest.Mo
         holders.append(Holder(f"jobs/{number}", claims, 200.0 + number))
     looks = []
 
-    def looking(*arguments: Any, **named: Any) -> object:
-        looks.append(1)
-        return candidates(*arguments, **named).candidates
+    fits = explain._fits
 
-    monkeypatch.setattr(explain, "places", looking)
+    def looking(*arguments: Any) -> bool:
+        looks.append(1)
+        return fits(*arguments)
+
+    monkeypatch.setattr(explain, "_fits", looking)
     assert estimate(view, gang(400), holders, now=100.0).before == 499.0
     assert len(looks) <= 10
 

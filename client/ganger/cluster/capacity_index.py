@@ -84,7 +84,8 @@ class CapacityIndex:
         view = self.view
         if self._followed == view.changes:
             return
-        if len(view.nodes) != len(self._alike) or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
+        is_larger = len(view.nodes) != len(self._alike) or len(view.sets) != self._sets
+        if is_larger or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
             self._build()
             return
         self._passed_over.clear()
@@ -267,6 +268,7 @@ class CapacityIndex:
         # By slot: the last change of the view that the index shows.
         self._seen_at = list(view.changed_at)
         self._followed = view.changes
+        self._sets = len(view.sets)
         devices = max((item.devices for item in view.sets.values()), default=0)
         # By number of free devices, each an ordered set.
         self._by_free: list[dict[Family, None]] = [{} for _ in range(devices + 1)]
