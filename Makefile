@@ -7,7 +7,7 @@ PROTOC := .venv-protos
 # half of a test is waiting for processes: three keep two cores busy
 TESTERS ?= 3
 # Checks of names, words and sizes: tools/guards.
-GUARDS := class_names function_length import_circles person_words unit_suffixes
+GUARDS := class_names function_length import_circles page_width person_words unit_suffixes
 
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE

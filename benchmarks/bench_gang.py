@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ganger.injob.gang_pages import page_path
 from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now_ns
-from ganger_daemon.core.relay import RelayedPoint
+from ganger.protocol.boundary_agreement import RelayedPoint
 from ganger_daemon.gang.control_pages import ControlPages
 
 POLL_S = 0.0002

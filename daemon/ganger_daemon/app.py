@@ -63,9 +63,9 @@ _SWEEP_S = 3600.0
 class DaemonObstacle(Enum):
     """Kind of obstacle that keeps a daemon from starting."""
 
-    SETTING = "it was told something that cannot be"
+    SETTING = "a setting cannot be used"
     STATE = "something is in use"
-    RIGHTS = "it may not use what it needs"
+    RIGHTS = "a right is missing"
 
 
 class DaemonError(Exception):
@@ -94,8 +94,8 @@ class DaemonSettings:
     # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
     tls: Path | None = None
     preload: bool = True
-    order_patience_seconds: float = escalation.PATIENCE_SECONDS
-    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
+    order_patience_s: float = escalation.PATIENCE_S
+    order_deadline_s: float = escalation.DEADLINE_S
 
 
 class Daemon:
@@ -135,7 +135,7 @@ class Daemon:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
         inventory = devices.discover()
         storage = Storage(override=settings.storage)
-        storage.learn(str(known.get("storage", "")), str(known.get("storage_token", "")))
+        storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
             node=self.node,
             token="",
@@ -150,8 +150,8 @@ class Daemon:
             storage=storage,
             device_cores=gpu_cores,
             address_host=settings.listen_host,
-            order_patience_seconds=settings.order_patience_seconds,
-            order_deadline_seconds=settings.order_deadline_seconds,
+            order_patience_s=settings.order_patience_s,
+            order_deadline_s=settings.order_deadline_s,
         )
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token
@@ -159,7 +159,7 @@ class Daemon:
         self.gangs = GangSet(self.host, self._peers)
         self.session = Session(self.host, self.gangs, self._find_master, self._describe)
         self.host.changed = self.session.news
-        self.host.storage_learned = self._write_node
+        self.host.storage_configured = self._write_node
         self.gangs.adopt()
         await asyncio.to_thread(self.host.launchers.stop_idle, True)
         self.host.launchers.warm_up()
@@ -289,8 +289,8 @@ class Daemon:
         return found
 
     async def _wait_for_endpoint(self) -> Endpoint:
-        """The master may start after its daemons; what runs here goes on meanwhile."""
-        said = False
+        """Return the master's address. The master may start after its daemons; jobs here run meanwhile."""
+        is_logged = False
         while True:
             try:
                 return self._find_master()
@@ -299,9 +299,9 @@ class Daemon:
                     obstacle = _obstacle_of(error)
                     wrong = DaemonObstacle.SETTING if obstacle is DaemonObstacle.STATE else obstacle
                     raise DaemonError(str(error), wrong) from error
-                if not said:
+                if not is_logged:
                     log.info("waiting for the master", extra={"error": str(error)})
-                    said = True
+                    is_logged = True
                 await asyncio.sleep(0.1)
 
     async def _listen(self, token: str, known: dict[str, object]) -> None:

@@ -127,8 +127,8 @@ def daemon(
         fabric=fabric,
         storage=storage,
         preload=not no_preload,
-        order_patience_seconds=order_deadline / 2,
-        order_deadline_seconds=order_deadline,
+        order_patience_s=order_deadline / 2,
+        order_deadline_s=order_deadline,
     )
     try:
         asyncio.run(run_daemon(settings))

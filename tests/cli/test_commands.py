@@ -15,9 +15,9 @@ from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.client import Client
 from ganger.console.tables import aligned, fitted
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2
+from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
-from kit.canned import Call, CannedMaster, running_job
+from kit.canned import Call, CannedMaster, add_members, running_job
 
 Output = pytest.CaptureFixture[str]
 
@@ -534,7 +534,7 @@ def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, ca
     told = json.loads(capsys.readouterr().out)
     assert [chapter["kind"] for chapter in told["chapters"]] == list(kinds)
     assert told["totals"]["ran_s"] == 1.0
-    members(master)
+    add_members(master)
     master.events = [job_pb2.Event(sequence=9, subject="arrays/1", kind="array_ended", figures={"stopped": "2"})]
     assert call("history", "1") == 0
     assert "ended: 2 stopped" in capsys.readouterr().out
@@ -571,7 +571,7 @@ def test_a_bad_job_name_is_a_usage_error(call: Call, name: str, capsys: Output) 
 
 
 def test_an_array_where_a_job_is_to_be_named_is_wrong_usage(call: Call, master: CannedMaster) -> None:
-    members(master)
+    add_members(master)
     assert [call(*command, "1") for command in (("suspend",), ("move",), ("resume",))] == [2, 2, 2]
     assert call("suspend", "9") == 3
 
@@ -646,131 +646,6 @@ def test_the_version_of_the_client_needs_no_master(capsys: Output) -> None:
 def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
     assert call("version", "--json") == 0
     assert json.loads(capsys.readouterr().out)["master"] == "9.9"
-
-
-def members(master: CannedMaster) -> None:
-    """Array 1 of two members, of which one was stopped."""
-    array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, at_once=1)
-    array.states.update(holding=1, stopped=1)
-    array.rule.CopyFrom(
-        array_pb2.StopRule(kind=2, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2)
-    )
-    array.best.CopyFrom(array_pb2.ArrayMember(index=0, parameters={"lr": "0.1"}))
-    array.best_value = 0.875
-    master.arrays["arrays/1"] = array
-    running = running_job(master)
-    del master.jobs["jobs/1"]
-    for number, lr in ((2, "0.1"), (3, "9")):
-        job = job_pb2.Job()
-        job.CopyFrom(running)
-        job.name = f"jobs/{number}"
-        job.array.CopyFrom(array_pb2.ArrayMembership(array="arrays/1", size=2, rungs=[0.5]))
-        job.array.member.CopyFrom(array_pb2.ArrayMember(index=number - 2, parameters={"lr": lr}))
-        job.progress.metrics.add(name="accuracy", value=0.875, step=100)
-        master.jobs[job.name] = job
-    loser = master.jobs["jobs/3"]
-    loser.ClearField("gang")
-    loser.state, loser.end_reason = job_pb2.Job.STATE_STOPPED, "halving: accuracy 0.5 at epoch 3: 1 did better"
-
-
-@pytest.mark.parametrize(
-    ("words", "listed"),
-    [
-        (["running"], ["1_0"]),
-        (["RUNNING", "stopped"], ["1_0", "1_1"]),
-        (["holding"], ["1_0", "6"]),
-        (["held"], ["1_2"]),
-        (["pending"], ["5"]),
-        (["parked"], ["6"]),
-        (["failed"], []),
-    ],
-)
-def test_the_queue_is_asked_in_the_words_that_it_shows_and_finds_members_of_arrays(
-    call: Call, master: CannedMaster, capsys: Output, words: list[str], listed: list[str]
-) -> None:
-    members(master)
-    waiting = job_pb2.Job(name="jobs/5", state=job_pb2.Job.STATE_PENDING)
-    held = job_pb2.Job(name="jobs/4", state=job_pb2.Job.STATE_PENDING)
-    held.array.CopyFrom(array_pb2.ArrayMembership(array="arrays/1", held=True, member=array_pb2.ArrayMember(index=2)))
-    parked = job_pb2.Job(name="jobs/6", state=job_pb2.Job.STATE_HOLDING)
-    parked.gang.phase, parked.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_OFFLOAD
-    master.jobs.update({job.name: job for job in (waiting, held, parked)})
-    assert call("queue", *(part for word in words for part in ("--state", word))) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed
-
-
-def test_the_queue_finds_jobs_by_name_and_label(call: Call, master: CannedMaster, capsys: Output) -> None:
-    assert call("queue", "--name", "digits", "-l", "team=vision", "-l", "run=1") == 0
-    asked = next(request for request in master.requests if isinstance(request, job_service_pb2.ListJobsRequest))
-    assert (asked.display_name, dict(asked.labels)) == ("digits", {"team": "vision", "run": "1"})
-    assert call("queue", "-l", "team") == 2
-    assert "--label" in capsys.readouterr().err
-
-
-def test_an_array_is_one_line_of_the_queue_and_a_table_of_its_own(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
-    members(master)
-    assert call("queue") == 0
-    (line,) = capsys.readouterr().out.splitlines()[1:]
-    assert line.split()[:5] == ["1[2]", "search", "ann", "array", "2"]
-    assert line.endswith("best accuracy 0.875 of 1_0 lr=0.1  1 holding, 1 stopped")
-    assert call("queue", "--members", "--all") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1_0", "1_1"]
-    for name in ("1", "arrays/1"):
-        assert call("show", name) == 0
-        told = capsys.readouterr().out
-        assert (
-            "asha by accuracy, more is better, from epoch 3 on, then at 2 times as many, where 1 of 2 goes on" in told
-        )
-        assert told.splitlines()[-2].split()[:3] == ["1_0", "2", "running"]
-        assert told.splitlines()[-1].endswith("0.875     halving: accuracy 0.5 at epoch 3: 1 did better")
-    assert call("show", "1", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert [member["name"] for member in shown["members"]] == ["jobs/2", "jobs/3"]
-
-
-def test_a_member_is_named_by_its_array_and_index(call: Call, master: CannedMaster, capsys: Output) -> None:
-    members(master)
-    assert call("show", "1_1") == 0
-    told = capsys.readouterr().out
-    assert "1_1, one of 2: lr=9" in told
-    assert "at its rungs: 0.5" in told
-    assert call("cancel", "1_0") == 0
-    assert capsys.readouterr().out == "job 1_0 is cancelled\n"
-    assert master.jobs["jobs/2"].state == job_pb2.Job.STATE_CANCELLED
-    assert call("cancel", "1_7", "1") == 3
-    captured = capsys.readouterr()
-    assert "array 1 has no member 7" in captured.err
-    assert captured.out == "array 1: 1 holding, 1 stopped\n"
-
-
-def test_waiting_for_an_array_is_good_when_a_rule_stopped_members(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
-    members(master)
-    master.jobs["jobs/2"].state = job_pb2.Job.STATE_SUCCEEDED
-    assert call("wait", "1") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "job 1_0 has succeeded",
-        "job 1_1 was stopped by the rule of its array: halving: accuracy 0.5 at epoch 3: 1 did better",
-    ]
-    master.jobs["jobs/2"].state = job_pb2.Job.STATE_FAILED
-    assert call("wait", "1") == 1
-
-
-def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: CannedMaster, capsys: Output) -> None:
-    stop = "halving,metric=accuracy,goal=max,first=10"
-    arguments = ("--array", "lr=0.1,0.2%1", "--stop", stop, "--", "train", "{lr}")
-    assert call("submit", *arguments) == 0
-    assert capsys.readouterr().out == "submitted array 1 of 2 jobs\n"
-    request = master.requests[0]
-    assert (request.at_once, request.rule.first, list(request.spec.command)) == (1, 10, ["train", "{lr}"])
-    assert call("submit", "--dry-run", *arguments) == 0
-    assert json.loads(capsys.readouterr().out)["members"][1] == {"index": 1, "parameters": {"lr": "0.2"}}
-    assert call("submit", "--follow", *arguments) == 2
-    assert call("submit", "--stop", stop, "--", "x") == 2
-    assert call("submit", "--array", "0-1%0", "--", "x") == 2
 
 
 def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ganger.history import Happening, Totals, purpose, sentence, summary, tell
+from ganger.change_reasons import purpose
+from ganger.history import Happening, Totals, sentence, summary, tell
 from ganger.v1.scheduling_pb2 import Purpose
 
 
@@ -147,7 +148,7 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
         ("resize_begun", {"devices": "4", "becomes": "2", "goal": "GIVE_BACK", "for": "jobs/7"},
          "goes from 4 GPUs to 2 by planner, to give GPUs to jobs/7"),
         ("change_kept", {"goal": "HOLE", "gain": "1.021", "gain_deviation": "0.030"},
-         "the move to make room for a gang that waits was kept: its rate was 1.02 (± 0.03) times that of "
+         "the move to make room for a pending gang was kept: its rate was 1.02 (± 0.03) times that of "
          "before"),
         ("change_undone", {"goal": "PACK", "gain": "0.910", "detail": "jobs/1 at 0.40"},
          "sharing its GPUs at once was not seen to pay: together they made 0.91 of what one does alone: jobs/1 at "

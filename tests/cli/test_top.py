@@ -63,7 +63,7 @@ def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: Canned
         ["2", "1", "of", "2", "1m", "offload", "4"],
     ]
     assert [line.split(None, 2)[2] for line in changes.splitlines()[1:]] == [
-        "moves to n2 by planner, to make room for a gang that waits",
+        "moves to n2 by planner, to make room for a pending gang",
         "the change was kept: its rate was 1.42 times that of before",
     ]
 
@@ -84,7 +84,7 @@ def test_top_is_one_object_for_a_script(call: Call, master: CannedMaster, capsys
     (change,) = told["changes"]
     assert (change["subjects"], change["text"]) == (
         ["1"],
-        "moves to n2 by planner, to make room for a gang that waits",
+        "moves to n2 by planner, to make room for a pending gang",
     )
     assert {"nodes", "node_sets", "configuration_sets"} < told.keys()
 

@@ -15,11 +15,18 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import state_image as image
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
-from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
+from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, collect, collect_abandoned, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete, room_missing
-from ganger_daemon.checkpoints.manifest import Gathering, Shard, ShardReport, describe_shard, manifest
-from ganger_daemon.checkpoints.retention import collect, collect_abandoned
-from ganger_daemon.checkpoints.verification import Unreadable, Verified, verify
+from ganger_daemon.checkpoints.manifest import (
+    Gathering,
+    Shard,
+    ShardReport,
+    Unreadable,
+    Verified,
+    describe_shard,
+    manifest,
+    verify,
+)
 from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
 from ganger_daemon.node.node_context import Storage
@@ -114,7 +121,7 @@ def test_storage_counts_only_with_its_token(tmp_path: Path) -> None:
     storage = Storage()
 
     def proved(path: str, token: str) -> bool:
-        storage.learn(path, token)
+        storage.configure(path, token)
         return storage.proved
 
     assert not proved(str(tmp_path), "token")
@@ -200,7 +207,7 @@ def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> 
 def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_heard_and_then_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(keeper_module, "_RETRY_S", 0.0)
     told: list[tuple[int, str]] = []
 
     async def report(report: ShardReport) -> bool:
@@ -417,7 +424,7 @@ def test_a_checkpoint_that_a_job_has_spoilt_is_unreadable_at_little_cost(
         fields["files"]["rank-0.shard"]["bytes"] = (path / "rank-0.shard").stat().st_size
         (path / "MANIFEST.json").write_text(json.dumps(fields))
     code = (
-        "import resource, sys; from pathlib import Path; from ganger_daemon.checkpoints.verification import verify;"
+        "import resource, sys; from pathlib import Path; from ganger_daemon.checkpoints.manifest import verify;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "found = verify(Path(sys.argv[1])); after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "print(type(found).__name__, getattr(found, 'is_lasting', False), (after - before) >> 10)"

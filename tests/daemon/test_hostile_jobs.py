@@ -253,7 +253,7 @@ def test_an_order_that_cannot_be_written_is_retried_and_no_rank_is_killed_for_it
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def story(made: Cluster) -> None:
-        await made.daemon("n1", order_patience_seconds=0.05, order_deadline_seconds=0.1)
+        await made.daemon("n1", order_patience_s=0.05, order_deadline_s=0.1)
         wanted = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()))
         await made.master.want("n1", wanted)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))

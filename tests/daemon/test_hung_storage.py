@@ -50,7 +50,7 @@ def test_the_daemon_does_not_wait_for_a_token_on_storage_that_hangs_and_reports_
 ) -> None:
     (tmp_path / ".ganger-token").write_text("token\n")
     storage = Storage()
-    storage.learn(str(tmp_path), "token")
+    storage.configure(str(tmp_path), "token")
     assert (storage.proved, storage.trouble) == (True, "")
     found = layout.token_found
     monkeypatch.setattr(layout, "token_found", lambda path: hang.wait() and found(path))

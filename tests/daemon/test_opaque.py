@@ -144,7 +144,7 @@ def test_without_an_agent_a_python_is_left_alone_but_for_its_exit_code() -> None
 
 def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=3.0)
+        await made.daemon("n1", order_patience_s=0.2, order_deadline_s=3.0)
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
         gang.grace.FromMilliseconds(300)
@@ -164,7 +164,7 @@ def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
 
 def test_a_job_that_does_not_stop_for_a_move_is_left_alone_and_the_reason_is_said() -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=0.5)
+        await made.daemon("n1", order_patience_s=0.2, order_deadline_s=0.5)
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
         gang.grace.FromMilliseconds(300)
@@ -423,10 +423,10 @@ def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
 
 
 def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concern, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(concern, "HANG_S", 2.0)
     monkeypatch.setattr(concern, "_HANG_PAUSES", 1.0)
-    monkeypatch.setattr(concern, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(step_rate, "_PROCESSES_SECONDS", 0.2)
+    monkeypatch.setattr(concern, "IDLE_S", 1.0)
+    monkeypatch.setattr(step_rate, "_PROCESSES_S", 0.2)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

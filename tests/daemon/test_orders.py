@@ -51,7 +51,7 @@ def test_cores_and_threads_change_while_the_job_runs() -> None:
 
 def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1", order_patience_seconds=0.2, order_deadline_seconds=300)
+        await made.daemon("n1", order_patience_s=0.2, order_deadline_s=300)
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="long step")
         await made.master.want("n1", gang)
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_published_on_storage_that_is_named_from_where_the_daemo
 
 @pytest.mark.parametrize("mode", ["", "keeps"])
 def test_offloaded_is_said_only_of_memory_seen_free(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_TROUBLE_SECONDS", 0.3)
+    monkeypatch.setattr(device_memory, "_TROUBLE_S", 0.3)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

@@ -40,7 +40,7 @@ class Node:
     def __init__(self, cores: float, use: float | None = None) -> None:
         self.device_cores = cores
         self.used = 0.0
-        self.cgroups = SimpleNamespace(cpu_seconds=lambda group: self.used, pids=lambda group: (7,))
+        self.cgroups = SimpleNamespace(cpu_s=lambda group: self.used, pids=lambda group: (7,))
         self.devices = SimpleNamespace(use_by=lambda pids, mask: use)
 
 

@@ -56,7 +56,7 @@ def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> A
         node_set=9,
         first_step_ns=int(first_step * SECOND),
         last_step_ns=int(last_step * SECOND),
-        iteration_seconds=0.0,
+        iteration_s=0.0,
         apply_order=lambda desired: None,
     )
 

@@ -283,3 +283,30 @@ def running_job(master: CannedMaster) -> job_pb2.Job:
     )
     master.jobs["jobs/1"] = job
     return job
+
+
+def add_members(master: CannedMaster) -> None:
+    """Array 1 of two members, of which one was stopped."""
+    array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, at_once=1)
+    array.states.update(holding=1, stopped=1)
+    array.rule.CopyFrom(
+        array_pb2.StopRule(
+            kind=array_pb2.StopRule.KIND_ASHA, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2
+        )
+    )
+    array.best.CopyFrom(array_pb2.ArrayMember(index=0, parameters={"lr": "0.1"}))
+    array.best_value = 0.875
+    master.arrays["arrays/1"] = array
+    running = running_job(master)
+    del master.jobs["jobs/1"]
+    for number, lr in ((2, "0.1"), (3, "9")):
+        job = job_pb2.Job()
+        job.CopyFrom(running)
+        job.name = f"jobs/{number}"
+        job.array.CopyFrom(array_pb2.ArrayMembership(array="arrays/1", size=2, rungs=[0.5]))
+        job.array.member.CopyFrom(array_pb2.ArrayMember(index=number - 2, parameters={"lr": lr}))
+        job.progress.metrics.add(name="accuracy", value=0.875, step=100)
+        master.jobs[job.name] = job
+    loser = master.jobs["jobs/3"]
+    loser.ClearField("gang")
+    loser.state, loser.end_reason = job_pb2.Job.STATE_STOPPED, "halving: accuracy 0.5 at epoch 3: 1 did better"

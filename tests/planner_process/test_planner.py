@@ -248,7 +248,7 @@ def test_job_schedulers_are_told_that_it_is_nobodys_turn(tmp_path: Path) -> None
         request = scheduling_pb2.GangRequest(job=job.name, revision=job.revision)
         verdict = await served.scheduling.RequestGang(request)
         assert verdict.rejected.refusals[0].reason == "OUT_OF_TURN"
-        assert "the planner places all jobs: policy las" in verdict.rejected.refusals[0].message
+        assert "policy las: jobs start only with a lease" in verdict.rejected.refusals[0].message
 
     on_a_master(tmp_path, story)
 

@@ -96,7 +96,7 @@ def test_two_gangs_over_the_same_two_nodes_get_one_each_once_it_is_known_to_pay(
         assert [len(set(nodes_of(gang))) for gang in gangs] == [1, 1, 1]
         assert nodes_of(second) != nodes_of(other)
         told = other.shell.try_("history", other.id).out
-        assert "to change places with one that gains more" in told
+        assert "to exchange places with a job that gains more" in told
         for gang in gangs:
             gang.hurry()
         for gang in gangs:

@@ -69,6 +69,20 @@ def test_it_places_its_job_and_ends_with_it(cluster: Cluster) -> None:
     eventually(lambda: not processes("Last"), what="the scheduler has ended with its job")
 
 
+@pytest.mark.parametrize("policy", ["ganger", "gandiva", "las2d", "tetris", "optimus", "synergy"])
+def test_a_users_scheduler_decides_and_a_useless_one_loses_its_leases_where_the_planner_ranks(
+    tmp_path: Path, policy: str
+) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    with Cluster(tmp_path, master_options=("--policy", policy), environment=environment) as cluster:
+        submitted = submit(cluster, "schedulers:Last")
+        succeeds(cluster, number(submitted))
+        assert "nodes=n1" in nodes_used(cluster, number(submitted)), "the planner would have taken n0"
+        assert f"asked for jobs/{number(submitted)}" in log_of(submitted).read_text()
+        assert "by scheduler" in nodes_used(cluster, number(submitted))
+        succeeds(cluster, number(submit(cluster, "schedulers:Raising")))
+
+
 def test_the_library_starts_it_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     monkeypatch.setenv("XDG_STATE_HOME", cluster.environment["XDG_STATE_HOME"])

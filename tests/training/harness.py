@@ -21,7 +21,7 @@ from ganger.injob.arena import VARIABLE, arena_variable, make_arena
 from ganger.injob.page import Page, PageOrderKind, PageParkLevel, PagePhase, Word
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PATIENCE_SECONDS = 60.0
+PATIENCE_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -30,10 +30,10 @@ _context.set_forkserver_preload(
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not seen within {PATIENCE_SECONDS:.0f} s: {what}")
+            raise AssertionError(f"not seen within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.002)
 
 
@@ -155,7 +155,7 @@ class Rank:
 
     def end(self) -> int:
         """Wait for the end; returns the exit code."""
-        self.process.join(PATIENCE_SECONDS)
+        self.process.join(PATIENCE_S)
         if self.process.is_alive():
             os.kill(self.process.pid or 0, signal.SIGUSR2)
             self.process.join(0.5)

@@ -118,7 +118,8 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.spec import load_job_file, make_spec
+    from ganger.spec import make_spec
+    from ganger.spec_files import load_job_file
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)

@@ -1,4 +1,5 @@
-"""Where a gang stops: the rule by which every rank finds the same step, from what all ranks have published.
+"""Where a gang stops: the rule by which every rank finds the same step from the points that all ranks have published,
+and the merging of points that daemons relay.
 
 A step is the number of boundaries a rank has passed. A rank that sees a stop acknowledges its step; it may then run on,
 but never past the limit below, so that it cannot pass the step all will agree on. Pure: points in, decision out.
@@ -10,7 +11,7 @@ not acknowledged, so that rank always finds its partners in the collective opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -77,3 +78,36 @@ def _acknowledged(point: RankPoint) -> int | None:
     if point.ack is not None:
         return point.ack
     return point.step if point.done else None
+
+
+class RelayedPoint(NamedTuple):
+    """Boundary point of one rank, as the daemons of a gang exchange it while an agreement is not settled.
+
+    It never goes back: its step only rises, and an acknowledgement stays, together with its step."""
+
+    rank: int
+    step: int = 0
+    ack_sequence: int = 0
+    ack_step: int = 0
+    done: bool = False
+
+
+def merge_point(known: RelayedPoint, received: RelayedPoint) -> RelayedPoint:
+    """Return the newer state of a rank. Its points arrive in the order it wrote them, so of two acks at one step the
+    last received is newer; their numbers do not show it, since checkpoints and stops are counted apart."""
+    assert known.rank == received.rank, "points of different ranks never merge"
+    newer = received if received.ack_sequence and received.ack_step >= known.ack_step else known
+    step = max(known.step, received.step, known.ack_step, received.ack_step)
+    return RelayedPoint(known.rank, step, newer.ack_sequence, newer.ack_step, known.done or received.done)
+
+
+def merge_points(
+    known: Mapping[int, RelayedPoint], received: Iterable[RelayedPoint], own: frozenset[int]
+) -> dict[int, RelayedPoint]:
+    """Merge the points that another node sent into `known`. Points of this node's own ranks are ignored."""
+    merged = dict(known)
+    for point in received:
+        if point.rank in own or point.rank not in merged:
+            continue
+        merged[point.rank] = merge_point(merged[point.rank], point)
+    return merged

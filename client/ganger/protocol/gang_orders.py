@@ -66,7 +66,7 @@ class DesiredOrder:
     intent: OrderIntent
     level: ParkLevel = ParkLevel.NONE
     stop_sequence: int = 0
-    grace_seconds: float = 10.0
+    grace_s: float = 10.0
     checkpoint_first: bool = False
     moves_in: bool = False  # its state comes from an older epoch's arenas
 
@@ -77,14 +77,14 @@ class DesiredOrder:
     @property
     def ends_at_once(self) -> bool:
         """Whether the gang is stale: its job may run elsewhere by now, so no instruction of it may run any more."""
-        return self.intent is OrderIntent.STOP and not self.checkpoint_first and self.grace_seconds <= 0
+        return self.intent is OrderIntent.STOP and not self.checkpoint_first and self.grace_s <= 0
 
 
 def hastened(wanted: DesiredOrder, is_stale: bool) -> DesiredOrder:
     """Return the order without grace if it stops a stale gang; else unchanged."""
     if wanted.intent is not OrderIntent.STOP or not is_stale:
         return wanted
-    return replace(wanted, grace_seconds=0.0, checkpoint_first=False, stop_sequence=0)
+    return replace(wanted, grace_s=0.0, checkpoint_first=False, stop_sequence=0)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class PlacementLease:
     parked: tuple[Claim, ...] = ()
     # Nodes of which pieces are kept for this job.
     reserved_nodes: tuple[str, ...] = ()
+    # Where the planner would start the job, with the cores and the number of devices that it chose.
+    suggested: tuple[Claim, ...] = ()
     # Of the view for which it is granted, which may be newer than the scheduler's.
     view_version: int = 0
 
@@ -84,7 +86,7 @@ _CLOSED = frozenset(
 
 
 class DefaultScheduler(JobScheduler):
-    """Where the state is parked, then what is reserved, then by Algorithm 1."""
+    """Where the state is parked, then the planner's suggestion, then what is reserved, then by Algorithm 1."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -99,8 +101,9 @@ class DefaultScheduler(JobScheduler):
                 # What was kept for others in former turns may be free by now.
                 self._avoid.clear()
                 placement = self._places(turn, view)
-        if placement.candidates:
-            return Proposal(placement.candidates)
+        found = self._with_suggestion(turn, placement.candidates)
+        if found:
+            return Proposal(found)
         # With nodes avoided because they are kept for others, the reservations are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
@@ -114,6 +117,16 @@ class DefaultScheduler(JobScheduler):
             avoid=self._avoid,
             limit=_CANDIDATES,
         )
+
+    def _with_suggestion(
+        self, turn: PlacementLease, found: tuple[tuple[Claim, ...], ...]
+    ) -> tuple[tuple[Claim, ...], ...]:
+        """Put the planner's suggestion first, unless the job is parked elsewhere or a node of it is avoided."""
+        if not turn.suggested or self._avoid.intersection(claim.node for claim in turn.suggested):
+            return found
+        if turn.parked and found and _devices(found[0]) == _devices(turn.parked):
+            return found
+        return (turn.suggested, *found[: _CANDIDATES - 1])
 
     def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason in _CLOSED]
@@ -129,6 +142,10 @@ class DefaultScheduler(JobScheduler):
         keepers = [refusal for refusal in kept if refusal.reason is not Reason.LAUNCH_FAILED]
         self._refused = (*self._refused, *keepers)[:_MOST_BLOCKERS]
         return self.propose(turn, view)
+
+
+def _devices(claims: Sequence[Claim]) -> list[tuple[str, int]]:
+    return sorted((claim.node, claim.device_mask) for claim in claims)
 
 
 _MOST_BLOCKERS = 16

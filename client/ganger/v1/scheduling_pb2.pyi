@@ -188,6 +188,7 @@ class PlacementLease(google.protobuf.message.Message):
     VIEW_VERSION_FIELD_NUMBER: builtins.int
     ARENA_BYTES_PER_DEVICE_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    SUGGESTED_FIELD_NUMBER: builtins.int
     lease: builtins.int
     """Its number, which requests name."""
     job: builtins.str
@@ -218,6 +219,12 @@ class PlacementLease(google.protobuf.message.Message):
     def reserved_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes whose free pieces are reserved for this job."""
 
+    @property
+    def suggested(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]:
+        """Where the planner would start the job. Requested as it is, and first, it may have other cores and another number of
+        devices than the spec.
+        """
+
     def __init__(
         self,
         *,
@@ -233,10 +240,11 @@ class PlacementLease(google.protobuf.message.Message):
         view_version: builtins.int = ...,
         arena_bytes_per_device: builtins.int = ...,
         device_memory_bytes: builtins.int = ...,
+        suggested: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["remaining", b"remaining", "spec", b"spec", "waited", b"waited"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "view_version", b"view_version", "waited", b"waited"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "suggested", b"suggested", "view_version", b"view_version", "waited", b"waited"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PlacementLease: typing_extensions.TypeAlias = PlacementLease

@@ -57,10 +57,10 @@ class Cgroups(Protocol):
 
     def pids(self, group: str) -> tuple[int, ...]: ...
 
-    def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
+    def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
         """Freeze the group. Return True once every process is frozen."""
 
-    def thaw(self, group: str, timeout_seconds: float = 5.0) -> bool: ...
+    def thaw(self, group: str, timeout_s: float = 5.0) -> bool: ...
 
     def frozen(self, group: str) -> bool: ...
 
@@ -70,14 +70,14 @@ class Cgroups(Protocol):
     def oom_kills(self, group: str) -> int:
         """How many processes the kernel killed for the group's memory limit."""
 
-    def cpu_seconds(self, group: str) -> float: ...
+    def cpu_s(self, group: str) -> float: ...
 
     def memory_bytes(self, group: str) -> int: ...
 
     def unreclaimable_bytes(self, group: str) -> int:
         """Return its memory in bytes without file caches, which the kernel reclaims under pressure; zero if unknown."""
 
-    def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
+    def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
         """False while processes are still there after the time; a group that is gone is True."""
 
     def groups(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class FreezeController(CgroupController, Protocol):
 
 
 class Usage(CgroupController, Protocol):
-    def cpu_seconds(self, group: Path) -> float: ...
+    def cpu_s(self, group: Path) -> float: ...
 
 
 class Quota(CgroupController, Protocol):
@@ -216,7 +216,7 @@ class UsageV1:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def cpu_seconds(self, group: Path) -> float:
+    def cpu_s(self, group: Path) -> float:
         return files.number(files.read(group / "cpuacct.usage")) / 1e9
 
 
@@ -226,7 +226,7 @@ class UsageV2:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def cpu_seconds(self, group: Path) -> float:
+    def cpu_s(self, group: Path) -> float:
         return files.keyed(files.read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
 
 

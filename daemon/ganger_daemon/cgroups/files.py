@@ -82,9 +82,9 @@ def subdirectories(directory: Path) -> set[str]:
         return set()
 
 
-def wait_until(holds: Callable[[], bool], timeout_seconds: float, again: Callable[[], object] | None = None) -> bool:
+def wait_until(holds: Callable[[], bool], timeout_s: float, again: Callable[[], object] | None = None) -> bool:
     """Whether it held in time; `again` is done before each further look."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() >= deadline:
             return False

@@ -125,11 +125,11 @@ class GroupTree:
             found.update(files.pids_in(self._at(root, group)))
         return tuple(sorted(found))
 
-    def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
-        return self._order(group, True, timeout_seconds)
+    def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
+        return self._order(group, True, timeout_s)
 
-    def thaw(self, group: str, timeout_seconds: float = 5.0) -> bool:
-        return self._order(group, False, timeout_seconds)
+    def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
+        return self._order(group, False, timeout_s)
 
     def frozen(self, group: str) -> bool:
         part = self._parts.stop
@@ -149,9 +149,9 @@ class GroupTree:
         part = self._parts.memory
         return part.oom_kills(self._at(part.root, group)) if part else 0
 
-    def cpu_seconds(self, group: str) -> float:
+    def cpu_s(self, group: str) -> float:
         part = self._parts.usage
-        return part.cpu_seconds(self._at(part.root, group)) if part else 0.0
+        return part.cpu_s(self._at(part.root, group)) if part else 0.0
 
     def memory_bytes(self, group: str) -> int:
         part = self._parts.memory
@@ -161,9 +161,9 @@ class GroupTree:
         part = self._parts.memory
         return part.unreclaimable(self._at(part.root, group)) if part else 0
 
-    def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
+    def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
         left = [self._at(root, group) for root in self._roots]
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_s
         while True:
             left = [directory for directory in left if not files.remove(directory)]
             if not left:
@@ -190,16 +190,16 @@ class GroupTree:
         directory = root / checked(group)
         return directory if directory.is_dir() else next(root.glob(f"{_POOL}*/{group}"), directory)
 
-    def _order(self, group: str, frozen: bool, timeout_seconds: float) -> bool:
+    def _order(self, group: str, frozen: bool, timeout_s: float) -> bool:
         part = self._parts.stop
         if part is None:
             files.signal_all(self.pids(group), signal.SIGSTOP if frozen else signal.SIGCONT)
-            return files.wait_until(lambda: self.frozen(group) == frozen, timeout_seconds)
+            return files.wait_until(lambda: self.frozen(group) == frozen, timeout_s)
         directory = self._at(part.root, group)
         part.order(directory, frozen)
         # v1 may need to be told again: a process that was forking is missed the first time
         return files.wait_until(
-            lambda: part.is_frozen(directory) == frozen, timeout_seconds, lambda: part.order(directory, frozen)
+            lambda: part.is_frozen(directory) == frozen, timeout_s, lambda: part.order(directory, frozen)
         )
 
 

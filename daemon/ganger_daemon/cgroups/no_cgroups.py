@@ -118,17 +118,17 @@ class NoCgroups:
             members |= found
         return tuple(sorted(pid for pid in members if not processes[pid].dead))
 
-    def freeze(self, group: str, timeout_seconds: float = 5.0) -> bool:
+    def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
         def stop() -> None:
             files.signal_all(self.pids(group), signal.SIGSTOP)
 
         stop()
         # again: a process that was forking leaves a child that has not been told
-        return files.wait_until(lambda: self.frozen(group), timeout_seconds, stop)
+        return files.wait_until(lambda: self.frozen(group), timeout_s, stop)
 
-    def thaw(self, group: str, timeout_seconds: float = 5.0) -> bool:
+    def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
         files.signal_all(self.pids(group), signal.SIGCONT)
-        return files.wait_until(lambda: not any(_state(pid) == "T" for pid in self.pids(group)), timeout_seconds)
+        return files.wait_until(lambda: not any(_state(pid) == "T" for pid in self.pids(group)), timeout_s)
 
     def frozen(self, group: str) -> bool:
         pids = self.pids(group)
@@ -146,7 +146,7 @@ class NoCgroups:
     def oom_kills(self, group: str) -> int:
         return 0
 
-    def cpu_seconds(self, group: str) -> float:
+    def cpu_s(self, group: str) -> float:
         ticks = os.sysconf("SC_CLK_TCK")
         return sum(_cpu_ticks(pid) for pid in self.pids(group)) / ticks
 
@@ -157,8 +157,8 @@ class NoCgroups:
     def unreclaimable_bytes(self, group: str) -> int:
         return self.memory_bytes(group)
 
-    def destroy(self, group: str, timeout_seconds: float = 5.0) -> bool:
-        if not files.wait_until(lambda: not self.pids(group), timeout_seconds):
+    def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
+        if not files.wait_until(lambda: not self.pids(group), timeout_s):
             return False
         with self._lock:
             self._groups.pop(checked(group), None)

@@ -217,7 +217,7 @@ def _stops(part: FreezeController, scratch: Path) -> bool:
 
 
 def _counts(part: Usage, scratch: Path) -> bool:
-    return part.cpu_seconds(scratch) >= 0.0 and any((scratch / name).exists() for name in ("cpuacct.usage", "cpu.stat"))
+    return part.cpu_s(scratch) >= 0.0 and any((scratch / name).exists() for name in ("cpuacct.usage", "cpu.stat"))
 
 
 def _own_places(own: Path) -> dict[str, str]:

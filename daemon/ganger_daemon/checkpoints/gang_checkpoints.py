@@ -2,6 +2,10 @@
 
 The leader's daemon publishes; a member reports until the leader confirms it. Every action can be repeated after a
 crash: durable checkpoints are found on storage, others are requested again.
+
+All checkpoints are removed but the newest complete ones, those the master may start the job from, and those being
+written. A checkpoint of a later epoch is newer, whatever its step: a job that went back to an older checkpoint leaves
+unreadable ones of higher steps, which must not replace the good ones.
 """
 
 from __future__ import annotations
@@ -11,17 +15,24 @@ import errno
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ganger.injob.state_image import ImageError
 
 from ganger_daemon.checkpoints import layout
-from ganger_daemon.checkpoints.layout import CheckpointName, checkpoints_directory, complete, read_manifest
+from ganger_daemon.checkpoints.layout import (
+    CheckpointName,
+    checkpoints_directory,
+    complete,
+    parse_unfinished,
+    read_manifest,
+)
 from ganger_daemon.checkpoints.manifest import (
     Described,
     Gathering,
@@ -31,15 +42,17 @@ from ganger_daemon.checkpoints.manifest import (
     directories,
     manifest,
 )
-from ganger_daemon.checkpoints.retention import Schedule, asked, collect, collect_abandoned, due
 from ganger_daemon.failpoints import hit
 
 log = logging.getLogger(__name__)
 
 # Interval of retries.
-_RETRY_SECONDS = 0.5
-# First wait of a member before it asks the leader again; it grows up to the interval above.
-_ASK_S = 0.02
+_RETRY_S = 0.5
+# First wait of a member before it reports to the leader again; it grows up to the interval above.
+_FIRST_REPORT_S = 0.02
+# The newest, and the one before it for when the newest turns out to be damaged.
+KEEP = 2
+_TRASH = ".trash-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class Published:
     epoch: int
     path: str  # relative to the job's directory on storage
     size_bytes: int
-    time_seconds: float
+    time_s: float
 
 
 class StorageError(Exception):
@@ -97,7 +110,7 @@ class Keeper:
         self._reported_refusal = 0  # the agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
-        self._ask_again = _ASK_S
+        self._next_report_s = _FIRST_REPORT_S
         self.published: Published | None = None
         self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
         self.schedule = Schedule(time.monotonic())
@@ -124,8 +137,8 @@ class Keeper:
     def due(self, now: float, interval_s: float, request: int) -> bool:
         return self._leads and due(self.schedule, now, interval_s, request)
 
-    def asked(self, now: float, request: int) -> None:
-        self.schedule = asked(self.schedule, now, request)
+    def note_request(self, now: float, request: int) -> None:
+        self.schedule = requested(self.schedule, now, request)
 
     def room_missing(self, storage: Path) -> int:
         size = self.published.size_bytes if self.published is not None else 0
@@ -142,14 +155,14 @@ class Keeper:
     async def refuse(self, agreement: int, why: str) -> None:
         """Give up the checkpoint of an agreement, as a rank cannot write its shard, and report that to the leader.
 
-        Idempotent. `why`: the reason, for people."""
+        Idempotent. `why`: the reason, for users."""
         self._refuse(agreement, why)
         if self._leads or self._reported_refusal == agreement or time.monotonic() < self._retry_at:
             return
         try:
             await self._report(ShardReport(agreement, refusal=why))
-        except Exception as error:  # as in `_tell_leader`
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
+        except Exception as error:  # as in `_report_shards`
+            self._retry_at = time.monotonic() + _RETRY_S
             log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
         self._reported_refusal = agreement
@@ -182,10 +195,10 @@ class Keeper:
             tmp, final = directories(storage, self._job_uid, self._epoch, step)
             shards = await self._describe(tmp, final, agreement, ranks)
             if shards is None:
-                self._retry_at = time.monotonic() + _RETRY_SECONDS
+                self._retry_at = time.monotonic() + _RETRY_S
                 return
             if not self._leads:
-                await self._tell_leader(agreement, step, shards)
+                await self._report_shards(agreement, step, shards)
                 return
         await self.gather(storage, agreement, step, shards)
 
@@ -203,9 +216,9 @@ class Keeper:
                 self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
                 return
             except (OSError, ValueError) as error:
-                said, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
-                self._retry_at = time.monotonic() + _RETRY_SECONDS
-                if said != self.trouble:
+                former, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
+                self._retry_at = time.monotonic() + _RETRY_S
+                if former != self.trouble:
                     self._changed()
                 log.warning("checkpoint not published", extra={"job": self._job_uid, "step": step, "error": str(error)})
                 return
@@ -241,18 +254,18 @@ class Keeper:
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found
 
-    async def _tell_leader(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+    async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
             published = await self._report(ShardReport(agreement, step, shards))
         except Exception as error:  # the leader may be away for a while: retried until it answers
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            log.info("leader not told of shards yet", extra={"job": self._job_uid, "error": str(error)})
+            self._retry_at = time.monotonic() + _RETRY_S
+            log.info("shards not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
         if not published:
-            self._retry_at = time.monotonic() + self._ask_again
-            self._ask_again = min(_RETRY_SECONDS, 2 * self._ask_again)
+            self._retry_at = time.monotonic() + self._next_report_s
+            self._next_report_s = min(_RETRY_S, 2 * self._next_report_s)
             return
-        self._ask_again = _ASK_S
+        self._next_report_s = _FIRST_REPORT_S
         self.trouble = ""
         self.handed[agreement] = step
         self._changed()
@@ -290,3 +303,88 @@ def _sync_directory(path: Path) -> None:
 def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:
     found = read_manifest(checkpoints_directory(storage, job_uid) / str(name))
     return Published(name.step, name.epoch, f"checkpoints/{name}", found.size_bytes, found.time)
+
+
+# -- retention and schedule
+
+
+def surplus(
+    names: Collection[CheckpointName], newest: CheckpointName, wanted: Collection[CheckpointName] = ()
+) -> tuple[CheckpointName, ...]:
+    """Return the checkpoints to remove once `newest` is published, oldest first.
+
+    `wanted`: checkpoints the master may start the job from, as its newest desired set names them. The first one
+    published since stays, too: the master may have recorded it although its answer was lost.
+    """
+    ordered = sorted(names, key=_age)
+    newest_wanted = max(map(_age, wanted), default=(-1, -1))
+    since = [name for name in ordered if _age(name) > newest_wanted]
+    kept = {*ordered[-KEEP:], newest, *wanted, *since[:1]}
+    return tuple(name for name in ordered if name not in kept)
+
+
+def _age(name: CheckpointName) -> tuple[int, int]:
+    return (name.epoch, name.step)
+
+
+def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
+    """Return whether no rank writes an unfinished checkpoint any more: it is no newer than the newest finished one."""
+    return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
+
+
+def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
+    """Remove surplus checkpoints, leftovers and old trash from a job's directory once `newest` is published; return the
+    removed names.
+
+    A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
+    """
+    if not directory.is_dir():
+        return ()
+    doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]
+    doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
+    return _remove(directory, doomed)
+
+
+def collect_abandoned(directory: Path, epoch: int) -> tuple[str, ...]:
+    """Remove the unfinished checkpoints of an epoch that no rank is writing just now; return their names."""
+    if not directory.is_dir():
+        return ()
+    mine = [name for name, unfinished in _unfinished(directory) if unfinished.epoch == epoch]
+    return _remove(directory, [name for name in mine if not any((directory / name).glob("*.part"))])
+
+
+def _unfinished(directory: Path) -> list[tuple[str, CheckpointName]]:
+    found = [(path.name, parse_unfinished(path.name)) for path in sorted(directory.iterdir())]
+    return [(name, unfinished) for name, unfinished in found if unfinished is not None]
+
+
+def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
+    removed: list[str] = []
+    for name in doomed:
+        try:
+            os.replace(directory / name, directory / f"{_TRASH}{name}")
+            removed.append(name)
+        except OSError:
+            continue  # another process has removed it
+    for path in directory.glob(f"{_TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return tuple(removed)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Times are seconds of a monotonic clock. `asked` counts requests made, `served` is the master's counter obeyed."""
+
+    last: float
+    served: int = 0
+
+
+def due(schedule: Schedule, now: float, interval_s: float, request: int) -> bool:
+    """Return whether to request a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
+    if request > schedule.served:
+        return True
+    return interval_s > 0 and now - schedule.last >= interval_s
+
+
+def requested(schedule: Schedule, now: float, request: int) -> Schedule:
+    return replace(schedule, last=now, served=max(schedule.served, request))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-PATIENCE_SECONDS = 30.0
-DEADLINE_SECONDS = 60.0
+PATIENCE_S = 30.0
+DEADLINE_S = 60.0
 # Evaluation or compilation extends a deadline by at most this: an endless evaluation cannot hold a device.
-EXTENSION_SECONDS = 600.0
+EXTENSION_S = 600.0
 
 
 class Rung(IntEnum):
@@ -41,14 +41,14 @@ class Ladder:
 
 def begin(
     now: float,
-    iteration_seconds: float,
+    iteration_s: float,
     grace: float,
-    deadline: float = DEADLINE_SECONDS,
-    patience: float = PATIENCE_SECONDS,
+    deadline: float = DEADLINE_S,
+    patience: float = PATIENCE_S,
     *,
     ends: bool = True,
 ) -> Ladder:
-    patient = max(min(patience, deadline), 2.0 * iteration_seconds)
+    patient = max(min(patience, deadline), 2.0 * iteration_s)
     return Ladder(now, patient, max(deadline, 2.0 * patient), grace, ends=ends)
 
 
@@ -59,7 +59,7 @@ def begin_stop(now: float, grace: float) -> Ladder:
 
 def extend(ladder: Ladder, seconds: float) -> Ladder:
     """Return the ladder with time in a phase without boundaries added, within the bound."""
-    return replace(ladder, extended=min(EXTENSION_SECONDS, ladder.extended + max(0.0, seconds)))
+    return replace(ladder, extended=min(EXTENSION_S, ladder.extended + max(0.0, seconds)))
 
 
 def climb(ladder: Ladder, now: float) -> Ladder:

@@ -13,45 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, PagePhase, PageState
 from ganger.protocol.execution_lease import must_be_frozen
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 
-EXIT_YIELDED = 75
-EXIT_FENCED = 76
-EXIT_NO_STATE = 77
 SIGKILL = 9
 SIGTERM = 15
 
 # A Python without `attach` whose agent finds no training never sends a hello; after this long it counts as opaque.
-HELLO_SECONDS = 5.0
-
-
-class RankState(IntEnum):
-    """Word.STATE of the page."""
-
-    INIT = 0
-    RUNNING = 1
-    WAITING = 2
-    PAUSED = 3
-    OFFLOADED = 4
-    HANDED_OVER = 5
-    SAVING = 6
-    RESTORING = 7
-    READY = 8
-    EXITING = 9
-
-
-class RankPhase(IntEnum):
-    """Word.PHASE of the page."""
-
-    START = 0
-    TRAINING = 1
-    EVALUATION = 2
-    COMPILATION = 3
-    REPLAY = 4
-    DONE = 5
+HELLO_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +169,7 @@ def _stopping(gang: GangPart) -> Judgement:
 
 def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
     """Return whether, as far as known, nothing in this rank can obey an order at a boundary."""
-    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_SECONDS
+    has_waited = gang.no_agent or now - gang.launched_at >= HELLO_S
     return rank.opaque or (has_waited and not gang.restores and not rank.hello)
 
 
@@ -208,8 +180,8 @@ def has_opaque_rank(gang: GangPart, now: float) -> bool:
 
 def is_busy(gang: GangPart) -> bool:
     """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
-    phases = (RankPhase.EVALUATION, RankPhase.COMPILATION, RankPhase.REPLAY)
-    states = (RankState.SAVING, RankState.RESTORING)
+    phases = (PagePhase.EVALUATION, PagePhase.COMPILATION, PagePhase.REPLAY)
+    states = (PageState.SAVING, PageState.RESTORING)
     return any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
 
 
@@ -271,7 +243,7 @@ def _parking(gang: GangPart, now: float) -> Judgement:
 
 def _preparing(gang: GangPart) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if all(rank.state == RankState.READY for rank in live):
+    if all(rank.state == PageState.READY for rank in live):
         # the master commits the migration only if the step is that at which the source stopped
         steps = {rank.reached_step for rank in live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
@@ -283,10 +255,10 @@ def _preparing(gang: GangPart) -> Judgement:
 
 def _run_phase(gang: GangPart, now: float) -> PartPhase:
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if all(rank.first_step or rank.phase == RankPhase.DONE for rank in live):
+    if all(rank.first_step or rank.phase == PagePhase.DONE for rank in live):
         return PartPhase.RUNNING
     if gang.wanted.moves_in:
-        return PartPhase.READY if all(rank.state == RankState.READY for rank in live) else PartPhase.STARTING
+        return PartPhase.READY if all(rank.state == PageState.READY for rank in live) else PartPhase.STARTING
     if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
         return PartPhase.RUNNING
     return PartPhase.STARTING
@@ -295,10 +267,10 @@ def _run_phase(gang: GangPart, now: float) -> PartPhase:
 def reached_step(gang: GangPart) -> int | None:
     """Return the step at which all live local ranks are parked for the present order; None while one is not."""
     resting = {
-        OrderIntent.HAND_OVER: (RankState.HANDED_OVER, RankState.OFFLOADED),
+        OrderIntent.HAND_OVER: (PageState.HANDED_OVER, PageState.OFFLOADED),
         OrderIntent.PARK: {
-            ParkLevel.PAUSE: (RankState.PAUSED, RankState.OFFLOADED, RankState.HANDED_OVER),
-            ParkLevel.OFFLOAD: (RankState.OFFLOADED,),
+            ParkLevel.PAUSE: (PageState.PAUSED, PageState.OFFLOADED, PageState.HANDED_OVER),
+            ParkLevel.OFFLOAD: (PageState.OFFLOADED,),
         }.get(gang.wanted.level, ()),
     }.get(gang.wanted.intent, ())
     live = [rank for rank in gang.ranks if rank.exit is None]
@@ -318,11 +290,11 @@ def _rest(gang: GangPart) -> Judgement | None:
     steps = {rank.step for rank in live}
     if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):
         return None
-    offloaded = all(rank.state == RankState.OFFLOADED for rank in live)
+    offloaded = all(rank.state == PageState.OFFLOADED for rank in live)
     return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD if offloaded else ParkLevel.PAUSE, steps.pop())
 
 
-_AT_REST = (RankState.PAUSED, RankState.OFFLOADED)
+_AT_REST = (PageState.PAUSED, PageState.OFFLOADED)
 
 
 def refuses(gang: GangPart, rank: Rank) -> bool:
@@ -341,7 +313,7 @@ def is_disobedient(gang: GangPart) -> bool:
     disobedient. Under an order to stop, a rank may not stay parked."""
     if gang.frozen:
         return False
-    resting = (*_AT_REST, RankState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()
+    resting = (*_AT_REST, PageState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()
     return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
 
 
@@ -404,12 +376,12 @@ def settle(gang: GangPart) -> PartOutcome:
     return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
 
 
-_FAST_SECONDS = 0.0015
-_BUSY_SECONDS = 0.005
-_COPY_SECONDS = 0.02
-_WAITING_SECONDS = 0.05
-_SLOW_SECONDS = 0.25
-_OVER_SECONDS = 60.0
+_FAST_S = 0.0015
+_BUSY_S = 0.005
+_COPY_S = 0.02
+_WAITING_S = 0.05
+_SLOW_S = 0.25
+_OVER_S = 60.0
 
 
 def next_look(
@@ -430,17 +402,17 @@ def next_look(
     get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
     agree on a step to stop at."""
     if is_over:
-        return _OVER_SECONDS
+        return _OVER_S
     if not is_launched:
-        return _WAITING_SECONDS
+        return _WAITING_S
     if is_copying:
         # the copying ranks need the processor, and send a packet when they are done
-        return _COPY_SECONDS
+        return _COPY_S
     if phase is PartPhase.STOPPING:
-        return _BUSY_SECONDS if is_verifying else _FAST_SECONDS
+        return _BUSY_S if is_verifying else _FAST_S
     if is_death_awaited:
-        return _BUSY_SECONDS
+        return _BUSY_S
     if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
         # a script that never attaches is not polled fast for ever
-        return _BUSY_SECONDS if is_young else _WAITING_SECONDS
-    return _FAST_SECONDS if is_agreeing else _SLOW_SECONDS
+        return _BUSY_S if is_young else _WAITING_S
+    return _FAST_S if is_agreeing else _SLOW_S

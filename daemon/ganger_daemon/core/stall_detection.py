@@ -10,21 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from ganger.injob.page_layout import PagePhase
 from ganger.units import format_duration
 
-from ganger_daemon.core.gang_judgement import RankPhase
-
 # A gang hangs without a step for so long, and for so many times its longest pause between two steps so far.
-HANG_SECONDS = 60.0
+HANG_S = 60.0
 _HANG_PAUSES = 10.0
 # Evaluation and compilation have no boundaries.
-_LONG_PHASES = {RankPhase.EVALUATION, RankPhase.COMPILATION}
+_LONG_PHASES = {PagePhase.EVALUATION, PagePhase.COMPILATION}
 _LONG_PHASE = 10.0
 # Without a first step, or without use of a processor.
-IDLE_SECONDS = 600.0
+IDLE_S = 600.0
 _IDLE_SHARE = 0.01
 # Least steps and seconds of a window in which ranks are compared.
-_WINDOW_SECONDS = 30.0
+_WINDOW_S = 30.0
 _WINDOW_STEPS = 20
 # A rank holds back the others if it waits for data by so much more of the time, or makes so few of their steps.
 _MORE_WAITING = 0.25
@@ -36,8 +35,8 @@ class RankCounters:
     """Counters of one rank at one time."""
 
     step: int
-    phase: int = RankPhase.TRAINING
-    data_wait_seconds: float = 0.0
+    phase: int = PagePhase.TRAINING
+    data_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,10 @@ class Watched:
     window_since: float = 0.0
     held_back: str = ""
     busy_at: float | None = None
-    busy_seconds: float = 0.0
+    busy_s: float = 0.0
 
 
-def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
+def with_counters(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Watched:
     """Return the observations with the counters of all local ranks added."""
     if _slowest(ranks) > _slowest(watched.ranks):
         longest = watched.longest_pause
@@ -68,18 +67,18 @@ def seen(watched: Watched, ranks: Mapping[int, RankCounters], now: float) -> Wat
         return replace(watched, window=dict(ranks), window_since=now)
     seconds = now - watched.window_since
     steps = {rank: ranks[rank].step - begin.step for rank, begin in watched.window.items() if rank in ranks}
-    if seconds < _WINDOW_SECONDS or not steps or median(steps.values()) < _WINDOW_STEPS:
+    if seconds < _WINDOW_S or not steps or median(steps.values()) < _WINDOW_STEPS:
         return watched
-    waits = {rank: (ranks[rank].data_wait_seconds - watched.window[rank].data_wait_seconds) / seconds for rank in steps}
+    waits = {rank: (ranks[rank].data_wait_s - watched.window[rank].data_wait_s) / seconds for rank in steps}
     return replace(watched, window=dict(ranks), window_since=now, held_back=_held_back(steps, waits))
 
 
-def used(watched: Watched, processor_seconds: float, now: float) -> Watched:
+def with_processor_time(watched: Watched, processor_s: float, now: float) -> Watched:
     """Return the observations with the CPU time of all processes of a job without boundaries added."""
     if watched.busy_at is None:
-        return replace(watched, busy_at=now, busy_seconds=processor_seconds)
-    if abs(processor_seconds - watched.busy_seconds) > _IDLE_SHARE * (now - watched.busy_at):
-        return replace(watched, busy_at=now, busy_seconds=processor_seconds)
+        return replace(watched, busy_at=now, busy_s=processor_s)
+    if abs(processor_s - watched.busy_s) > _IDLE_SHARE * (now - watched.busy_at):
+        return replace(watched, busy_at=now, busy_s=processor_s)
     return watched
 
 
@@ -91,21 +90,21 @@ def stall_reason(watched: Watched, now: float) -> str:
         idle = now - watched.busy_at
         return (
             f"its processes have used less than 1 % of a processor for {format_duration(idle)}"
-            if idle >= IDLE_SECONDS
+            if idle >= IDLE_S
             else ""
         )
     waited = now - watched.since
-    if watched.ranks and waited >= IDLE_SECONDS:
+    if watched.ranks and waited >= IDLE_S:
         return f"no step in the {format_duration(waited)} that it has been running"
     return ""
 
 
 def _hang(watched: Watched, stepped_at: float, now: float) -> str:
     seconds = now - stepped_at
-    limit = max(HANG_SECONDS, _HANG_PAUSES * watched.longest_pause)
+    limit = max(HANG_S, _HANG_PAUSES * watched.longest_pause)
     if any(counters.phase in _LONG_PHASES for counters in watched.ranks.values()):
         limit *= _LONG_PHASE
-    if seconds < limit or all(counters.phase == RankPhase.DONE for counters in watched.ranks.values()):
+    if seconds < limit or all(counters.phase == PagePhase.DONE for counters in watched.ranks.values()):
         return ""
     slowest = _slowest(watched.ranks)
     behind = [rank for rank, counters in sorted(watched.ranks.items()) if counters.step == slowest]

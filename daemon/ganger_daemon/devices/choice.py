@@ -19,7 +19,7 @@ from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
 from ganger_daemon.node.core_table import CoreMap
 
 
-class NoDevices:
+class NoDevices(Devices):
     def __init__(self, core_map: CoreMap, memory_bytes: int, name: str = "", reason: str = "none declared") -> None:
         sockets = tuple(Socket(millicores, 0) for millicores in core_map.millicores())
         self._inventory = Inventory(
@@ -45,18 +45,6 @@ class NoDevices:
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return ()
 
-    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        return None
-
-    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        """Nothing to count."""
-
-    def baseline(self, pid: int) -> int | None:
-        return None
-
-    def detach(self, pid: int) -> None:
-        """Nothing was counted."""
-
     def environment(self, device_mask: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -65,9 +53,6 @@ class NoDevices:
 
     def faults(self) -> dict[int, str]:
         return {}
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def choose_devices(

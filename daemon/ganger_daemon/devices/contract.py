@@ -63,7 +63,9 @@ class Inventory:
 
 
 class Devices(Protocol):
-    """The devices of one node. No call blocks for long, none raises for a device that failed: it is in `faults`."""
+    """The devices of one node. No call blocks for long, none raises for a device that failed: it is in `faults`.
+
+    Methods with a body are those of devices whose use is counted by a driver, or not at all."""
 
     @property
     def capabilities(self) -> Mapping[str, str]: ...
@@ -79,14 +81,20 @@ class Devices(Protocol):
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
         """Return the recent utilization of these devices by these processes, 0 to 1; None if it is not reported."""
+        return None
 
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
         """Attach a rank at its hello. Virtual devices count the memory that it uses above its baseline, which is given
         after a restart of the daemon as it was noted."""
+        return
 
-    def baseline(self, pid: int) -> int | None: ...
+    def baseline(self, pid: int) -> int | None:
+        """Return the memory of an attached rank at its hello, in bytes, where it is counted from there."""
+        return None
 
-    def detach(self, pid: int) -> None: ...
+    def detach(self, pid: int) -> None:
+        """End what `attach` began."""
+        return
 
     def environment(self, device_mask: int) -> dict[str, str]:
         """Return the variables that make just these devices visible to a rank."""
@@ -97,4 +105,6 @@ class Devices(Protocol):
     def faults(self) -> dict[int, str]:
         """Devices out of service, by index, and why."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what is open."""
+        return

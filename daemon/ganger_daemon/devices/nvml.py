@@ -18,7 +18,7 @@ from typing import Any
 from ganger.cluster.topology import bits
 
 from ganger_daemon.devices import machine
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, Inventory
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, Inventory
 from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
@@ -46,7 +46,7 @@ class NoDriverError(Exception):
     """There is no NVIDIA driver here, or it does not answer. The text says which."""
 
 
-class NvmlDevices:
+class NvmlDevices(Devices):
     """The GPUs of this machine. Raises NoDriverError when there are none to ask."""
 
     def __init__(
@@ -104,21 +104,12 @@ class NvmlDevices:
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
         since = int(1e6 * (time.time() - _USE_S))
-        wanted, percent, heard = frozenset(pids), 0, False
+        wanted, percent, is_reported = frozenset(pids), 0, False
         for device in bits(device_mask):
             found = self.process_utilisation(device, since)
-            heard = heard or not wanted.isdisjoint(found)
+            is_reported = is_reported or not wanted.isdisjoint(found)
             percent += min(100, sum(used for pid, used in found.items() if pid in wanted))
-        return percent / (100 * device_mask.bit_count()) if heard else None
-
-    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        """The driver itself counts."""
-
-    def baseline(self, pid: int) -> int | None:
-        return None
-
-    def detach(self, pid: int) -> None:
-        """The driver itself counts."""
+        return percent / (100 * device_mask.bit_count()) if is_reported else None
 
     def environment(self, device_mask: int) -> dict[str, str]:
         return visible_devices(self._inventory, device_mask)

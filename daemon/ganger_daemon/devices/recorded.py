@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, HealthEvent, HealthKind, Inventory
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, HealthKind, Inventory
 from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
@@ -29,9 +29,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """A scripted event, `at_seconds` after the start."""
+    """A scripted event, `at_s` after the start."""
 
-    at_seconds: float
+    at_s: float
     event: HealthEvent
 
 
@@ -44,7 +44,7 @@ class RecordedServer:
     timeline: tuple[Scripted, ...]
 
 
-class RecordedDevices:
+class RecordedDevices(Devices):
     """Plays a recording. `clock` gives seconds; the timeline starts with the first look at it."""
 
     def __init__(
@@ -84,18 +84,6 @@ class RecordedDevices:
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
         return (UNREADABLE,) * len(self._recording.used_memory)
 
-    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        return None
-
-    def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        """A recording has no processes."""
-
-    def baseline(self, pid: int) -> int | None:
-        return None
-
-    def detach(self, pid: int) -> None:
-        """A recording has no processes."""
-
     def environment(self, device_mask: int) -> dict[str, str]:
         return visible_devices(self._inventory, device_mask)
 
@@ -117,7 +105,7 @@ class RecordedDevices:
     def _play(self) -> None:
         elapsed = self._clock() - self._start
         with self._lock:
-            while self._pending and self._pending[0].at_seconds <= elapsed:
+            while self._pending and self._pending[0].at_s <= elapsed:
                 event = self._pending.pop(0).event
                 self._events.append(event)
                 if event.fatal:
@@ -178,7 +166,7 @@ def _recording_of(content: Mapping[str, Any]) -> RecordedServer:
         tuple(
             sorted(
                 (_scripted(entry, len(devices)) for entry in content.get("timeline", ())),
-                key=lambda one: one.at_seconds,
+                key=lambda one: one.at_s,
             )
         ),
     )

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.injob.page import CHECKPOINT_BIT
+from ganger.protocol.boundary_agreement import RelayedPoint, merge_points
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.core.outcomes import PartPhase
-from ganger_daemon.core.relay import RelayedPoint, merge_all
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
 from ganger_daemon.gang.desired_messages import order_key_to_wire
 from ganger_daemon.gang.gang_context import GangContext
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 0.05
-_RETRY_LIMIT_SECONDS = 1.0
+_RETRY_S = 0.05
+_RETRY_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Link:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _keep(self) -> None:
-        wait = _RETRY_SECONDS
+        wait = _RETRY_S
         # gRPC (1.85) swallows a cancellation that comes while it opens a stream to a leader that is away
         while not self._is_closed:
             self._outbox = Outbox()
@@ -154,7 +154,7 @@ class Link:
             try:
                 call = self._stub.RelayBoundary(self._outbox.messages())
                 async for message in call:
-                    wait = _RETRY_SECONDS
+                    wait = _RETRY_S
                     self._received(from_wire(message))
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
@@ -163,7 +163,7 @@ class Link:
                 self._outbox.end()
             if not self._is_closed:
                 await asyncio.sleep(wait * (0.5 + random.random()))
-            wait = min(_RETRY_LIMIT_SECONDS, wait * 2)
+            wait = min(_RETRY_LIMIT_S, wait * 2)
 
 
 class BoundaryExchange:
@@ -194,7 +194,7 @@ class BoundaryExchange:
         """Mirror the points of another daemon, and request here a checkpoint that the leader has requested. Return
         whether the peer has begun another agreement."""
         known = self._pages.points()
-        merged = merge_all(known, received.points, frozenset(self._part.ranks))
+        merged = merge_points(known, received.points, frozenset(self._part.ranks))
         self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
         is_request = bool(received.agreement & CHECKPOINT_BIT)
         if is_request and received.agreement > self._pages.checkpoint_sequence() and not self._part.leads:

@@ -162,7 +162,7 @@ class CheckpointCoordinator:
         )
         # A checkpoint from which a rank could not be restored is of no use.
         if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
-            await self._ask(storage, desired, now)
+            await self._request_if_due(storage, desired, now)
         await self._hand_on_running(storage, found)
         await self._hand_on_leaving(storage, wanted, found)
 
@@ -172,7 +172,7 @@ class CheckpointCoordinator:
         write_details(self._paths.orders, f"checkpoint-{number}", storage, self._paths.job_uid, self._paths.epoch)
         self._pages.request_checkpoint(number)
 
-    async def _ask(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
+    async def _request_if_due(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
         seconds = desired.checkpoint_interval.ToTimedelta().total_seconds()
         request = int(desired.checkpoint_request)
         if not self.keeper.due(now, seconds, request):
@@ -180,13 +180,13 @@ class CheckpointCoordinator:
         running = self._pages.checkpoint_sequence()
         unsettled = bool(running) and not self.keeper.is_settled(running)
         waited = now - self.keeper.schedule.last
-        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_SECONDS:
+        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_S:
             return  # one agreement at a time
         if unsettled:
             # Before the check for room: files of the last request take up some.
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         missing = await self._host.storage.work.run(self.keeper.room_missing, storage, within_s=_WORK_S)
-        self.keeper.asked(now, request)
+        self.keeper.note_request(now, request)
         if missing:
             self.keeper.trouble = "STORAGE_FULL: checkpoints are skipped, storage has no room for one; the last is kept"
             log.warning("checkpoint skipped", extra={"job": desired.job, "missing_bytes": missing})

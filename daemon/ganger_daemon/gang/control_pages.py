@@ -24,12 +24,12 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
+from ganger.protocol.boundary_agreement import RelayedPoint
 from ganger.protocol.execution_lease import expired
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.checkpoints.layout import unfinished_template
 from ganger_daemon.core.gang_judgement import Rank
-from ganger_daemon.core.relay import RelayedPoint
 from ganger_daemon.failpoints import hit
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 from ganger_daemon.node.safe_files import make_directory, read_json, write_json
@@ -228,7 +228,7 @@ class ControlPages:
         self.written()
         return sequence
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Have every local rank with an agent print the stacks of its threads into its log. No answer comes."""
         for rank in self.local:
             if self.readable:

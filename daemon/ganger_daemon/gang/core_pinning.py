@@ -18,8 +18,10 @@ from ganger.injob.page import Word
 
 from ganger_daemon.gang.gang_context import GangContext
 
+log = logging.getLogger(__name__)
+
 # A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
-ACK_SECONDS = 5.0
+ACK_S = 5.0
 
 
 class RetuneStep(Enum):
@@ -43,9 +45,6 @@ class Retune:
         return (RetuneStep.PIN, RetuneStep.TELL)
 
 
-log = logging.getLogger(__name__)
-
-
 class CorePinning:
     """Cores and thread counts of one gang's local ranks."""
 
@@ -60,17 +59,17 @@ class CorePinning:
         self.repin_done = 0
         self.trouble = ""
 
-    async def follow(self, desired: agent_pb2.DesiredGang, iteration_seconds: float) -> None:
+    async def follow(self, desired: agent_pb2.DesiredGang, iteration_s: float) -> None:
         """Bring cores and threads to the desired state."""
         near = self._host.near(desired.claim.device_mask)
-        await self._retune(desired, near, iteration_seconds)
+        await self._retune(desired, near, iteration_s)
         # Only now: a gang that was parked had released its cores, and others may hold them.
         if desired.repin_request > self.repin_done:
             self._host.repin_cores(self._group, near)
             await self._pin()
             self.repin_done = int(desired.repin_request)
 
-    async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_seconds: float) -> None:
+    async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_s: float) -> None:
         millicores = tuple(desired.claim.millicores)
         if self._millicores is None:
             self._millicores = self._held_millicores(millicores)
@@ -82,7 +81,7 @@ class CorePinning:
                 case RetuneStep.TELL:
                     sequence = self._pages.retune(wanted)
                 case RetuneStep.WAIT:
-                    await self._wait(sequence, max(ACK_SECONDS, 2 * iteration_seconds))
+                    await self._wait(sequence, max(ACK_S, 2 * iteration_s))
                 case RetuneStep.PIN:
                     shortage = self._host.change_cores(self._group, millicores, near, self._former)
                     self.trouble = f"no cores: {shortage}" if shortage else ""

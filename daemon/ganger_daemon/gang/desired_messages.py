@@ -10,7 +10,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, Par
 from ganger.v1 import job_pb2
 from google.protobuf import json_format
 
-DEFAULT_GRACE_SECONDS = 10.0
+DEFAULT_GRACE_S = 10.0
 
 
 class DesiredInvalidError(Exception):
@@ -51,14 +51,14 @@ def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
         raise DesiredInvalidError(
             f"gang of epoch {desired.epoch}: {error}; the master is newer than this daemon"
         ) from error
-    grace = desired.grace.ToTimedelta().total_seconds() if desired.HasField("grace") else DEFAULT_GRACE_SECONDS
+    grace = desired.grace.ToTimedelta().total_seconds() if desired.HasField("grace") else DEFAULT_GRACE_S
     return DesiredOrder(
         job_uid=desired.job_uid,
         order=key,
         intent=intent,
         level=level if intent is OrderIntent.PARK else ParkLevel.NONE,
         stop_sequence=_stop_sequence(desired, intent),
-        grace_seconds=grace,
+        grace_s=grace,
         checkpoint_first=desired.checkpoint_first,
         moves_in=desired.restore.WhichOneof("source") == "parked",
     )

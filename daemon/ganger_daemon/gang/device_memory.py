@@ -23,6 +23,15 @@ from ganger_daemon.gang.desired_messages import LocalPart
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, anonymous_bytes
 
+log = logging.getLogger(__name__)
+
+_SAMPLE_S = 0.02
+_MEBIBYTE = 1 << 20
+# Margin beside a quarter of the use; what is reported is rounded up to a multiple of it.
+_MARGIN_BYTES = 64 << 20
+# Drivers free memory a little later than they report; after this the delay is reported as trouble.
+_TROUBLE_S = 5.0
+
 # Share of the memory reported as freed that must be measured as free: the rest is rounding and context.
 SHARE = 0.95
 # Allocators keep a little; for a small model that little is more than its state.
@@ -46,16 +55,6 @@ def compare(before: Mapping[int, int], after: Mapping[int, int], reported_bytes:
         now = after.get(key, -1)
         seen += max(0, before[key] - now) if now >= 0 else 0
     return Freed(reported_bytes, seen)
-
-
-log = logging.getLogger(__name__)
-
-_SAMPLE_SECONDS = 0.02
-_MEBIBYTE = 1 << 20
-# Margin beside a quarter of the use; what is reported is rounded up to a multiple of it.
-_MARGIN_BYTES = 64 << 20
-# Drivers free memory a little later than they report; after this the delay is reported as trouble.
-_TROUBLE_SECONDS = 5.0
 
 
 class MemoryWatch:
@@ -141,7 +140,7 @@ class MemoryWatch:
     def sample(self, pages: ControlPages, processes: Mapping[int, ProcessId]) -> None:
         """Note the peak use before ranks have offloaded."""
         now = time.monotonic()
-        if self._verifying_since is not None or now - self._sampled_at < _SAMPLE_SECONDS:
+        if self._verifying_since is not None or now - self._sampled_at < _SAMPLE_S:
             return
         self._sampled_at = now
         if self._before and any(pages.progress(rank).state == PageState.OFFLOADED for rank in self._part.ranks):
@@ -165,7 +164,7 @@ class MemoryWatch:
         if found.enough:
             self._settle(pages, processes, device_mask)
             return
-        if now - self._verifying_since >= _TROUBLE_SECONDS and not self.trouble:
+        if now - self._verifying_since >= _TROUBLE_S and not self.trouble:
             self.trouble = (
                 f"device memory is not free: {found.seen_bytes} of {found.expected_bytes} bytes were seen to go; "
                 "another process or a captured graph may hold it"

@@ -20,6 +20,11 @@ from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.process_identity import ProcessId, send_signal
 
+log = logging.getLogger(__name__)
+
+# Time that the remaining ranks have to exit after one of them failed.
+_FAILURE_GRACE_S = 5.0
+
 
 def terminate(processes: Iterable[ProcessId]) -> None:
     """Send SIGTERM to main processes only: loader workers that die first would spoil a last checkpoint."""
@@ -32,12 +37,6 @@ async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> 
     await asyncio.to_thread(cgroups.kill, group)
     for process in processes:
         send_signal(process, signal.SIGKILL)
-
-
-log = logging.getLogger(__name__)
-
-# Time that the remaining ranks have to exit after one of them failed.
-_FAILURE_GRACE_SECONDS = 5.0
 
 
 class Escalation:
@@ -54,7 +53,7 @@ class Escalation:
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
         self.given_up = ""  # why the present order was abandoned although nothing failed
 
-    def begin(self, wanted: DesiredOrder, now: float, iteration_seconds: float) -> None:
+    def begin(self, wanted: DesiredOrder, now: float, iteration_s: float) -> None:
         """Start the ladder of a new order. Orders to stop have a deadline; an order to run has none."""
         if self.stop_signalled and not wanted.ends_at_once:
             return
@@ -63,13 +62,13 @@ class Escalation:
         is_move = wanted.intent is OrderIntent.HAND_OVER
         stops = is_move or wanted.intent is OrderIntent.PARK
         if stops or (wanted.intent is OrderIntent.STOP and wanted.checkpoint_first):
-            deadline, patience = self._host.order_deadline_seconds, self._host.order_patience_seconds
-            grace = wanted.grace_seconds
-            self._ladder = escalation.begin(now, iteration_seconds, grace, deadline, patience, ends=not is_move)
+            deadline, patience = self._host.order_deadline_s, self._host.order_patience_s
+            grace = wanted.grace_s
+            self._ladder = escalation.begin(now, iteration_s, grace, deadline, patience, ends=not is_move)
 
     def terminate(self, wanted: DesiredOrder, now: float) -> None:
         """Send SIGTERM to the main processes now; the group is killed after the grace."""
-        grace = wanted.grace_seconds if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_SECONDS
+        grace = wanted.grace_s if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_S
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
         terminate(self._exits.live())
@@ -101,7 +100,7 @@ class Escalation:
         log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
         match climbed.rung:
             case escalation.Rung.DUMP:
-                self._pages.ask_for_stacks()
+                self._pages.request_stacks()
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True

@@ -21,6 +21,8 @@ from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.process_identity import ProcessId, is_alive
 from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 
+log = logging.getLogger(__name__)
+
 
 def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> RankExit | None:
     """Return how a rank ended; None while it lives, or while its launcher may still record it.
@@ -50,9 +52,6 @@ def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int
         return RankExit(int(code or 0) & 0xFF, int(number or 0) & 0x7F, at=at)
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-log = logging.getLogger(__name__)
 
 
 class StoredOutcome(NamedTuple):
@@ -92,7 +91,7 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
 
 
 # A live launcher records an exit at once; after this long, a missing record counts as lost.
-_RECORD_SECONDS = 3.0
+_RECORD_S = 3.0
 
 
 class ExitWatcher:
@@ -160,7 +159,7 @@ class ExitWatcher:
             record, process = self._paths.exit(rank), self.processes[rank]
             found = exit_of(record, process, page_exit_code(rank), launcher_lives=True)
             if found is None:
-                lives = time.monotonic() - since < _RECORD_SECONDS and await asyncio.to_thread(launcher_lives)
+                lives = time.monotonic() - since < _RECORD_S and await asyncio.to_thread(launcher_lives)
                 found = exit_of(record, process, page_exit_code(rank), lives)
             if found is not None:
                 self.exits[rank] = found

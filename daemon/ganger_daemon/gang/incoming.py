@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import Word
+from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
-from ganger_daemon.core import gang_judgement
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
 from ganger_daemon.gang.rank_launch import RankLaunch
@@ -24,7 +24,7 @@ from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
 
 log = logging.getLogger(__name__)
 
-_RESTING = (gang_judgement.RankState.INIT, gang_judgement.RankState.RESTORING, gang_judgement.RankState.WAITING)
+_RESTING = (PageState.INIT, PageState.RESTORING, PageState.WAITING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ MAX_CONNECTIONS = 64
 _LOOK = b"{}"
 # More than all ranks of a node send in a second, and too few to slow the loop down.
 _PACKETS_PER_PERIOD = 200
-_PERIOD_SECONDS = 1.0
+_PERIOD_S = 1.0
 # Most packets of a job that are logged; further ones are only in the job's own log.
 _LOGGED_PACKETS = 10_000
 # Interval of copying logs; longest wait of a gang that has ended for the copy, if storage hangs.
-_COPY_SECONDS = 10.0
+_COPY_S = 10.0
 _LAST_COPY_S = 30.0
 
 
@@ -92,7 +92,7 @@ class JobSocketServer:
 
     def _read(self, connection: socket.socket) -> None:
         if self._packets_in_period == 0:
-            asyncio.get_running_loop().call_later(_PERIOD_SECONDS, self._resume_reading)
+            asyncio.get_running_loop().call_later(_PERIOD_S, self._resume_reading)
         elif self._packets_in_period >= _PACKETS_PER_PERIOD:
             # a rank that sends more waits: all gangs share this loop
             asyncio.get_running_loop().remove_reader(connection)
@@ -157,7 +157,7 @@ class LogMirror:
 
     def follow(self, now: float) -> None:
         """Begin a copy if one is due. `now`: seconds of the monotonic clock."""
-        if now - self._copied_at >= _COPY_SECONDS:
+        if now - self._copied_at >= _COPY_S:
             self._copied_at = now
             self.begin()
 

@@ -13,12 +13,13 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import Capability, PageProgress, now_ns
+from ganger.injob.page_layout import PagePhase
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 from google.protobuf import timestamp_pb2
 
 from ganger_daemon.checkpoints.gang_checkpoints import Published
-from ganger_daemon.core.gang_judgement import Judgement, RankPhase, has_opaque_rank, is_beyond
+from ganger_daemon.core.gang_judgement import Judgement, has_opaque_rank, is_beyond
 from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcome, PartPhase
 from ganger_daemon.gang.desired_messages import order_key_to_wire
 from ganger_daemon.gang.gang_context import GangContext
@@ -153,7 +154,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
     published = parts.saving.keeper.published
     if published is not None:
-        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_seconds))
+        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_s))
     if context.pages.readable:
         _add_page_figures(message, report)
         if not is_sliced:
@@ -226,7 +227,7 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
 
 def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence[PageProgress]) -> None:
     """Add the progress of an attempt that is parked or has ended. Steps that it repeats do not count as its own."""
-    if any(progress.phase == RankPhase.REPLAY for progress in found):
+    if any(progress.phase == PagePhase.REPLAY for progress in found):
         return
     slowest = min(found, key=lambda progress: progress.step)
     message.step, message.samples, message.loss = slowest.step, slowest.samples, slowest.loss

@@ -61,10 +61,10 @@ log = logging.getLogger(__name__)
 # Exit code of a shell that could not execute a command.
 _NOT_EXECUTED = 127
 # What was killed is gone within milliseconds, but for one that hangs in a driver.
-_STRAYS_SECONDS = 5.0
-_STRAYS_LOOK_SECONDS = 0.01
+_STRAYS_S = 5.0
+_STRAYS_LOOK_S = 0.01
 # Between looks whether a gang that waits for its leader is wanted still.
-_STOP_LOOK_SECONDS = 0.2
+_STOP_LOOK_S = 0.2
 # Longest read of all shards of a node; how long the gang's loop waits for it at once; when it is reported.
 _READING_S = 3600.0
 _READING_PATIENCE_S = 0.2
@@ -330,7 +330,7 @@ class RankLaunch:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
-        deadline, logged = time.monotonic() + _STRAYS_SECONDS, set()
+        deadline, logged = time.monotonic() + _STRAYS_S, set()
         while found := [ProcessId(pid, start_ticks(pid)) for pid in strays(pages, self._host.launchers.inject)]:
             for process in sorted(found):
                 if send_signal(process, signal.SIGKILL) and process not in logged:
@@ -338,7 +338,7 @@ class RankLaunch:
                     log.warning("stray process killed", extra={"group": self._paths.group, "pid": process.pid})
             if time.monotonic() > deadline:
                 return
-            time.sleep(_STRAYS_LOOK_SECONDS)
+            time.sleep(_STRAYS_LOOK_S)
 
     def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
         """Reserve cores; return the shortage as a text, or an empty text."""
@@ -385,8 +385,8 @@ class RankLaunch:
             return Rendezvous(host, free_port(host), store=False)
         if not self._part.leads:
             leader = desired.members[0]
-            asking = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
-            return await self._of_leader(asking, orders)
+            call = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
+            return await self._of_leader(call, orders)
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
@@ -406,14 +406,14 @@ class RankLaunch:
         self.rendezvous = (host, port)
         return Rendezvous(host, port, store=has_store)
 
-    async def _of_leader(self, asking: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
+    async def _of_leader(self, call: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
         """Return the leader's rendezvous. An order to stop ends the wait: the leader's part may have ended before."""
-        task = asyncio.ensure_future(asking)
+        task = asyncio.ensure_future(call)
         try:
             while not task.done():
                 if orders.wanted.intent is OrderIntent.STOP:
                     raise LaunchRefusedError("ordered to stop before its leader had named the rendezvous")
-                await asyncio.wait((task,), timeout=_STOP_LOOK_SECONDS)
+                await asyncio.wait((task,), timeout=_STOP_LOOK_S)
             return Rendezvous(*task.result())
         finally:
             task.cancel()

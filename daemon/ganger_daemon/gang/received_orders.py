@@ -12,7 +12,7 @@ from ganger.injob.page import now_ns
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, hastened
 
 from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
-from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_SECONDS, to_json, wanted_of, with_spec_of
+from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_S, to_json, wanted_of, with_spec_of
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.safe_files import make_directory, write_hint
@@ -84,9 +84,7 @@ class ReceivedOrders:
     def stop(self, is_stale: bool) -> None:
         """Record that the gang is to stop, because the desired set lacks it."""
         self.is_stop_wanted = True
-        stop = replace(
-            self.wanted, intent=OrderIntent.STOP, grace_seconds=DEFAULT_GRACE_SECONDS, checkpoint_first=False
-        )
+        stop = replace(self.wanted, intent=OrderIntent.STOP, grace_s=DEFAULT_GRACE_S, checkpoint_first=False)
         self.wanted = hastened(stop, is_stale)
 
     def hasten(self, is_stale: bool) -> None:
@@ -123,7 +121,7 @@ class ReceivedOrders:
         await asyncio.to_thread(
             write_details, paths.orders, str(order.sequence), storage, self.desired.job_uid, self.desired.epoch
         )
-        deadline = now_ns() + int(host.order_deadline_seconds * 1e9) if order.stop_sequence else 0
+        deadline = now_ns() + int(host.order_deadline_s * 1e9) if order.stop_sequence else 0
         context.pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, deadline)
         # A newer order may have come while the details were written.
         self.is_due = self.wanted is not wanted

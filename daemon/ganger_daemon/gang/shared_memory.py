@@ -20,7 +20,7 @@ from ganger_daemon.node.node_context import NodeContext
 log = logging.getLogger(__name__)
 
 SHARED = Path("/dev/shm")
-_LOOK_SECONDS = 0.5
+_LOOK_S = 0.5
 # A file is examined so often: a process that is just being forked is not among the gang's yet.
 _EXAMINATIONS = 3
 # With more files than this no segments are looked for.
@@ -59,7 +59,7 @@ class Segments:
     async def look(self, now: float, *, at_once: bool = False) -> bool:
         """Look for new segments; return whether the gang's have changed. Processes are read only if there are new
         files."""
-        if self._others is None or (now - self._looked_at < _LOOK_SECONDS and not at_once):
+        if self._others is None or (now - self._looked_at < _LOOK_S and not at_once):
             return False
         self._looked_at = now
         files = plain_files()

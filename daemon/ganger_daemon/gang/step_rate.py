@@ -11,28 +11,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
+from ganger.injob.page_layout import PagePhase
 
 from ganger_daemon.core import stall_detection as core
-from ganger_daemon.core.gang_judgement import RankPhase
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
 
 # Interval of measuring the CPU time of a job without boundaries.
-_PROCESSES_SECONDS = 60.0
+_PROCESSES_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageSample:
     """A gang's progress at one time; of several local ranks the slowest step and the longest wait count."""
 
-    time_seconds: float
+    time_s: float
     step: int
     samples: int
     data_wait_ns: int
     loss: float = math.nan
     restored_step: int = 0  # step at which this attempt began
-    step_age_seconds: float = 0.0  # time since the last step
-    since_age_seconds: float | None = None  # time since the first step after the start or resume; None: none yet
+    step_age_s: float = 0.0  # time since the last step
+    since_age_s: float | None = None  # time since the first step after the start or resume; None: none yet
     training_epoch: int = 0  # finished passes over the data
     training_epochs: int = 0  # planned passes over the data; 0: not reported
 
@@ -45,15 +45,15 @@ class Rate:
 
 def rate_between(earlier: PageSample | None, later: PageSample) -> Rate:
     """Return the mean rate over the interval; zero if it is empty, or if a restart has reset the counters."""
-    if earlier is None or later.time_seconds <= earlier.time_seconds or later.step < earlier.step:
+    if earlier is None or later.time_s <= earlier.time_s or later.step < earlier.step:
         return Rate(0.0, 0.0)
-    seconds = later.time_seconds - earlier.time_seconds
+    seconds = later.time_s - earlier.time_s
     waited = max(0, later.data_wait_ns - earlier.data_wait_ns) / 1e9
     steps = later.step - max(earlier.step, min(later.step, later.restored_step))
     return Rate(steps / seconds, min(1.0, waited / seconds))
 
 
-def iteration_seconds(rate: Rate) -> float:
+def iteration_s(rate: Rate) -> float:
     """Mean time of one iteration; 0 when it is not known."""
     return 1.0 / rate.steps_per_second if rate.steps_per_second > 0 else 0.0
 
@@ -85,7 +85,7 @@ class UtilizationMeter:
         return 1.0 - data_wait_share if found is None else found
 
     def _of_cores(self, cores: float, now: float) -> float | None:
-        before, self._seen = self._seen, (now, self._host.cgroups.cpu_seconds(self._group))
+        before, self._seen = self._seen, (now, self._host.cgroups.cpu_s(self._group))
         if before is None or now <= before[0]:
             return None
         return min(1.0, max(0.0, self._seen[1] - before[1]) / (cores * (now - before[0])))
@@ -98,7 +98,7 @@ class StepRate:
         self._pages = pages
         self._ranks = ranks
         self._look: PageSample | None = None
-        self.iteration_seconds = 0.0  # as last measured
+        self.iteration_s = 0.0  # as last measured
 
     @property
     def first_step_ns(self) -> int:
@@ -121,7 +121,7 @@ class StepRate:
         found = [self._pages.progress(rank) for rank in self._ranks]
         if not any(progress.step for progress in found):
             return None
-        if any(progress.phase == RankPhase.REPLAY for progress in found):
+        if any(progress.phase == PagePhase.REPLAY for progress in found):
             self._look = None  # replayed steps are no progress
             return None
         slowest = min(found, key=lambda progress: progress.step)
@@ -141,7 +141,7 @@ class StepRate:
         )
         rate = rate_between(self._look, look)
         self._look = look
-        self.iteration_seconds = iteration_seconds(rate) or self.iteration_seconds
+        self.iteration_s = iteration_s(rate) or self.iteration_s
         return look, rate.steps_per_second, rate.data_wait_share
 
 
@@ -166,20 +166,20 @@ class StallWatch:
             rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
             for rank, progress in found.items()
         }
-        self._watched = core.seen(self._watched or core.Watched(now), counters, now)
+        self._watched = core.with_counters(self._watched or core.Watched(now), counters, now)
         return core.stall_reason(self._watched, now)
 
     async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
         """Measure the CPU time of a job without boundaries, once a minute."""
-        if self._watched is None or now - self._processes_at < _PROCESSES_SECONDS:
+        if self._watched is None or now - self._processes_at < _PROCESSES_S:
             return
         self._processes_at = now
-        seconds = await asyncio.to_thread(processor_seconds, tuple(pids))
+        seconds = await asyncio.to_thread(processor_s, tuple(pids))
         if self._watched is not None:
-            self._watched = core.used(self._watched, seconds, now)
+            self._watched = core.with_processor_time(self._watched, seconds, now)
 
 
-def processor_seconds(pids: Iterable[int]) -> float:
+def processor_s(pids: Iterable[int]) -> float:
     """Return the CPU time in seconds of processes and their descendants, with ended ones that their parents reaped."""
     found = 0.0
     for pid in pids:

@@ -29,8 +29,8 @@ from ganger_daemon.core.reconcile import (
     reconcile,
 )
 from ganger_daemon.gang.desired_messages import DesiredInvalidError, recall, wanted_of
-from ganger_daemon.gang.gang import LocalGang
 from ganger_daemon.gang.gang_context import Peers
+from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_json
 from ganger_daemon.node.slice_rotation import Rotation

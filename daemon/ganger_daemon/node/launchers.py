@@ -27,6 +27,21 @@ from ganger.injob.launcher.launch_request import startup_variables
 
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, parent_of
 
+log = logging.getLogger(__name__)
+
+# Besides what an interpreter reads once: what decides which code it finds. Everything else is set after the fork.
+_ALSO_MATTERS = ("PYTHONPATH",)
+_HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
+# A launcher ends after so long without a connection and without ranks.
+_IDLE_S = 120.0
+# A launcher that no gang needs is let go after this.
+_UNUSED_S = 120.0
+_STOP_S = 0.5
+# One that is importing answers when it is done.
+_LIST_S = 10.0
+
+__all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
+
 _PARTS = ("injob", "protocol", "training")
 
 
@@ -57,22 +72,6 @@ def _digest(root: Path, facts: tuple[tuple[Path, int, int], ...]) -> str:
         except OSError:
             found.update(b"\0")
     return found.hexdigest()[:8]
-
-
-log = logging.getLogger(__name__)
-
-# Besides what an interpreter reads once: what decides which code it finds. Everything else is set after the fork.
-_ALSO_MATTERS = ("PYTHONPATH",)
-_HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
-# A launcher ends after so long without a connection and without ranks.
-_IDLE_S = 120.0
-# A launcher that no gang needs is let go after this.
-_UNUSED_S = 120.0
-_STOP_S = 0.5
-# One that is importing answers when it is done.
-_LIST_S = 10.0
-
-__all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
 
 
 def children_of(launcher: Launcher) -> dict[str, RankProcess]:

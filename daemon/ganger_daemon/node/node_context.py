@@ -103,7 +103,7 @@ class Storage:
     _looking: threading.Thread | None = None
     _waiting: StorageWait = field(default_factory=StorageWait)
 
-    def learn(self, path: str, token: str) -> None:
+    def configure(self, path: str, token: str) -> None:
         # absolute: launchers, which publish what ranks have written, stand elsewhere
         self.path = self.override.absolute() if self.override else (Path(path) if path else None)
         self.token = token
@@ -158,14 +158,14 @@ class NodeContext:
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.
     lease_until_ns: int | None = None
-    checkpoint_interval_seconds: float = 0.0
+    checkpoint_interval_s: float = 0.0
     changed: Callable[[], None] = lambda: None
     # Called when the master has named the storage: the next daemon needs it before its first session.
-    storage_learned: Callable[[], None] = lambda: None
+    storage_configured: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
     # Time that an order may be disobeyed before stacks are dumped, and before SIGTERM.
-    order_patience_seconds: float = escalation.PATIENCE_SECONDS
-    order_deadline_seconds: float = escalation.DEADLINE_SECONDS
+    order_patience_s: float = escalation.PATIENCE_S
+    order_deadline_s: float = escalation.DEADLINE_S
     # CPU time of all gangs on one device together, in cores; zero: no limit.
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.

@@ -31,15 +31,15 @@ from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.safe_files import read_json
 
 if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
+    from ganger_daemon.gang.local_gang import LocalGang
     from ganger_daemon.node.gang_set import GangSet
     from ganger_daemon.node.node_context import NodeContext
 
 _POLL_S = 0.005
 _LOG_POLL_S = 0.1
 _RENDEZVOUS_S = 100.0
-_STREAM_SECONDS = 1800.0
-_SWITCH_SECONDS = 2.0
+_STREAM_S = 1800.0
+_SWITCH_S = 2.0
 # Characters of the reason that a member reports.
 _REFUSAL_LIMIT = 1000
 # Uids as the master makes them, and others that cannot lead out of a directory.
@@ -146,7 +146,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         end = await asyncio.to_thread(logs.end, request.job_uid, request.rank)
         if offset > end:
             raise OffsetBeyondEnd(f"offset {offset} lies beyond the end of the log, {end}", end=end)
-        deadline = time.monotonic() + _STREAM_SECONDS
+        deadline = time.monotonic() + _STREAM_S
         while time.monotonic() < deadline:
             # read after this check, so that all bytes written before it are sent
             over = not request.follow or not self._writes(request.job_uid)
@@ -239,7 +239,7 @@ class PeerCalls:
     async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
         """Return the state of a member after a slice order; None without an answer."""
         try:
-            state: peer_pb2.RowState = await self.stub(address).SwitchRow(order, timeout=_SWITCH_SECONDS)
+            state: peer_pb2.RowState = await self.stub(address).SwitchRow(order, timeout=_SWITCH_S)
         except grpc.aio.AioRpcError:
             return None
         return state

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
@@ -35,8 +35,28 @@ from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_hint
 
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+# A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+_LASTING_RETRY_S = 10.0
+_LOOK_S = 0.05
+# Deadline of one part of a set, which the master answers at once.
+_PART_S = 10.0
+# Most bytes that a gang takes in a message beyond its own.
+_FIELD_BYTES = 16
+# Reasons that a retry does not remove: an operator has to act.
+_LASTING = frozenset(
+    {
+        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
+        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
+    }
+)  # fmt: skip
+
 INTERVAL_S = 1.0
-_RETRY_SECONDS = 2.0
+_RETRY_S = 2.0
 
 
 async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
@@ -46,7 +66,7 @@ async def report_progress(stub: Any, session: str, gangs: GangSet) -> None:
             await stub.ReportProgress(_reports(session, gangs))
         except grpc.aio.AioRpcError as error:
             log.debug("progress stream broke off", extra={"code": error.code().name})
-        await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _reports(session: str, gangs: GangSet) -> AsyncIterator[agent_pb2.ProgressReport]:
@@ -75,9 +95,9 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()
             if look.step:
-                progress.step_time.FromNanoseconds(int((read - look.step_age_seconds) * 1e9))
-            if look.since_age_seconds is not None:
-                progress.since_time.FromNanoseconds(int((read - look.since_age_seconds) * 1e9))
+                progress.step_time.FromNanoseconds(int((read - look.step_age_s) * 1e9))
+            if look.since_age_s is not None:
+                progress.since_time.FromNanoseconds(int((read - look.since_age_s) * 1e9))
         add_metrics(progress, metrics)
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report
@@ -113,29 +133,17 @@ def _number(job: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-log = logging.getLogger(__name__)
-
-MAX_WAIT_S = 60.0
-# A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
-_FIRST_RETRY_S = 0.05
-_LAST_RETRY_S = 2.0
-_LASTING_RETRY_S = 10.0
-_LOOK_SECONDS = 0.05
-# Deadline of one part of a set, which the master answers at once.
-_PART_S = 10.0
-# Most bytes that a gang takes in a message beyond its own.
-_FIELD_BYTES = 16
-# Reasons that a retry does not remove: an operator has to act.
-_LASTING = frozenset(
-    {
-        "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
-        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
-    }
-)  # fmt: skip
-
-
 class SupersededError(Exception):
     """The session is void: open a new one, keep what runs."""
+
+
+class NodeReport(NamedTuple):
+    """Observed state of a node, as one message of a session has it. `storage_proved`: the node sees the storage."""
+
+    gangs: list[agent_pb2.ObservedGang]
+    rows: list[agent_pb2.ObservedRows]
+    device_faults: dict[int, str]
+    storage_proved: bool
 
 
 @dataclass(slots=True)
@@ -143,13 +151,11 @@ class Conversation:
     """Messages that one session has sent and received."""
 
     session: str
-    lost_after_seconds: float | None
+    lost_after_s: float | None
     observation: int = 0
     desired_version: int = 0
-    said: list[agent_pb2.ObservedGang] | None = None
-    said_rows: list[agent_pb2.ObservedRows] = field(default_factory=list)
-    said_faults: dict[int, str] = field(default_factory=dict)
-    said_proved: bool = False
+    # The report that was sent last; None if the master may not have received it.
+    reported: NodeReport | None = None
     # The newest desired set of this session; None before the first answer.
     desired: list[agent_pb2.DesiredGang] | None = None
     # Epochs of its gangs whose spec is still to come.
@@ -230,7 +236,7 @@ class Session:
         """Wait before the next attempt; a master that announces another address ends the wait."""
         until = time.monotonic() + self._wait * (0.5 + random.random())
         while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(_LOOK_SECONDS, left))
+            await asyncio.sleep(min(_LOOK_S, left))
             try:
                 if self._find_master() != tried:
                     return
@@ -245,10 +251,10 @@ class Session:
         request.wire_versions.CopyFrom(agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()))
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         version = session_version(answer)
-        storage.learn(answer.storage, answer.storage_token)
-        self._host.storage_learned()
+        storage.configure(answer.storage, answer.storage_token)
+        self._host.storage_configured()
         self._host.logs.storage = storage.path if storage.proved else None
-        self._host.checkpoint_interval_seconds = seconds(answer.checkpoint_interval)
+        self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
         self._host.logs.kept_s = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
         self._gangs.new_session()
         log.info(
@@ -265,7 +271,7 @@ class Session:
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
-        conversation.said = None  # whether the last words were heard is not known: say everything again
+        conversation.reported = None  # whether the last report was received is not known
         try:
             while True:
                 request = self._request(conversation)
@@ -289,30 +295,26 @@ class Session:
 
     def _request(self, conversation: Conversation) -> agent_pb2.ReconcileRequest:
         self._news.clear()
-        observed, rows = self._gangs.observed(conversation.describe), self._gangs.rotation.observed()
-        faults = dict(self._host.devices.faults())
-        proved = self._host.storage.proved
-        changed = (
-            conversation.said is None
-            or observed != conversation.said
-            or rows != conversation.said_rows
-            or faults != conversation.said_faults
-            or proved != conversation.said_proved
+        report = NodeReport(
+            self._gangs.observed(conversation.describe),
+            self._gangs.rotation.observed(),
+            dict(self._host.devices.faults()),
+            self._host.storage.proved,
         )
+        changed = report != conversation.reported
         if changed:
             conversation.observation += 1
-            conversation.said, conversation.said_faults, conversation.said_proved = observed, faults, proved
-            conversation.said_rows = rows
+            conversation.reported = report
         return agent_pb2.ReconcileRequest(
             session=conversation.session,
             observation=conversation.observation,
             desired_version=conversation.desired_version,
             changed=changed,
-            gangs=observed if changed else [],
-            device_faults=faults if changed else {},
+            gangs=report.gangs if changed else [],
+            device_faults=report.device_faults if changed else {},
             max_wait=duration(self._max_wait(conversation)),
-            storage_proved=proved,
-            rows=rows if changed else [],
+            storage_proved=report.storage_proved,
+            rows=report.rows if changed else [],
             missing_specs=sorted(conversation.missing),
             finished=self._gangs.finished if changed and conversation.reports_finished else [],
         )
@@ -320,8 +322,8 @@ class Session:
     def _max_wait(self, conversation: Conversation) -> float:
         """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
         limit = MAX_WAIT_S
-        if conversation.lost_after_seconds is not None:
-            limit = min(limit, conversation.lost_after_seconds / 4)
+        if conversation.lost_after_s is not None:
+            limit = min(limit, conversation.lost_after_s / 4)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))
 
     async def _call(
@@ -336,7 +338,7 @@ class Session:
             if answered.done():
                 return answered.result()
             # A set whose call was cancelled is sent again with the next call.
-            conversation.said = None
+            conversation.reported = None
             return None
         finally:
             news.cancel()
@@ -359,9 +361,9 @@ class Session:
         if answer.changed and not conversation.missing:
             conversation.desired_version = answer.desired_version
         # After its orders: they may stop a gang that is frozen because its lease has ended.
-        until = lease_until(sent_at_ns, conversation.lost_after_seconds)
+        until = lease_until(sent_at_ns, conversation.lost_after_s)
         # Without gangs there is no lease that could have ended.
-        has_orders = answer.desired_version > 0 or not conversation.said
+        has_orders = answer.desired_version > 0 or not (conversation.reported and conversation.reported.gangs)
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
         self._gangs.wake_all()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.protocol import gang_orders
@@ -26,11 +26,9 @@ from google.protobuf import json_format
 from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.desired_messages import wanted_of, with_order
 from ganger_daemon.gang.gang_context import Peers
+from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import make_directory, read_json, write_hint
-
-if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +58,24 @@ class LocalTimesliceGroup:
         self.rotation.desire(_matrix_of(message))
 
 
-class Rotation:
-    """Time-slice groups of this node. `gangs`: the `GangSet` of this node."""
+class LocalGangs(Protocol):
+    """The gangs of this node."""
 
-    def __init__(self, host: NodeContext, peers: Peers, gangs: Any) -> None:
+    def all(self) -> Sequence[LocalGang]: ...
+
+    def blocked_by(self, gang: LocalGang) -> str:
+        """Return a job that still uses the devices of a gang; empty if they are free."""
+        ...
+
+    def collide(self, one: LocalGang, other: LocalGang) -> bool:
+        """Return whether two gangs cannot run at once."""
+        ...
+
+
+class Rotation:
+    """Time-slice groups of this node."""
+
+    def __init__(self, host: NodeContext, peers: Peers, gangs: LocalGangs) -> None:
         self._host = host
         self._peers = peers
         self._gangs = gangs
@@ -78,16 +90,16 @@ class Rotation:
         for path in sorted(self._directory.glob("*.json")):
             group = self._read(path)
             if group is None:
-                log.warning("notes of a node set cannot be read", extra={"path": str(path)})
+                log.warning("notes of a time-slice group cannot be read", extra={"path": str(path)})
                 continue
             self._groups[group.number] = group
 
-    def set_desired(self, told: Iterable[agent_pb2.DesiredRows]) -> None:
+    def set_desired(self, desired: Iterable[agent_pb2.DesiredRows]) -> None:
         """Take the complete groups of a desired set. Their gangs begin later: no leader counts on them before
         `confirm_begun`."""
         for group in self._groups.values():
             group.is_desired = False
-        for message in told:
+        for message in desired:
             group = self._groups.get(message.node_set) or self._new_group(message.node_set)
             self._groups[message.node_set] = group
             group.is_desired = True
@@ -108,10 +120,10 @@ class Rotation:
             group.rotation.confirm_begun()
         self.news()
 
-    def governs(self, gang: LocalGang, told: DesiredOrder) -> bool:
+    def governs(self, gang: LocalGang, order: DesiredOrder) -> bool:
         """Return whether an order of the master for a gang here waits for the begin or end of a slice."""
-        takes_turns = self._rotation_of(gang) is not None or gang.wanted.order.is_by_rotation
-        return gang.launched and takes_turns and gang_orders.may_wait_for_slice(told)
+        is_sliced = self._rotation_of(gang) is not None or gang.wanted.order.is_by_rotation
+        return gang.launched and is_sliced and gang_orders.may_wait_for_slice(order)
 
     def wait_reason(self, gang: LocalGang) -> str:
         """Return what slice the launch of a gang waits for; empty if it need not wait for one."""
@@ -174,11 +186,11 @@ class Rotation:
                     if group.rotation.is_switching:
                         pause = _SWITCHING_S
                 except Exception:
-                    log.exception("node set not led", extra={"node_set": group.number})
+                    log.exception("time-slice group not led", extra={"node_set": group.number})
             try:
                 self.follow()
             except Exception:
-                log.exception("turns not followed")
+                log.exception("time slices not followed")
             try:
                 await asyncio.wait_for(self._news.wait(), pause if self._groups else None)
             except TimeoutError:
@@ -223,8 +235,8 @@ class Rotation:
         addresses = {member.node.removeprefix("nodes/"): member.peer_address for member in newest.members}
         message = order_to_wire(group.number, rotation.position)
         message.ask = rotation.only_asks
-        said = await asyncio.gather(*[self._peers.switch_row(addresses[name], message) for name in others])
-        for name, state in zip(others, said, strict=True):
+        states = await asyncio.gather(*[self._peers.switch_row(addresses[name], message) for name in others])
+        for name, state in zip(others, states, strict=True):
             rotation.report(name, None if state is None else member_from_wire(state))
         self.news()
 
@@ -285,7 +297,7 @@ class Rotation:
                 continue
             last = max([one.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
             if last and gang.first_step_ns > last:
-                found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_seconds)
+                found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_s)
         return max(0.0, *found) if found else None
 
     # -- what is here -------------------------------------------------------------------------------------------------

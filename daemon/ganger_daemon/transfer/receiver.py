@@ -28,7 +28,7 @@ from ganger_daemon.transfer.stream_messages import (
     to_daemon,
 )
 
-_LOOK_SECONDS = 0.002
+_LOOK_S = 0.002
 # An arena that has not grown for so long is filled as bytes arrive: its job may have no memory left.
 _PATIENCE_S = 5.0
 
@@ -60,7 +60,7 @@ def wait_for_pages(fd: int, size: int, cancelled: threading.Event) -> None:
     """Wait until the job has allocated the first `size` bytes of a memory file. The kernel charges a page to the
     process that allocates it, which has to be the job's."""
     there, grown = 0, time.monotonic()
-    while not cancelled.wait(_LOOK_SECONDS):
+    while not cancelled.wait(_LOOK_S):
         blocks = os.fstat(fd).st_blocks * 512
         if blocks > there:
             there, grown = blocks, time.monotonic()

@@ -35,8 +35,24 @@ from ganger_daemon.transfer.stream_messages import (
 )
 
 if TYPE_CHECKING:
-    from ganger_daemon.gang.gang import LocalGang
+    from ganger_daemon.gang.local_gang import LocalGang
     from ganger_daemon.node.gang_set import GangSet
+
+log = logging.getLogger(__name__)
+
+# A host serves at most this many ranks' states at once: more would only share the same link.
+MAX_CONNECTIONS = 128
+# Most connections that have not authenticated yet; a further one closes the oldest of them.
+MAX_STRANGERS = 128
+SOCKET_TIMEOUT_S = 30.0
+# While the arena fills: well below the time a piece takes on a fast link.
+FILL_POLL_S = 0.0005
+# Most broken streams that are remembered.
+BROKEN_MOST = 1024
+# Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
+PIECE_BYTES = 8 << 20
+# What is encrypted at once: it is copied before.
+GUARDED_PIECE_BYTES = 1 << 20
 
 _FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
 
@@ -91,23 +107,6 @@ class ParkedArena:
         return self._gang.parts.launching.open_arena(self._rank)
 
 
-log = logging.getLogger(__name__)
-
-# A host serves at most this many ranks' states at once: more would only share the same link.
-MAX_CONNECTIONS = 128
-# Most connections that have not authenticated yet; a further one closes the oldest of them.
-MAX_STRANGERS = 128
-SOCKET_TIMEOUT_S = 30.0
-# While the arena fills: well below the time a piece takes on a fast link.
-FILL_POLL_S = 0.0005
-# Most broken streams that are remembered.
-BROKEN_MOST = 1024
-# Bytes of the arena sent in one call. Between two calls the server checks that the stop still lasts.
-PIECE_BYTES = 8 << 20
-# What is encrypted at once: it is copied before.
-GUARDED_PIECE_BYTES = 1 << 20
-
-
 class Source(Protocol):
     """One rank's arena on the serving side. Called from a thread of the server."""
 
@@ -136,12 +135,12 @@ class StreamServer:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        wait_seconds: float = 3600.0,
+        wait_s: float = 3600.0,
         tls: str = "",
     ) -> None:
         self._sources = sources
         self._token = token
-        self._wait_s = wait_seconds
+        self._wait_s = wait_s
         self._context = server_context(Path(tls)) if tls else None
         self._host = host
         self._closing = threading.Event()

@@ -109,6 +109,10 @@ def _gang_refused(state: State, event: events.GangRefused) -> None:
     placement_leases.note_refused(state, event)
 
 
+def _start_offered(state: State, event: events.StartOffered) -> None:
+    state.suggested[event.number] = event.claims
+
+
 def _gang_released(state: State, event: events.GangReleased) -> None:
     ending.end(state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True)
 
@@ -314,6 +318,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.JobResumed: _job_resumed,
     events.GangApproved: _gang_approved,
     events.GangRefused: _gang_refused,
+    events.StartOffered: _start_offered,
     events.GangReleased: _gang_released,
     events.MoveBegun: _move_begun,
     events.ResizeBegun: _resize_begun,

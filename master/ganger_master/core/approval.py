@@ -388,6 +388,9 @@ def _promised(state: State, job: JobRecord) -> Protected:
 
 
 def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: bool) -> Protected:
+    if state.is_planned:
+        # Its ranking and its reservations say which job goes first.
+        return NOTHING
     found = _blocked(state)
     # A queue that is not strict keeps room only for jobs that have waited long.
     if not found.numbers or (now < found.waited_from and not state.policy.protects_all):

@@ -120,6 +120,16 @@ class GangRefused(Struct, frozen=True, gc=False):
     view_version: int
 
 
+class StartOffered(Struct, frozen=True, gc=False):
+    """A plan starts a job that has a scheduler of its own, which gets a lease with the plan's place as a suggestion;
+    changes nothing durable."""
+
+    time: float
+    cause: str
+    number: int
+    claims: tuple[Claim, ...]
+
+
 class GangReleased(Struct, frozen=True, gc=False):
     time: float
     cause: str
@@ -315,6 +325,7 @@ Event: TypeAlias = (
     | JobResumed
     | GangApproved
     | GangRefused
+    | StartOffered
     | GangReleased
     | MoveBegun
     | ResizeBegun

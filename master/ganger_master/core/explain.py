@@ -27,7 +27,6 @@ from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.reservations import NOTHING, Protected, trespass
 from ganger_master.core.retry import is_backing_off
 from ganger_master.core.state import State
-from ganger_master.policies import Places
 
 # Candidates that are checked before a job counts as kept out: another place may be free.
 _CANDIDATES = 16
@@ -162,7 +161,7 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
         return Explanation(approval.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
-    if state.policy.places is Places.PLANNER:
+    if state.is_planned:
         blockers = _lacks_memory(state, job) or blockers
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
         told = told_blockers(state, job)
@@ -187,7 +186,7 @@ def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     if told and told[0].reason is Reason.QUOTA:
         # Other jobs of its user may have come and gone since.
         return approval.rules(state, job) or told
-    if told or state.policy.places is Places.JOBS or not state.is_waiting(job):
+    if told or not state.is_planned or not state.is_waiting(job):
         return told
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)

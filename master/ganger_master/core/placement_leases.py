@@ -12,13 +12,14 @@ from itertools import islice
 from typing import TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
-from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events
 from ganger_master.core.answers import Answer, JobAnswer, Refused
 from ganger_master.core.approval import (
     CandidateApproval,
+    CandidateRejection,
     first_blocked,
     forbidden_nodes,
     has_place,
@@ -28,12 +29,12 @@ from ganger_master.core.approval import (
     rules,
 )
 from ganger_master.core.commands import ClaimTurns
+from ganger_master.core.elastic import rests_for_any_size, shape_for
 from ganger_master.core.events import Event, GangRefused
 from ganger_master.core.model import JobRecord, JobState
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.queue import WAITS_FOR_PIECES, GrantedLease
 from ganger_master.core.state import State
-from ganger_master.policies import Places
 
 # Jobs behind the head of the queue that may get a lease: bounds the work of one event.
 WINDOW = 64
@@ -46,10 +47,22 @@ _LASTING_SECONDS = 1.0
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Give leases while there are any to give; return their numbers."""
+    if len(state.turns) >= state.settings.turns_at_once or not state.waiting:
+        return ()
+    return _by_plan(state, now) if state.is_planned else _by_order(state, now)
+
+
+def _by_plan(state: State, now: float) -> tuple[int, ...]:
+    """Give leases to jobs that a plan starts, in the order of its ranking."""
+    offered = sorted(state.suggested, key=lambda number: (state.ranks.get(number, 0), number))
+    chosen = offered[: state.settings.turns_at_once - len(state.turns)]
+    return tuple([_give(state, state.jobs[number], now, state.suggested.pop(number)) for number in chosen])
+
+
+def _by_order(state: State, now: float) -> tuple[int, ...]:
+    """Give leases in the order of the policy, as long as devices are free that no job ahead may request."""
     given: list[int] = []
     most = state.settings.turns_at_once
-    if len(state.turns) >= most or not state.waiting or state.policy.places is Places.PLANNER:
-        return ()
     _turn_aside(state, now)
     # Shapes that this view was too small for, and the devices that holders of leases may request: all, and those ahead.
     # Jobs behind do not delay a job: otherwise they would request in turns the pieces that are kept for it.
@@ -97,7 +110,7 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _give(state: State, job: JobRecord, now: float) -> int:
+def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...] = ()) -> int:
     turn = GrantedLease(
         turn=state.next_turn,
         number=job.number,
@@ -106,7 +119,8 @@ def _give(state: State, job: JobRecord, now: float) -> int:
         given=now,
         expires=now + state.settings.turn_lease_seconds,
         scheduler=scheduler_of(state, job),
-        reserved_nodes=_reserved_nodes(state, job, now),
+        reserved_nodes=() if suggested else _reserved_nodes(state, job, now),
+        suggested=suggested,
     )
     state.next_turn += 1
     state.turns[turn.turn] = turn
@@ -121,6 +135,18 @@ def scheduler_of(state: State, job: JobRecord) -> str:
     if state.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
         return ""
     return state.claimed_by.get(job.number, job.spec.scheduler)
+
+
+def offer_start(
+    state: State, job: JobRecord, claims: tuple[Claim, ...], proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
+    """Return what offers a plan's place to the job's own scheduler: nothing while it holds a lease, a refusal for some
+    seconds after it has passed one."""
+    if job.number in state.turn_of:
+        return ()
+    if not _may_ask(state, job.number, now):
+        return Refusal(Reason.WRONG_STATE, job=job.name, detail="its scheduler has passed its last lease")
+    return (events.StartOffered(now, proposer, job.number, claims),)
 
 
 def valid_turn(state: State, number: int, turn: int, now: float) -> GrantedLease | None:
@@ -177,7 +203,7 @@ def note_refused(state: State, event: GangRefused) -> None:
     state.passed[event.number] = (version, event.time)
     if version >= state.view.freed:
         _note_declined(state, turn, event, last)
-    state.drop_turn(event.number)
+    _take_back(state, event.number)
 
 
 def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
@@ -201,7 +227,7 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
     if claim.alone:
         stale = [*stale, *[turn for turn in state.turns.values() if not turn.scheduler and turn not in stale]]
     for turn in stale:
-        state.drop_turn(turn.number)
+        _take_back(state, turn.number)
 
 
 # How often a scheduler that lost its turns may try again with a new stream.
@@ -234,8 +260,15 @@ def next_time(state: State, now: float) -> float | None:
 _JUST_AFTER = 0.001
 
 
+def _take_back(state: State, number: int) -> None:
+    """Drop the job's lease. A planner plans anew for it: nothing else of the job has changed."""
+    state.drop_turn(number)
+    if state.is_planned:
+        state.dirty.news[number] = None
+
+
 def _lose(state: State, turn: GrantedLease) -> None:
-    state.drop_turn(turn.number)
+    _take_back(state, turn.number)
     state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
 
 
@@ -385,8 +418,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         version = min(command.view_version or state.view.version, state.view.version)
         event = events.GangRefused(now, cause, job.number, refusals, command.turn, False, version)
         return (event,), _rejected(state, job, refusals, False)
-    rank = state.queue_rank(job.number) if turn is not None else 0
-    verdict = judge(state, job, command.candidates, rank, now)
+    verdict = _judge_request(state, job, command, turn, now)
     if isinstance(verdict, CandidateApproval):
         approved = events.GangApproved(now, cause, job.number, tuple(verdict.claims), verdict.level)
         return (approved,), answers.Approved(job.number, 0, 0, 0, verdict.candidate)
@@ -398,6 +430,21 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
     )
     rejected = answers.Rejected(job.number, tuple(verdict.refusals), tuple(verdict.rows), state.view.version, kept)
     return (refused,), rejected
+
+
+def _judge_request(
+    state: State, job: JobRecord, command: commands.RequestGang, turn: GrantedLease | None, now: float
+) -> CandidateApproval | CandidateRejection:
+    """Judge the candidates. The plan's suggestion, if it is the first one, may have other cores and another number of
+    devices than the job requests."""
+    candidates, rank = command.candidates, state.queue_rank(job.number) if turn is not None else 0
+    if turn is not None and turn.suggested and candidates[0] == turn.suggested:
+        shape = shape_for(job, turn.suggested, rests_for_any_size(state, job))
+        if not isinstance(shape, Refusal):
+            verdict = judge(state, job, candidates[:1], rank, now, retune=True, shape=shape)
+            if isinstance(verdict, CandidateApproval) or len(candidates) == 1:
+                return verdict
+    return judge(state, job, candidates, rank, now)
 
 
 def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal]) -> tuple[Refusal, ...]:
@@ -418,8 +465,8 @@ def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Res
 
 
 def _check_request(state: State, job: JobRecord, command: commands.RequestGang) -> Refusal | None:
-    if state.policy.places is Places.PLANNER:
-        text = f"the planner places all jobs: policy {state.settings.policy}"
+    if state.is_planned and not command.turn:
+        text = f"policy {state.settings.policy}: jobs start only with a lease"
         return Refusal(Reason.OUT_OF_TURN, detail=text, job=job.name)
     if command.revision != job.revision:
         figures = {"revision": job.revision, "given": command.revision}

@@ -26,6 +26,7 @@ from ganger_master.core.elastic import (
 )
 from ganger_master.core.events import Event
 from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.placement_leases import offer_start, scheduler_of
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
@@ -198,7 +199,7 @@ class _Trial:
                 self._joined += [claim for claim in taken if claim.shared_mask]
             self._exchange(given, taken)
         match event:
-            case events.GangApproved(number=number, claims=claims):
+            case events.GangApproved(number=number, claims=claims) | events.StartOffered(number=number, claims=claims):
                 self._use_share(self._state.jobs[number], devices_of(claims))
             case events.ResizeBegun(number=number, claims=claims):
                 job = self._state.jobs[number]
@@ -267,7 +268,7 @@ class _Trial:
 def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Claim, ...]]:
     """Return the claims that an event gives back, and those that it takes at once."""
     match event:
-        case events.GangApproved(number=number, claims=claims):
+        case events.GangApproved(number=number, claims=claims) | events.StartOffered(number=number, claims=claims):
             parked = state.gangs.get(state.jobs[number].epoch)
             if parked is None or not orders.same_place(parked.claims, claims):
                 return (), claims
@@ -328,9 +329,13 @@ def _judge_start(
         return shares_nothing(job)
     # What it asks of cores and memory is a wish where a plan tunes them.
     verdict = judge(state, job, (change.claims,), 0, now, retune=True, shape=shape)
-    if isinstance(verdict, CandidateApproval):
-        return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
-    return verdict.refusals[0]
+    if not isinstance(verdict, CandidateApproval):
+        return verdict.refusals[0]
+    # No lease claims devices of other gangs, nor several changes at once.
+    is_alone = not change.together and not any(claim.shared_mask for claim in verdict.claims)
+    if is_alone and scheduler_of(state, job):
+        return offer_start(state, job, tuple(verdict.claims), proposer, now)
+    return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
 
 
 def _judge_move(

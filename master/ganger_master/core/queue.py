@@ -46,6 +46,8 @@ class GrantedLease(Struct, frozen=True, gc=False):
     scheduler: str
     tries: int = 0
     reserved_nodes: tuple[str, ...] = ()
+    # Where a plan would start the job, with its cores and its number of devices.
+    suggested: tuple[Claim, ...] = ()
 
     def is_told_late(self, now: float) -> bool:
         """Return whether so much of the lease has passed before it is sent that it must begin anew."""

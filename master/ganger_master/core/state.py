@@ -148,6 +148,8 @@ class State:
         # Places that the planner keeps for waiting jobs, and when it last reported them.
         self.promised: dict[int, tuple[Claim, ...]] = {}
         self.promised_at = 0.0
+        # Places of a plan for jobs with a scheduler of their own, until these jobs get a lease.
+        self.suggested: dict[int, tuple[Claim, ...]] = {}
         self.wake_at: float | None = None
 
     def __copy__(self) -> State:
@@ -381,9 +383,14 @@ class State:
         job = self.jobs.get(number)
         if job is None or not self.is_waiting(job):
             return 0
-        if self.policy.places is Places.PLANNER:
+        if self.is_planned:
             return self.ranks.get(number, 0)
         return self.waiting.rank((*self.policy.key(job), number)) + 1
+
+    @property
+    def is_planned(self) -> bool:
+        """Return whether the planner ranks the pending jobs and decides when one may start."""
+        return self.policy.places is Places.PLANNER
 
     @staticmethod
     def is_waiting(job: JobRecord) -> bool:
@@ -652,7 +659,7 @@ class State:
                 self.front.remove(place)
             self.drop_turn(number)
             self._forget_refusals(number)
-            for known in (self.conflicts, self.passed, self.declined, self.returned, self.promised):
+            for known in (self.conflicts, self.passed, self.declined, self.returned, self.promised, self.suggested):
                 if known:
                     known.pop(number, None)
             if waits:

@@ -90,6 +90,7 @@ class Image(Struct, frozen=True, gc=False):
     ranked_by: str = ""
     promised: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     promised_at: float = 0.0
+    suggested: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     wake_at: float | None = None
 
 
@@ -124,6 +125,7 @@ _MAPPINGS = (
     "claimed_by",
     "ranks",
     "promised",
+    "suggested",
 )
 _SETS = ("finished", "resuming", "running_limited", "moving", "backing_off", "draining", "choosy", "unheard")
 _VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")

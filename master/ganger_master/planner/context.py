@@ -41,22 +41,13 @@ class PlannerSettings:
     pace: when plans are made, and when they may preempt.
     resize_s: seconds that a resize by checkpoint and restart takes.
     oracle: remaining seconds by job number; only policies that know durations read it.
-    capacity: what gangs can have; None: what the view has.
-    line_limit: pending jobs of the order that a plan reports at most. Without any, plans that change nothing are
-        passed over (`vain_plans`).
-    bounds_waits: no job waits without bound (`orders.aging`), whatever the order.
-    unplaced_rest: jobs that fit nowhere are left out for some seconds, so that the next plans choose others.
-    switch_quantum_s: seconds of a time slice that plans switch; None: the nodes rotate their slices.
+    line_limit: pending jobs of the order that a plan reports at most.
     """
 
     pace: PlanPace
     resize_s: float = 30.0
     oracle: Callable[[Integers], Floats] | None = None
-    capacity: Capacity | None = None
     line_limit: int = LINE_LIMIT
-    bounds_waits: bool = True
-    unplaced_rest: bool = True
-    switch_quantum_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +62,6 @@ class ClusterChange:
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     quantum_s: seconds of a time slice; None: no time slicing.
     moves_per_hour: opportunistic migrations of a node and hour; None: the planner decides.
-    free_devices: number of free devices on available nodes; None: counted where it is needed.
     """
 
     view: View
@@ -83,15 +73,13 @@ class ClusterChange:
     changing: frozenset[int] = frozenset()
     quantum_s: float | None = None
     moves_per_hour: float | None = None
-    free_devices: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReports:
-    """Reports of running jobs by number. `profiled`: numbers of jobs that were measured otherwise."""
+    """Reports of running jobs by number."""
 
-    reports: Mapping[int, ProgressReport] = field(default_factory=dict)
-    profiled: Collection[int] = ()
+    reports: Mapping[int, ProgressReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,7 @@ class PlanContext:
     rates: measurements of jobs; None: no stage of this policy reads them.
     cluster: the last `ClusterChange`.
     excluded: jobs and nodes that recent refusals exclude.
-    pace: the times of this plan and the next ones.
+    next_stop_s: when the next plan may preempt, if this one does not; else the one after it.
     last_line: the order of pending jobs as last reported.
     on_trial: numbers of jobs in co-locations under measurement.
     draft, findings: the plan so far, and findings of earlier trials.
@@ -175,7 +163,7 @@ class PlanContext:
     rates: RateSources | None
     cluster: ClusterChange
     excluded: ExcludedJobs
-    pace: PlanPace
+    next_stop_s: float
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
     draft: PlanDraft = field(default_factory=PlanDraft)
@@ -193,15 +181,7 @@ class PlanContext:
     @property
     def capacity(self) -> Capacity:
         """Return the devices, cores and memory that gangs can have."""
-        return self.settings.capacity or capacity_of(self.room.view, self.jobs)
-
-    @property
-    def free_devices(self) -> int:
-        """Return the number of free devices on available nodes."""
-        if self.cluster.free_devices is not None:
-            return self.cluster.free_devices
-        self.room.follow()
-        return self.room.free_devices
+        return capacity_of(self.room.view, self.jobs)
 
     def come_back(self, when_s: float) -> None:
         """Request the next plan at `when_s` at the latest, without any event."""
@@ -217,10 +197,6 @@ class PlanStage(Protocol):
 
     def plan(self, context: PlanContext) -> None:
         """Add changes to the draft."""
-        ...
-
-    def is_idle(self, context: PlanContext) -> bool:
-        """Return whether `plan` would certainly change nothing."""
         ...
 
     def settle(self, outcome: PlanOutcome) -> None:

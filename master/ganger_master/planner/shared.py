@@ -69,7 +69,7 @@ class SharingStage:
             # Shrinking jobs are about to free devices for pending jobs.
             context.add(PlanDraft(line=np.array(context.last_line, np.int64)))
             return
-        cluster, settings = context.cluster, context.settings
+        cluster = context.cluster
         found, self.shared, findings = plan_shared(
             context.policy.placement,
             context.jobs,
@@ -78,9 +78,9 @@ class SharingStage:
             self.shared,
             context.measured.together,
             context.capacity.gpus,
-            settings.switch_quantum_s or min(QUANTUM_S, settings.pace.every_s),
+            min(QUANTUM_S, context.settings.pace.every_s),
             context.excluded,
-            matrices=settings.switch_quantum_s is None,
+            matrices=True,
             turn_s=self._quantum_s(cluster.quantum_s, context.now),
             received_s=context.measured.received_s,
             draining=cluster.draining,
@@ -88,7 +88,6 @@ class SharingStage:
             errands=self._migrations.moving.errands if self._migrations is not None else (),
         )
         context.add(found)
-        context.come_back(found.next_change_s)
         context.findings.extend(findings)
 
     def _quantum_s(self, wanted_s: float | None, now: float) -> float | None:
@@ -96,9 +95,6 @@ class SharingStage:
         if wanted_s is None or now >= self._believed_until_s:
             return wanted_s
         return max(wanted_s, self._least_quantum_s)
-
-    def is_idle(self, context: PlanContext) -> bool:
-        return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         self.shared = self.shared.without(self._before, outcome.refused)
@@ -110,7 +106,7 @@ class SharingStage:
 
     @property
     def on_trial(self) -> frozenset[int]:
-        return self.shared.packs.on_trial | self.shared.turns.sharers.keys()
+        return self.shared.packs.on_trial
 
     @property
     def memory(self) -> Mapping[str, Any]:

@@ -374,6 +374,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
             reserved_nodes=[names.node_name(node) for node in lease.reserved_nodes],
+            suggested=convert.claims_to_wire(lease.suggested),
             view_version=self._writer.committed.view_version,
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,

@@ -251,8 +251,8 @@ class _Replay:
         gang = self._where[job]
         beside = frozenset(other + 1 for other in self._company(job, gang))
         self.windows.trains(job + 1, self.clock.now, rate, beside, gang.devices)
-        if self._specs[job].is_elastic:
-            self.planning.trains(job + 1)
+        if self.planning.sizing is not None and self._specs[job].is_elastic:
+            self.planning.sizing.trains(job + 1)
         return self.work.change(job, self.clock.now, rate)
 
     def _retime(self, company: frozenset[int]) -> None:

@@ -142,7 +142,7 @@ def test_a_frozen_group_that_is_killed_runs_no_further_instruction(cgroups: Cgro
 
 def test_a_group_with_processes_is_not_destroyed_but_an_empty_one_is(cgroups: Cgroups) -> None:
     with member_of(cgroups, GROUP) as member:
-        assert not cgroups.destroy(GROUP, timeout_seconds=0.05)
+        assert not cgroups.destroy(GROUP, timeout_s=0.05)
         assert cgroups.groups() == (GROUP,)
         cgroups.kill(GROUP)
         eventually(lambda: member.gone)
@@ -158,7 +158,7 @@ def test_a_group_that_does_not_exist_answers_quietly(cgroups: Cgroups) -> None:
     assert not cgroups.set_memory_limit(missing, MEBIBYTE)
     assert cgroups.oom_kills(missing) == 0
     assert cgroups.memory_bytes(missing) == 0
-    assert cgroups.cpu_seconds(missing) == 0.0
+    assert cgroups.cpu_s(missing) == 0.0
     assert not cgroups.frozen(missing)
     cgroups.kill(missing)
 
@@ -187,9 +187,9 @@ def test_a_memory_limit_can_be_raised_and_lowered(cgroups: Cgroups) -> None:
 
 def test_cpu_time_is_counted(cgroups: Cgroups) -> None:
     with member_of(cgroups, GROUP) as member:
-        before = cgroups.cpu_seconds(GROUP)
+        before = cgroups.cpu_s(GROUP)
         assert member.do("burn 2000000")
-        eventually(lambda: cgroups.cpu_seconds(GROUP) > before)
+        eventually(lambda: cgroups.cpu_s(GROUP) > before)
 
 
 def test_a_pool_limits_the_cpu_time_of_its_groups_together_and_of_no_other_group(cgroups: Cgroups) -> None:
@@ -211,9 +211,9 @@ def test_a_pool_limits_the_cpu_time_of_its_groups_together_and_of_no_other_group
         for member in (first, second, other):
             member.tell("burn 1000000000")
         # until there is enough to tell 0.2 cores from the kernel's rounding
-        eventually(lambda: sum(cgroups.cpu_seconds(group) for group in in_pool) > 0.3)
-        eventually(lambda: cgroups.cpu_seconds(GROUP) > 0.3)
-        assert sum(cgroups.cpu_seconds(group) for group in in_pool) < 0.3 * (time.monotonic() - begun)
+        eventually(lambda: sum(cgroups.cpu_s(group) for group in in_pool) > 0.3)
+        eventually(lambda: cgroups.cpu_s(GROUP) > 0.3)
+        assert sum(cgroups.cpu_s(group) for group in in_pool) < 0.3 * (time.monotonic() - begun)
         for group in in_pool:
             cgroups.kill(group)
         cgroups.kill(GROUP)

@@ -48,7 +48,7 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (mount / "ganger/n1/job-1/cpu.stat").write_text("usage_usec 1500000\n")
     assert cgroups.oom_kills("job-1") == 2
     assert cgroups.memory_bytes("job-1") == 4096
-    assert cgroups.cpu_seconds("job-1") == 1.5
+    assert cgroups.cpu_s("job-1") == 1.5
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/job-1/cgroup.procs"),)
 
 
@@ -89,7 +89,7 @@ def test_v2_destroys_what_it_made_once_it_is_empty(tmp_path: Path, monkeypatch: 
     cgroups = choose_cgroups("ganger/n1", mount, own=own_group(tmp_path, "/"))
     cgroups.create("job-1")
     (mount / "ganger/n1/job-1/cgroup.procs").write_text("4194305\n")
-    assert not cgroups.destroy("job-1", timeout_seconds=0.01)
+    assert not cgroups.destroy("job-1", timeout_s=0.01)
     (mount / "ganger/n1/job-1/cgroup.procs").write_text("")
     assert cgroups.destroy("job-1")
     cgroups.tidy()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, hastened
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, RankState, Todo, judge
+from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, Todo, judge
 from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ HAND = DesiredOrder("u", OrderKey(1, 5), OrderIntent.HAND_OVER, ParkLevel.NONE, 
 PREPARE = DesiredOrder("u", OrderKey(1, 5), OrderIntent.PREPARE, moves_in=True)
 STOP = DesiredOrder("u", OrderKey(1, 5), OrderIntent.STOP)
 
-RUNNING = Rank(0, state=RankState.RUNNING, hello=True, first_step=True)
+RUNNING = Rank(0, state=PageState.RUNNING, hello=True, first_step=True)
 
 
 def number(sequence: int) -> int:
@@ -28,7 +29,7 @@ def number(sequence: int) -> int:
     return OrderKey(1, sequence).number
 
 
-def resting(rank: int, state: RankState, step: int, sequence: int = 5) -> Rank:
+def resting(rank: int, state: int, step: int, sequence: int = 5) -> Rank:
     return Rank(rank, state=state, hello=True, reached_sequence=number(sequence), reached_step=step)
 
 
@@ -44,15 +45,15 @@ def ended(
         (RUN, (RUNNING,), PartPhase.RUNNING),
         (RUN, (RUNNING, Rank(1, hello=True)), PartPhase.STARTING),
         (RUN, (RUNNING, Rank(1, opaque=True)), PartPhase.RUNNING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 7)), PartPhase.PARKED),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.PAUSED, 8)), PartPhase.STOPPING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7), resting(1, RankState.WAITING, 7)), PartPhase.STOPPING),
-        (PAUSE, (resting(0, RankState.PAUSED, 7, sequence=4),), PartPhase.STOPPING),
-        (OFFLOAD, (resting(0, RankState.OFFLOADED, 7),), PartPhase.STOPPING),
-        (HAND, (resting(0, RankState.HANDED_OVER, 7),), PartPhase.PARKED),
-        (PREPARE, (Rank(0, state=RankState.RESTORING, hello=True),), PartPhase.PREPARED),
+        (PAUSE, (resting(0, PageState.PAUSED, 7), resting(1, PageState.PAUSED, 7)), PartPhase.PARKED),
+        (PAUSE, (resting(0, PageState.PAUSED, 7), resting(1, PageState.PAUSED, 8)), PartPhase.STOPPING),
+        (PAUSE, (resting(0, PageState.PAUSED, 7), resting(1, PageState.WAITING, 7)), PartPhase.STOPPING),
+        (PAUSE, (resting(0, PageState.PAUSED, 7, sequence=4),), PartPhase.STOPPING),
+        (OFFLOAD, (resting(0, PageState.OFFLOADED, 7),), PartPhase.STOPPING),
+        (HAND, (resting(0, PageState.HANDED_OVER, 7),), PartPhase.PARKED),
+        (PREPARE, (Rank(0, state=PageState.RESTORING, hello=True),), PartPhase.PREPARED),
         (PREPARE, (Rank(0),), PartPhase.STARTING),
-        (PREPARE, (Rank(0, state=RankState.READY, hello=True),), PartPhase.READY),
+        (PREPARE, (Rank(0, state=PageState.READY, hello=True),), PartPhase.READY),
         (RUN, (ended(0), ended(1)), PartPhase.ENDED),
         (RUN, (ended(0), RUNNING), PartPhase.RUNNING),
         (RUN, (ended(0, code=1), RUNNING), PartPhase.STOPPING),
@@ -63,13 +64,13 @@ def test_phase_follows_from_pages_and_exits(wanted: DesiredOrder, ranks: tuple[R
 
 
 def test_a_move_is_prepared_only_when_there_is_room_for_the_state() -> None:
-    ranks = (Rank(0, state=RankState.RESTORING, hello=True),)
+    ranks = (Rank(0, state=PageState.RESTORING, hello=True),)
     assert judge(GangPart(PREPARE, ranks, launched=True, has_room=False), 1.0).phase is PartPhase.STARTING
     assert judge(GangPart(PREPARE, ranks, launched=True, has_room=True), 1.0).phase is PartPhase.PREPARED
 
 
 def test_offload_is_parked_only_when_the_memory_was_seen_free() -> None:
-    ranks = (resting(0, RankState.OFFLOADED, 7),)
+    ranks = (resting(0, PageState.OFFLOADED, 7),)
     assert judge(GangPart(OFFLOAD, ranks, launched=True), 1.0).todo == (Todo.VERIFY_MEMORY,)
     parked = judge(GangPart(OFFLOAD, ranks, launched=True, memory_freed=True), 1.0)
     assert (parked.phase, parked.level, parked.stop_step) == (PartPhase.PARKED, ParkLevel.OFFLOAD, 7)
@@ -127,20 +128,20 @@ def test_a_gang_that_is_not_launched_is_launched_unless_it_is_to_stop() -> None:
 
 
 def test_a_rank_that_rests_at_another_level_is_not_disobedient() -> None:
-    assert not gang_judgement.is_disobedient(GangPart(OFFLOAD, (resting(0, RankState.PAUSED, 7),), launched=True))
+    assert not gang_judgement.is_disobedient(GangPart(OFFLOAD, (resting(0, PageState.PAUSED, 7),), launched=True))
     assert gang_judgement.is_disobedient(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
 @pytest.mark.parametrize(
     ("states", "level"),
     [
-        ((RankState.PAUSED, RankState.PAUSED), ParkLevel.PAUSE),
-        ((RankState.OFFLOADED, RankState.OFFLOADED), ParkLevel.OFFLOAD),
-        ((RankState.PAUSED, RankState.SAVING), None),
+        ((PageState.PAUSED, PageState.PAUSED), ParkLevel.PAUSE),
+        ((PageState.OFFLOADED, PageState.OFFLOADED), ParkLevel.OFFLOAD),
+        ((PageState.PAUSED, PageState.SAVING), None),
     ],
 )
 def test_a_level_that_cannot_be_had_is_said_once_all_ranks_rest_below_it(
-    states: tuple[RankState, ...], level: ParkLevel | None
+    states: tuple[PageState, ...], level: ParkLevel | None
 ) -> None:
     ranks = tuple(Rank(number, state=state, step=7, hello=True) for number, state in enumerate(states))
     full = GangPart(SAVE, ranks, launched=True, refusal="STORAGE_FULL: rank 0: no room")
@@ -154,7 +155,7 @@ def test_a_level_that_cannot_be_had_is_said_once_all_ranks_rest_below_it(
 
 def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -> None:
     last = DesiredOrder("u", OrderKey(1, 5), OrderIntent.STOP, stop_sequence=5, checkpoint_first=True)
-    ranks = (Rank(0, state=RankState.PAUSED, step=7, hello=True),)
+    ranks = (Rank(0, state=PageState.PAUSED, step=7, hello=True),)
     assert judge(GangPart(last, ranks, launched=True), 1.0).todo == ()
     assert judge(GangPart(last, ranks, launched=True, refusal="STORAGE_FULL"), 1.0).todo == (Todo.TERMINATE,)
     # it may not stay parked for ever either, waiting for a checkpoint that is never published
@@ -163,16 +164,16 @@ def test_a_gang_that_is_to_end_ends_though_its_last_checkpoint_finds_no_room() -
 
 def test_an_error_counts_against_an_order_only_while_the_rank_rests_without_having_carried_it_out() -> None:
     facts = GangPart(SAVE, launched=True)
-    assert gang_judgement.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(4)))
-    assert not gang_judgement.refuses(facts, Rank(0, state=RankState.SAVING, reached_sequence=number(4)))
-    assert not gang_judgement.refuses(facts, Rank(0, state=RankState.PAUSED, reached_sequence=number(5)))
+    assert gang_judgement.refuses(facts, Rank(0, state=PageState.PAUSED, reached_sequence=number(4)))
+    assert not gang_judgement.refuses(facts, Rank(0, state=PageState.SAVING, reached_sequence=number(4)))
+    assert not gang_judgement.refuses(facts, Rank(0, state=PageState.PAUSED, reached_sequence=number(5)))
     assert not gang_judgement.refuses(
-        GangPart(RUN, launched=True), Rank(0, state=RankState.PAUSED, reached_sequence=number(4))
+        GangPart(RUN, launched=True), Rank(0, state=PageState.PAUSED, reached_sequence=number(4))
     )
 
 
 def test_a_job_that_begins_from_a_saved_state_is_not_taken_for_opaque_because_it_is_slow_to_start() -> None:
-    late = 2 * gang_judgement.HELLO_SECONDS
+    late = 2 * gang_judgement.HELLO_S
     assert judge(GangPart(RUN, (Rank(0),), launched=True), late).phase is PartPhase.RUNNING
     assert judge(GangPart(RUN, (Rank(0),), launched=True, restores=True), late).phase is PartPhase.STARTING
 
@@ -227,7 +228,7 @@ def test_parked_is_never_claimed_unless_all_ranks_agree(
 
 def test_a_destination_that_is_ready_says_of_which_step_and_nothing_where_its_ranks_differ() -> None:
     def ready(*steps: int) -> gang_judgement.Judgement:
-        ranks = tuple(Rank(k, state=RankState.READY, hello=True, reached_step=step) for k, step in enumerate(steps))
+        ranks = tuple(Rank(k, state=PageState.READY, hello=True, reached_step=step) for k, step in enumerate(steps))
         return judge(GangPart(PREPARE, ranks, launched=True), 0.0)
 
     assert ready(7, 7) == gang_judgement.Judgement(PartPhase.READY, stop_step=7)
@@ -257,7 +258,7 @@ def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> 
     assert not gang_judgement.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
-KILLED = replace(STOP, grace_seconds=0.0)
+KILLED = replace(STOP, grace_s=0.0)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ganger.protocol.boundary_agreement import RelayedPoint, merge_point, merge_points
 from ganger.protocol.execution_lease import NEVER, expired, lease_until, renewed
+from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.manifest import Gathering, Shard
-from ganger_daemon.checkpoints.retention import Schedule, asked, due, is_leftover, surplus
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
-from ganger_daemon.core.relay import RelayedPoint, merge, merge_all
 from ganger_daemon.gang.core_pinning import Retune, RetuneStep
 from ganger_daemon.gang.device_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, rate_between
@@ -52,7 +52,7 @@ def test_evaluation_moves_the_clock_but_not_for_ever() -> None:
     ladder = escalation.extend(escalation.begin(0.0, 0.0, 5.0), 100.0)
     assert rungs(ladder, 400.0)[0] == (130.0, Rung.DUMP)
     endless = escalation.extend(ladder, 1e9)
-    assert endless.extended == escalation.EXTENSION_SECONDS
+    assert endless.extended == escalation.EXTENSION_S
 
 
 POINTS = st.builds(
@@ -67,24 +67,24 @@ POINTS = st.builds(
 
 @given(POINTS, POINTS)
 def test_merging_points_never_goes_back(known: RelayedPoint, heard: RelayedPoint) -> None:
-    both = merge(known, heard)
+    both = merge_point(known, heard)
     assert both.step >= max(known.step, heard.step)
     assert both.ack_step >= known.ack_step
     assert both.step >= both.ack_step
-    assert merge(both, heard) == both
+    assert merge_point(both, heard) == both
     assert both.done or not (known.done or heard.done)
 
 
 def test_the_ack_of_a_stop_follows_that_of_a_checkpoint_whatever_their_numbers() -> None:
     checkpoint = RelayedPoint(0, 10, 1 << 62 | 1, 10)
     stop = RelayedPoint(0, 10, 3, 10)
-    assert merge(checkpoint, stop) == stop
-    assert merge(stop, RelayedPoint(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
+    assert merge_point(checkpoint, stop) == stop
+    assert merge_point(stop, RelayedPoint(0, 12, 1 << 62 | 2, 12)).ack_sequence == 1 << 62 | 2
 
 
 def test_points_of_own_and_of_unknown_ranks_are_ignored() -> None:
     known = {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 3)}
-    merged = merge_all(known, [RelayedPoint(0, 99), RelayedPoint(1, 4), RelayedPoint(7, 1)], frozenset({0}))
+    merged = merge_points(known, [RelayedPoint(0, 99), RelayedPoint(1, 4), RelayedPoint(7, 1)], frozenset({0}))
     assert merged == {0: RelayedPoint(0, 5), 1: RelayedPoint(1, 4)}
 
 
@@ -131,7 +131,7 @@ def test_rates_are_means_and_a_restart_counts_as_nothing() -> None:
     early, late = PageSample(10.0, 100, 0, 0), PageSample(12.0, 150, 0, 1_000_000_000)
     assert rate_between(early, late).steps_per_second == 25.0
     assert rate_between(early, late).data_wait_share == 0.5
-    assert rate_between(late, replace(early, time_seconds=20.0)).steps_per_second == 0.0
+    assert rate_between(late, replace(early, time_s=20.0)).steps_per_second == 0.0
     assert rate_between(None, late).steps_per_second == 0.0
 
 
@@ -179,4 +179,4 @@ def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
     assert due(schedule, 160.0, 60.0, 0)
     assert not due(schedule, 1e9, 0.0, 0)
     assert due(schedule, 101.0, 0.0, 1)
-    assert not due(asked(schedule, 101.0, 1), 102.0, 0.0, 1)
+    assert not due(requested(schedule, 101.0, 1), 102.0, 0.0, 1)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from ganger_daemon.core.gang_judgement import RankPhase
-from ganger_daemon.core.stall_detection import RankCounters, Watched, seen, stall_reason, used
-from ganger_daemon.gang.step_rate import processor_seconds
+from ganger.injob.page_layout import PagePhase
+from ganger_daemon.core.stall_detection import RankCounters, Watched, stall_reason, with_counters, with_processor_time
+from ganger_daemon.gang.step_rate import processor_s
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,16 +19,16 @@ def trained(seconds: int, *, pace: float = 10.0, ranks: int = 2, every: float = 
     watched = Watched(0.0)
     for look in range(1, int(seconds / every) + 1):
         now = look * every
-        watched = seen(watched, {rank: RankCounters(int(now * pace)) for rank in range(ranks)}, now)
+        watched = with_counters(watched, {rank: RankCounters(int(now * pace)) for rank in range(ranks)}, now)
     return watched
 
 
-def stands_still(watched: Watched, until: float, phase: int = RankPhase.TRAINING, **steps: int) -> str:
+def stands_still(watched: Watched, until: float, phase: int = PagePhase.TRAINING, **steps: int) -> str:
     """`steps`: other ones of some ranks ("rank1=7")."""
     ranks = {
         rank: RankCounters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()
     }
-    return stall_reason(seen(watched, ranks, until), until)
+    return stall_reason(with_counters(watched, ranks, until), until)
 
 
 def test_a_job_that_steps_is_no_concern() -> None:
@@ -56,29 +56,29 @@ def test_a_job_that_has_made_long_pauses_may_make_them_again() -> None:
     assert "no step" in stands_still(trained(300, pace=1 / 30), 300.0 + 310.0)
 
 
-@pytest.mark.parametrize("phase", [RankPhase.EVALUATION, RankPhase.COMPILATION])
-def test_phases_without_boundaries_take_longer(phase: RankPhase) -> None:
+@pytest.mark.parametrize("phase", [PagePhase.EVALUATION, PagePhase.COMPILATION])
+def test_phases_without_boundaries_take_longer(phase: PagePhase) -> None:
     assert stands_still(trained(100), 690.0, phase) == ""
     assert "no step" in stands_still(trained(100), 710.0, phase)
 
 
 def test_a_job_that_is_done_does_not_hang() -> None:
-    assert stands_still(trained(100), 10_000.0, RankPhase.DONE) == ""
+    assert stands_still(trained(100), 10_000.0, PagePhase.DONE) == ""
 
 
 def test_a_job_without_a_first_step_is_a_concern_after_ten_minutes() -> None:
-    watched = seen(Watched(0.0), {0: RankCounters(0, RankPhase.START)}, 1.0)
+    watched = with_counters(Watched(0.0), {0: RankCounters(0, PagePhase.START)}, 1.0)
     assert stall_reason(watched, 599.0) == ""
     assert stall_reason(watched, 660.0) == "no step in the 11m that it has been running"
 
 
 def test_a_job_without_boundaries_is_judged_by_its_processor_time() -> None:
-    watched = seen(Watched(0.0), {0: RankCounters(0)}, 1.0)
+    watched = with_counters(Watched(0.0), {0: RankCounters(0)}, 1.0)
     for minute in range(30):
-        watched = used(watched, 3.0 * minute, 60.0 * minute)
+        watched = with_processor_time(watched, 3.0 * minute, 60.0 * minute)
     assert stall_reason(watched, 1_800.0) == ""
     for minute in range(30, 45):
-        watched = used(watched, 90.0 + 0.001 * minute, 60.0 * minute)
+        watched = with_processor_time(watched, 90.0 + 0.001 * minute, 60.0 * minute)
     assert stall_reason(watched, 60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
 
 
@@ -86,20 +86,20 @@ def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
         waits = {0: 0.05, 1: 0.6, 2: 0.1}
-        watched = seen(
+        watched = with_counters(
             watched, {rank: RankCounters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now)
         )
     assert stall_reason(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
     for now in range(40, 80):
-        even = {rank: RankCounters(now * 10, 1, counters.data_wait_seconds) for rank, counters in watched.ranks.items()}
-        watched = seen(watched, even, float(now))
+        even = {rank: RankCounters(now * 10, 1, counters.data_wait_s) for rank, counters in watched.ranks.items()}
+        watched = with_counters(watched, even, float(now))
     assert stall_reason(watched, 79.0) == ""
 
 
 def test_a_rank_that_makes_few_steps_is_named() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
-        watched = seen(
+        watched = with_counters(
             watched, {0: RankCounters(now * 10), 1: RankCounters(now * 5), 2: RankCounters(now * 10)}, float(now)
         )
     assert stall_reason(watched, 39.0) == "rank 1 makes 150 steps while the others make 300"
@@ -119,7 +119,7 @@ def test_whatever_the_counters_say_a_step_within_the_minute_is_no_hang(
         step += steps
         waited += wait
         stepped = now if steps else stepped
-        watched = seen(watched, {rank: RankCounters(step, 1, waited) for rank in range(ranks)}, now)
+        watched = with_counters(watched, {rank: RankCounters(step, 1, waited) for rank in range(ranks)}, now)
         if stepped is not None and now - stepped < 60.0:
             assert "no step" not in stall_reason(watched, now)
 
@@ -132,8 +132,8 @@ def test_processor_time_is_that_of_all_processes_below() -> None:
     busy = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert busy.stdout is not None
     busy.stdout.readline()
-    seconds = processor_seconds([busy.pid])
+    seconds = processor_s([busy.pid])
     busy.communicate(b"\n")
     assert seconds > 0.02
-    assert processor_seconds([busy.pid]) == 0.0
-    assert processor_seconds([os.getpid()]) > 0.0
+    assert processor_s([busy.pid]) == 0.0
+    assert processor_s([os.getpid()]) > 0.0

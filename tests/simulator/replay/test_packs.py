@@ -50,7 +50,8 @@ def replayed(rows: Workload, seed: int = 0) -> _Replay:
 
 
 def packs_of(replay: _Replay) -> Colocations:
-    return replay.planning.loop.memory.shared.packs
+    assert replay.planning.sharing is not None
+    return replay.planning.sharing.remembered.packs
 
 
 def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:

@@ -58,15 +58,7 @@ def start_launcher(
     """
     if _answers(socket_path, timeout, user):
         return
-    environment = {key: value for key, value in env.items() if not key.startswith("GANGER_")}
-    parts = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject]
-    environment.update(
-        PYTHONPATH=os.pathsep.join([inject, *map(os.path.abspath, parts)]),
-        OMP_WAIT_POLICY="passive",
-        # Asking whether there is a GPU must not initialise CUDA: no child could use it any more.
-        PYTORCH_NVML_BASED_CUDA_CHECK="1",
-        OPENBLAS_NUM_THREADS=LAUNCHER_BLAS_THREADS,
-    )
+    environment = _launcher_environment(env, inject)
     command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-s", str(idle_s)]
     if not preload:
         command.append("--no-preload")
@@ -102,6 +94,20 @@ def start_launcher(
     process.kill()
     process.wait()
     raise LauncherError("NOT_STARTED", f"{python} runs no launcher: {_tail(log)}")
+
+
+def _launcher_environment(env: Mapping[str, str], inject: str) -> dict[str, str]:
+    """Return the environment of a launcher for a user with the environment `env`; `inject` comes first in its path."""
+    environment = {key: value for key, value in env.items() if not key.startswith("GANGER_")}
+    parts = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject]
+    environment.update(
+        PYTHONPATH=os.pathsep.join([inject, *map(os.path.abspath, parts)]),
+        OMP_WAIT_POLICY="passive",
+        # Asking whether there is a GPU must not initialise CUDA: no child could use it any more.
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
+        OPENBLAS_NUM_THREADS=LAUNCHER_BLAS_THREADS,
+    )
+    return environment
 
 
 class Launcher:

@@ -60,8 +60,8 @@ class LauncherChild:
 
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
-_RETRY_SECONDS = 1.0
-_LOOK_SECONDS = 2.0
+_RETRY_S = 1.0
+_LOOK_S = 2.0
 
 
 class ChildTask(BaseException):
@@ -131,7 +131,7 @@ class LauncherServer:
         settled = (one for one in self._children.values() if one.settle is None)
         looks = [one.keeper.look() for one in settled if one.keeper is not None]
         # a lease may be made shorter at any time, and a rank lose its boundaries
-        looks += [_RETRY_SECONDS] if looks or self._unrecorded else [_LOOK_SECONDS, self._idle_s]
+        looks += [_RETRY_S] if looks or self._unrecorded else [_LOOK_S, self._idle_s]
         return max(0.0, min(looks))
 
     # Callers.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageError
+from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement
@@ -33,9 +34,9 @@ from ganger_daemon.node.process_identity import RankProcess
 
 log = logging.getLogger(__name__)
 
-_COPYING = {PartPhase.STOPPING: gang_judgement.RankState.SAVING, PartPhase.PREPARED: gang_judgement.RankState.RESTORING}
+_COPYING = {PartPhase.STOPPING: PageState.SAVING, PartPhase.PREPARED: PageState.RESTORING}
 _NOT_STARTED = (PartOutcomeKind.LAUNCH_FAILED, PartOutcomeKind.STATE_UNREADABLE, PartOutcomeKind.STATE_OUTDATED)
-_YOUNG_SECONDS = 60.0
+_YOUNG_S = 60.0
 
 
 class LocalGang:
@@ -155,8 +156,8 @@ class LocalGang:
         return self.parts.step_rate.last_step_ns
 
     @property
-    def iteration_seconds(self) -> float:
-        return self.parts.step_rate.iteration_seconds
+    def iteration_s(self) -> float:
+        return self.parts.step_rate.iteration_s
 
     @property
     def cannot_park(self) -> bool:
@@ -170,7 +171,7 @@ class LocalGang:
         if self.phase is not PartPhase.STOPPING or not gang_judgement.has_opaque_rank(facts, now):
             return False
         # a job without a hello may still be importing
-        is_late = now - self._orders.ordered_at > self.context.host.order_patience_seconds
+        is_late = now - self._orders.ordered_at > self.context.host.order_patience_s
         return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.desired.spec)
 
     # -- orders ---------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class LocalGang:
         return self.launched and self.parts.freezer.is_stale(self.wanted)
 
     def _begin_escalation(self) -> None:
-        self.parts.escalation.begin(self.wanted, time.monotonic(), self.iteration_seconds)
+        self.parts.escalation.begin(self.wanted, time.monotonic(), self.iteration_s)
 
     def receive_points(self, received: RelayMessage) -> None:
         """Take boundary points from another daemon of this gang."""
@@ -360,7 +361,7 @@ class LocalGang:
             if any(acked) and not all(acked):
                 hit("partial-acks")
         if wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING:
-            await parts.pinning.follow(self.desired, self.iteration_seconds)
+            await parts.pinning.follow(self.desired, self.iteration_s)
         await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits)
         facts = self._facts()
         await parts.freezer.follow(facts, now)
@@ -461,7 +462,7 @@ class LocalGang:
             is_verifying=parts.memory.waiting,
             is_death_awaited=parts.exits.awaited,
             is_preparing=self.wanted.intent is OrderIntent.PREPARE,
-            is_young=time.monotonic() - last_event_at < _YOUNG_SECONDS,
+            is_young=time.monotonic() - last_event_at < _YOUNG_S,
             is_agreeing=pages.readable and bool(parts.boundary.in_flight(self.wanted, phase)),
         )
 

@@ -1,0 +1,296 @@
+"""Values of a job description: each function parses one and raises ValueError with what to write instead.
+
+A value comes from a flag (a text), from a file or from Python. `command_hint` finds commands that no node could
+execute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from ganger.units import parse_cores, parse_duration
+from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.resources_pb2 import Level
+from ganger.wire import times
+
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 100
+_MOST_PASSES = 1_000
+_MAX_COMMAND_BYTES = 64 * 1024
+# What a shell takes for the end of a command, its way to another, or its files; a newline among them.
+_SHELL_SIGNS = "\n;&|<>"
+_JOB_FILES: Final = (".yaml", ".yml", ".toml")
+_BATCH_SCRIPTS: Final = (".sbatch", ".slurm")
+# Of a directory in which a file is not found.
+_NAMES_MOST: Final = 1_000
+_SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+# The wire's levels and not those of ganger.cluster: the closer, the smaller, here too, and a submission loads less.
+def parse_level(value: object) -> Level.ValueType:
+    levels = {level_text(number): number for number in Level.values() if number != Level.LEVEL_UNSPECIFIED}
+    found = levels.get(str(value).lower())
+    if found is None:
+        raise ValueError(f"{value!r} is not a level; there are {', '.join(levels)}")
+    return found
+
+
+def level_text(level: Level.ValueType) -> str:
+    return Level.Name(level).removeprefix("LEVEL_").lower()
+
+
+def parse_name(value: object) -> str:
+    name = parse_text(value)
+    if len(name) > 63:
+        raise ValueError(f"must be at most 63 characters, not {len(name)}")
+    if not name.isprintable():
+        raise ValueError(f"{name!r} has characters that cannot be printed")
+    return name
+
+
+def parse_text(value: object) -> str:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise ValueError(f"must be a text, not {value!r}")
+    text = str(value)
+    # Neither the system nor the wire could carry these; bytes that were no UTF-8 are surrogates in Python.
+    if "\0" in text:
+        raise ValueError(f"{shortened(text)} contains a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{shortened(text)} is not UTF-8") from None
+    return text
+
+
+def shortened(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    return repr(shown) if isinstance(value, str) else shown
+
+
+def _words(text: str) -> list[str]:
+    """As a shell would split it. What would make a shell do more than to run one program is no word."""
+    line = re.sub(r"\s*\n\s*\Z", "", text.replace("\\\n", " ").lstrip())
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=_SHELL_SIGNS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    words = list(lexer)
+    for word in words:
+        if word and not word.strip(_SHELL_SIGNS):
+            what = "a second line" if "\n" in word else repr(word)
+            raise ValueError(f"has {what}, and no shell runs it: quote it, or write for example [sh, -c, '... && ...']")
+    return words
+
+
+def parse_command(value: object) -> list[str]:
+    if isinstance(value, str):
+        try:
+            shlex.split(parse_text(value))
+        except ValueError as error:
+            raise ValueError(f"{value!r} cannot be split into words ({error}): write it as a list") from None
+        command = _words(value)
+    else:
+        command = [parse_text(word) for word in parse_list(value)]
+    if not command or not command[0]:
+        raise ValueError("must name a program to run")
+    if len(command) > 1_000 or sum(len(os.fsencode(word)) for word in command) > _MAX_COMMAND_BYTES:
+        raise ValueError(f"must be at most 1,000 words and {_MAX_COMMAND_BYTES} bytes: put the rest into a file")
+    return command
+
+
+def command_hint(command: Sequence[str], directory: str) -> str:
+    """Return what to write instead of a command that no node could execute; empty for other commands."""
+    if not command:
+        return ""
+    word = command[0]
+    path = Path(directory, word)
+    if _is_program(word, directory):
+        return ""
+    # Unlike the methods of Path these do not raise where a word is longer than a name can be.
+    if not os.path.isfile(path):
+        first, *more = word.split() or [""]
+        if len(command) == 1 and (
+            any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
+        ):
+            return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
+        return _missing_file(path) if len(command) == 1 and not os.path.exists(path) else ""
+    if path.suffix in _JOB_FILES:
+        return f"{word} is a job file, not a program: submit it with --file {word}"
+    if os.access(path, os.X_OK):
+        # As in a shell, a name without a slash is looked for in PATH only.
+        return f"{word} is not in PATH: write {shlex.join([f'./{word}', *command[1:]])}"
+    runner = {".py": "python", ".sh": "bash", ".bash": "bash", ".sbatch": "bash", ".slurm": "bash"}.get(path.suffix)
+    if runner is None:
+        return ""
+    line = shlex.join([runner, *command])
+    slurm = ", and give what its #SBATCH lines ask for as flags" if path.suffix in _BATCH_SCRIPTS else ""
+    return f"{word} is not a program that can be executed: write {line}{slurm}"
+
+
+def _missing_file(path: Path) -> str:
+    """Return what to write instead of a missing file whose name is that of a job file or a batch script, or nothing."""
+    import difflib
+
+    # A suffix may be mistyped as well as a name.
+    if not difflib.get_close_matches(path.suffix, (*_JOB_FILES, *_BATCH_SCRIPTS), 1, 0.8):
+        return ""
+    try:
+        present = [entry.name for entry in itertools.islice(path.parent.iterdir(), _NAMES_MOST)]
+    except OSError:
+        present = []
+    alike = difflib.get_close_matches(path.name, present, 1)
+    instead = f"; {alike[0]} is there" if alike else ""
+    return f"there is no file {path}{instead}; a job file is submitted with --file, a script with its interpreter"
+
+
+def _is_program(word: str, directory: str) -> bool:
+    """Whether this machine could execute it."""
+    if "/" not in word:
+        return bool(word and shutil.which(word))
+    return os.access(Path(directory, word), os.X_OK)
+
+
+def parse_directory(value: object) -> str:
+    path = Path(parse_text(value)).expanduser().absolute()
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory here")
+    return str(path)
+
+
+def parse_mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping of names to texts")
+    return value
+
+
+def parse_labels(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or len(value) > 100:
+        raise ValueError("must be a mapping of at most 100 names to texts")
+    if "" in value:
+        raise ValueError("a label has no name: write NAME=VALUE")
+    return {parse_name(name): parse_name(text) for name, text in value.items()}
+
+
+def parse_gpus(value: object) -> tuple[int, int]:
+    """ "4" is (4, 0), "2:8" is (2, 8)."""
+    least, colon, most = str(value).partition(":")
+    if not colon:
+        return whole_number(0, 65_536)(value), 0
+    try:
+        found = whole_number(1, 65_536)(least), whole_number(1, 65_536)(most)
+    except ValueError:
+        raise ValueError(f"must be a whole number, or a range like 2:8, not {value!r}") from None
+    if found[0] >= found[1]:
+        raise ValueError(f"a range goes from fewer to more GPUs, like 2:8, not {value!r}")
+    return found
+
+
+def whole_number(smallest: int, largest: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        text = str(value).strip()
+        number = int(text) if not isinstance(value, bool) and re.fullmatch(r"[+-]?\d{1,18}", text) else None
+        if number is None or not smallest <= number <= largest:
+            raise ValueError(f"must be a whole number from {smallest} to {largest}, not {value!r}")
+        return number
+
+    return parse
+
+
+def parse_weight(value: object) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        number = math.nan
+    if not _LEAST_WEIGHT <= number <= _MOST_WEIGHT:
+        raise ValueError(f"must be a number from {_LEAST_WEIGHT} to {_MOST_WEIGHT}, not {value!r}")
+    return number
+
+
+def parse_convergence(value: object) -> tuple[float, int]:
+    """A part of the largest loss, and for how many passes over the data it falls by less."""
+    part, _, passes = str(value).partition(",")
+    try:
+        found = float(part), int(passes or "1")
+    except ValueError:
+        found = math.nan, 0
+    if isinstance(value, bool) or not (0 < found[0] < 1 and 1 <= found[1] <= _MOST_PASSES):
+        raise ValueError(f"{value!r} must be PART or PART,PASSES, with 0 < PART < 1 and 1 to {_MOST_PASSES} passes")
+    return found
+
+
+def parse_cores_or_auto(value: Any) -> int:
+    """Millicores; zero for "auto": a share of the node, tuned by measurement."""
+    return 0 if value == "auto" else parse_cores(value)
+
+
+def parse_positive_duration(value: Any) -> float:
+    seconds = parse_duration(value)
+    if seconds <= 0:
+        raise ValueError("must be longer than nothing")
+    return seconds
+
+
+def parse_deadline(value: Any) -> float:
+    """Unix seconds of a time, or of a duration from now. YAML and TOML read times by themselves."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime.combine(value, datetime.min.time())
+    if not isinstance(value, datetime):
+        try:
+            return time.time() + parse_positive_duration(value)
+        except ValueError:
+            pass
+        try:
+            value = datetime.fromisoformat(str(value).strip())
+        except ValueError:
+            raise ValueError(
+                f"{value!r} is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"
+            ) from None
+    try:
+        # Without a zone it is that of this machine.
+        seconds: float = value.timestamp()
+    except (OverflowError, OSError, ValueError):
+        raise ValueError(f"{value} is out of range") from None
+    if value.tzinfo is None and times.local_datetime(times.timestamp(seconds)).replace(tzinfo=None) != value:
+        raise ValueError(
+            f"{value} does not exist here: clocks are put forward over it; write another time, or its zone"
+        )
+    if seconds <= time.time():
+        raise ValueError(f"{value} has passed")
+    return seconds
+
+
+def parse_checkpoint_interval(value: Any) -> float:
+    return -1.0 if value in ("never", False) else parse_positive_duration(value)
+
+
+def parse_scheduler(value: object) -> str:
+    if not _SCHEDULER.fullmatch(parse_text(value)):
+        raise ValueError(f"{value!r} is not module:Class")
+    return parse_text(value)
+
+
+def parse_boolean(value: object) -> bool | None:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {value!r}")
+    return value
+
+
+def parse_agent(value: object) -> JobSpec.Agent.ValueType:
+    agents = {"automatic": JobSpec.AGENT_AUTOMATIC, "none": JobSpec.AGENT_NONE}
+    if not isinstance(value, str) or value not in agents:
+        raise ValueError(f"must be automatic or none, not {value!r}")
+    return agents[value]
+
+
+def parse_list(value: object) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"must be a list, not {value!r}")
+    return value
