@@ -228,7 +228,7 @@ class Client:
         when this returns, it is durable. A time that the job has run for already ends it at once: that is done only
         with `may_end`. Raises SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
         # As in `submit`.
-        from ganger.updates import make_update
+        from ganger.spec import make_update
 
         return self.update_job(job, make_update(changes), request_id=request_id, may_end=may_end)
 

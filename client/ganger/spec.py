@@ -36,6 +36,7 @@ from ganger.spec_values import (
 )
 from ganger.units import parse_duration, parse_memory
 from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.job_service_pb2 import JobUpdate
 from ganger.v1.resources_pb2 import Level, Locality, Role, TaskShape
 from ganger.wire import times
 from ganger.wire.errors import SpecInvalid, Violation
@@ -76,6 +77,10 @@ KEYS = frozenset(
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
+UPDATE_KEYS = ("name", "priority", "time", "gpu_type", "locality", "tolerance", "patience", "memory", "cpus_per_gpu")
+# One of these replaces all of them.
+_LOCALITY_KEYS = ("locality", "tolerance", "patience")
+_NO_LIMIT = "never"
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_S = 600.0
 _MAX_TASKS = 10_000
@@ -175,6 +180,46 @@ def make_spec(
     if reader.violations:
         raise SpecInvalid("the job cannot be submitted as described", violations=reader.violations)
     return spec
+
+
+def make_update(changes: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> JobUpdate:
+    """The update of `changes`, keys of a job file with their new values; time "never" takes the limit away. `origins`
+    as in `make_spec`. Raises SpecInvalid with every violation."""
+    given = {key: value for key, value in changes.items() if value is not None}
+    known = f"what can be changed is {', '.join(UPDATE_KEYS)}"
+    if not given:
+        raise SpecInvalid(f"say what to change: {known}")
+    wrong = [Violation((origins or {}).get(key, key), known) for key in given if key not in UPDATE_KEYS]
+    described = {
+        key: value for key, value in given.items() if key in UPDATE_KEYS and (key, value) != ("time", _NO_LIMIT)
+    }
+    try:
+        # What is not described is not looked at.
+        spec = make_spec({**described, "command": ["any"], "directory": "/"}, {}, origins, wrong)
+    except SpecInvalid as error:
+        raise SpecInvalid("the job cannot be updated as described", violations=error.violations) from None
+    return _picked(spec, given)
+
+
+def _picked(spec: JobSpec, given: Mapping[str, Any]) -> JobUpdate:
+    update = JobUpdate()
+    if "name" in given:
+        update.display_name = spec.display_name
+    if "priority" in given:
+        update.priority = spec.priority
+    if "time" in given:
+        # None in the spec: of no length.
+        update.time_limit.CopyFrom(spec.time_limit)
+    if "gpu_type" in given:
+        update.device_type = spec.device_type
+    if any(key in given for key in _LOCALITY_KEYS):
+        update.locality.CopyFrom(spec.locality)
+    shape = spec.roles[0].shape
+    if "memory" in given:
+        update.memory_bytes = shape.memory_bytes
+    if "cpus_per_gpu" in given:
+        update.millicores_per_gpu = shape.millicores
+    return update
 
 
 def _read_optional(spec: JobSpec, reader: _Reader) -> None:

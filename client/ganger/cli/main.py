@@ -44,8 +44,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
     "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
-    "completion": ("ganger.cli.completion", "completion", "Print the completion script of a shell."),
-    "version": ("ganger.cli.version", "version", "Print versions of client and master."),
+    "completion": ("ganger.cli.program_info", "completion", "Print the completion script of a shell."),
+    "version": ("ganger.cli.program_info", "version", "Print versions of client and master."),
 }
 # Help for the commands of our own programs, so that --help imports none of them.
 _ADDED_HELP = {

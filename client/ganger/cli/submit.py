@@ -281,7 +281,7 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
     """
     from ganger.cli.failures import report
     from ganger.console.json_output import print_json
-    from ganger.updates import make_update
+    from ganger.spec import make_update
 
     given = {key: value for key, value in flags.items() if value is not None}
     if not given:

@@ -1,4 +1,4 @@
-"""`ganger version`: of this client, and of the master if one answers."""
+"""`ganger completion` and `ganger version`: the program itself."""
 
 from __future__ import annotations
 
@@ -26,3 +26,22 @@ def version(as_json: bool) -> None:
         print_json({"client": __version__, "master": theirs or None})
     else:
         print(f"client {__version__}\nmaster {theirs or f'unknown ({why})'}")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash:  ganger completion bash >> ~/.bashrc
+    zsh:   ganger completion zsh >> ~/.zshrc
+    fish:  ganger completion fish > ~/.config/fish/completions/ganger.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    from ganger.cli.main import ganger
+
+    kind = get_completion_class(shell)
+    assert kind is not None, f"click completes {shell}"
+    print(kind(ganger, {}, "ganger", "_GANGER_COMPLETE").source())
