@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ganger.scheduling import JobScheduler, PlacementLease
 from ganger.scheduling.cli import scheduler
 from ganger.scheduling.job_scheduler import DefaultScheduler
 from kit.clusters import cluster, gang
+from msgspec.structs import replace as moved
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "job-schedulers.md"
 
@@ -69,3 +71,25 @@ def test_scheduler_that_cannot_be_loaded_is_refused_before_anything_runs(name: s
     sys.path[:] = path
     assert result.exit_code == 2
     assert name in result.output
+
+
+def test_the_default_scheduler_requests_the_planners_suggestion_first_and_not_where_it_was_refused() -> None:
+    view, default = cluster(2), DefaultScheduler()
+    (claims, *_) = default.propose(turn(), view).candidates
+    (elsewhere,) = [(moved(claims[0], node=node),) for node in ("s0", "s1") if node != claims[0].node]
+    suggesting = replace(turn(), suggested=elsewhere)
+    proposal = default.propose(suggesting, view)
+    assert proposal.candidates[:2] == (elsewhere, claims)
+    kept = Refusal(Reason.RESERVED, node=elsewhere[0].node)
+    again = default.on_rejected(suggesting, view, [kept])
+    assert again is not None
+    assert elsewhere not in again.candidates
+    assert claims in again.candidates
+
+
+def test_the_default_scheduler_resumes_a_parked_job_where_it_is_before_the_planners_suggestion() -> None:
+    view = cluster(2)
+    (claims, *_) = DefaultScheduler().propose(turn(), view).candidates
+    (elsewhere,) = [(moved(claims[0], node=node),) for node in ("s0", "s1") if node != claims[0].node]
+    parked = replace(turn(), parked=claims, suggested=elsewhere)
+    assert DefaultScheduler().propose(parked, view).candidates[0] == claims
