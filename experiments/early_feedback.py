@@ -26,7 +26,7 @@ import numpy as np
 from ganger.cluster.topology import Topology, parse_topology
 from ganger_master.policies.job_facts import Floats
 from ganger_master.policies.orders.registry import ORDERS
-from ganger_master.policies.slicing import QUANTUM_S, SharedNode, SliceShare, credited, next_row, seated
+from ganger_master.policies.timeslice_fairness import QUANTUM_S
 from ganger_master.simulator.report.side_by_side import interval, paired_ratio
 from ganger_master.simulator.traces.transform import scaled_to_load
 from ganger_master.simulator.traces.workload import workload
@@ -34,6 +34,7 @@ from ganger_master.simulator.traces.workload import workload
 from experiments.counted_slices import in_turns
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
+from experiments.slice_model import RotatedGang, SharedNode, credited, next_row, seated
 
 _GPUS = 4
 # Seconds of a switch: compared, and beside it.
@@ -136,7 +137,7 @@ def feedback_s(first_s: Floats, switch_s: float) -> float:
     """Seconds until each of these trials has trained for so long, in slices of one node."""
     four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
     node = SharedNode("node", Topology(four), (1 << _GPUS) - 1)
-    sharers: tuple[SliceShare, ...] = tuple(SliceShare(number, 1) for number in range(len(first_s)))
+    sharers: tuple[RotatedGang, ...] = tuple(RotatedGang(number, 1) for number in range(len(first_s)))
     trained, now = np.zeros(len(first_s)), 0.0
     last = 0.0
     while (trained < first_s).any():

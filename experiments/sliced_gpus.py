@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ganger.cluster.topology import Topology, parse_topology
-from ganger_master.policies.slicing import QUANTUM_S, SharedNode, SliceShare, credited, next_row, seated
+from ganger_master.policies.timeslice_fairness import QUANTUM_S
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.slice_model import RotatedGang, SharedNode, credited, next_row, seated
 
 _JOBS, _GPUS, _SLICES = 6, 4, 120
 # Seconds to suspend one and resume another.
@@ -29,7 +30,7 @@ def parts(setting: Setting) -> Sequence[Row]:
 def measure(setting: Setting, part: Row) -> Sequence[Row]:
     set_of_four = parse_topology("1x4", name="p100", device_type="p100", millicores=12_000, memory_bytes=448 * 10**9)
     node = SharedNode("node", Topology(set_of_four), (1 << _GPUS) - 1)
-    sharers: tuple[SliceShare, ...] = tuple(SliceShare(number, 1) for number in range(_JOBS))
+    sharers: tuple[RotatedGang, ...] = tuple(RotatedGang(number, 1) for number in range(_JOBS))
     trained, switches = dict.fromkeys(range(_JOBS), 0.0), 0
     for _ in range(_SLICES):
         row = next_row(sharers, [node], QUANTUM_S)

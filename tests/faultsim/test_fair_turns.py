@@ -81,7 +81,6 @@ class Shared:
             self.together,
             4 * len(state.nodes),
             QUANTUM_S,
-            matrices=True,
             turn_s=QUANTUM_S,
             received_s=self.attained.received_s,
             draining=tuple(state.draining),

@@ -99,7 +99,6 @@ class InTurns(Sharing):
             self.seen_by,
             4,
             QUANTUM_S,
-            matrices=True,
             turn_s=QUANTUM_S,
         )
         soon = found.next_change_s <= self.now + QUANTUM_S

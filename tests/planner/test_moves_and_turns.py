@@ -49,7 +49,6 @@ class Shared(Moved):
             self.rates,
             8,
             60.0,
-            matrices=True,
             errands=self.moving.errands,
         )
         if found.changes or self.findings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced
+from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced, quantum_s
 
 QUANTUM_S = 10.0
 
@@ -56,3 +56,9 @@ def test_no_job_moves_where(standings: list[ServiceBalance]) -> None:
 def test_only_devices_as_good_count() -> None:
     other = ServiceBalance(3, (2, 0), (("n1", 4),), -6.0, 100.0, 1.0)
     assert balanced([one(1, 0, 0.0), one(5, 0, 6.0), other], QUANTUM_S) == []
+
+
+def test_quantum_is_fifty_switches_at_least() -> None:
+    assert quantum_s(0.1) == 60.0
+    assert quantum_s(2.0) == 100.0
+    assert quantum_s(0.05, wanted_s=1.0) == 2.5

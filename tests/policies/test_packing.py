@@ -25,7 +25,7 @@ from ganger_master.policies.colocation_choice import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.slicing import Seat
+from ganger_master.policies.timeslice_fairness import Seat
 from ganger_master.policies.trial_test import MOST_WINDOWS, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st

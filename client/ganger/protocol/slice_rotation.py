@@ -18,8 +18,10 @@ rows before and after it, and a quantum that followed it would favour some rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 SWITCHES_PER_QUANTUM = 50.0
 # A row whose gangs do no step within this time on free devices has its quantum all the same: programs may take long to
@@ -166,6 +168,131 @@ def lead(
         if is_torn and elapsed < quantum + START_S:
             return None
     return _next(position, matrix, matrices, reports, alive, switch_s)
+
+
+@dataclass(frozen=True)
+class SliceUse:
+    """Use of a matrix over a time, by epoch: seconds in which each gang ran, and how often each was resumed.
+
+    `position`: the last order, given `since_s` seconds before the end of that time; `entering`: gangs that it
+    resumes."""
+
+    position: SlicePosition
+    since_s: float
+    entering: frozenset[int]
+    received_s: Mapping[int, float]
+    resumed: Mapping[int, int]
+
+
+def advance(position: SlicePosition, matrix: SliceMatrix, switch_s: float, until_s: float) -> SliceUse:
+    """Return what `until_s` seconds of identical switches bring to the gangs, all of which want their slices.
+
+    `position`: its slice is just over. `switch_s`: seconds from an order until the gangs that it resumes run; gangs of
+    both rows run meanwhile, and the quantum begins when all do."""
+    use, left = _Use(), until_s
+    slices = list(islice(_slices(position, matrix, switch_s), 2 * len(matrix.rows) + 1))
+    # The first slice may follow one out of order. The last slices are one cycle, which repeats.
+    head, cycle = slices[: len(matrix.rows) + 1], slices[len(matrix.rows) + 1 :]
+    for one in head:
+        if left < one.seconds:
+            return use.ended(one, left, 0)
+        use.add(one, one.seconds)
+        left -= one.seconds
+    whole = sum([one.seconds for one in cycle])
+    cycles = int(left // whole)
+    for one in cycle:
+        use.add(one, one.seconds, cycles)
+    left -= cycles * whole
+    orders = cycles * sum([one.is_ordered for one in cycle])
+    for one in cycle:
+        if left < one.seconds:
+            return use.ended(one, left, orders)
+        use.add(one, one.seconds)
+        left -= one.seconds
+    # Rounding has left a whole cycle.
+    return use.ended(cycle[-1], cycle[-1].seconds, orders)
+
+
+def time_to_receive(
+    position: SlicePosition, matrix: SliceMatrix, switch_s: float, epoch: int, received_s: float
+) -> float:
+    """Return the seconds of identical switches after which a gang has run for `received_s`; infinite if it never runs.
+
+    Arguments as for `advance`."""
+    slices = list(islice(_slices(position, matrix, switch_s), 2 * len(matrix.rows) + 1))
+    passed_s, left = 0.0, received_s
+    cycle = slices[len(matrix.rows) + 1 :]
+    each = sum([one.received_s(epoch, one.seconds) for one in cycle])
+    for number, one in enumerate((*slices, *cycle)):
+        if number == len(matrix.rows) + 1:
+            if not each:
+                break
+            cycles = max(0, math.ceil(left / each) - 1)
+            passed_s += cycles * sum([own.seconds for own in cycle])
+            left -= cycles * each
+        received = one.received_s(epoch, one.seconds)
+        if received >= left:
+            return passed_s + left + (one.seconds - received)
+        passed_s += one.seconds
+        left -= received
+    return math.inf
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice from its order to the next one, `seconds` later; `entering` gangs run `dead_s` after the order."""
+
+    position: SlicePosition
+    row: frozenset[int]
+    entering: frozenset[int]
+    dead_s: float
+    seconds: float
+    is_ordered: bool
+
+    def received_s(self, epoch: int, seconds: float) -> float:
+        """Return how long a gang has run within the first `seconds` of the slice."""
+        if epoch not in self.row:
+            return 0.0
+        return max(0.0, seconds - self.dead_s) if epoch in self.entering else seconds
+
+
+def _slices(position: SlicePosition, matrix: SliceMatrix, switch_s: float) -> Iterator[_Slice]:
+    matrices, alive = {matrix.version: matrix}, matrix.epochs
+    while True:
+        row = frozenset(matrix.rows[position.row])
+        member = SliceMember(position, matrix.version, True, alive, row)
+        # No order: the same row goes on.
+        following = _next(position, matrix, matrices, [member], alive, switch_s) or position
+        entering = frozenset(matrix.rows[following.row]) - row
+        dead_s = switch_s if entering else 0.0
+        quantum = following.quantum_s or quantum_s(matrix, switch_s)
+        is_ordered = following.switch != position.switch
+        position = following
+        yield _Slice(position, frozenset(matrix.rows[position.row]), entering, dead_s, dead_s + quantum, is_ordered)
+
+
+class _Use:
+    """Sums of an `advance`."""
+
+    def __init__(self) -> None:
+        self.received_s: dict[int, float] = {}
+        self.resumed: dict[int, int] = {}
+
+    def add(self, one: _Slice, seconds: float, times: int = 1) -> None:
+        for epoch in one.row:
+            self.received_s[epoch] = self.received_s.get(epoch, 0.0) + times * one.received_s(epoch, seconds)
+        for epoch in one.entering:
+            self.resumed[epoch] = self.resumed.get(epoch, 0) + times
+
+    def ended(self, one: _Slice, seconds: float, orders: int) -> SliceUse:
+        """Return the sums at `seconds` of a slice, which comes `orders` orders later than when it was computed."""
+        self.add(one, seconds)
+        position = one.position
+        if orders:
+            stops = {epoch: replace(stop, sequence=stop.sequence + orders) for epoch, stop in position.stops.items()}
+            switch = replace(position.switch, sequence=position.switch.sequence + orders)
+            position = replace(position, switch=switch, stops=stops)
+        return SliceUse(position, seconds, one.entering, self.received_s, self.resumed)
 
 
 def _filled(

@@ -26,10 +26,10 @@ from ganger_master.core.model import GangIntent, JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, PlanChange
 from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_be_slower, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.slices import as_held
 from ganger_master.policies.colocation_choice import Berth
 from ganger_master.policies.placements import PlacementPreference
 

@@ -1,15 +1,19 @@
-"""Co-located running jobs. They are preempted and make room only together, as one unit."""
+"""Co-located running jobs, which are preempted and make room only together, as one unit; and places of gangs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from ganger.cluster.fit import memory_beside
+from ganger.cluster.resources import GangShape
 from ganger.cluster.view import View
+from msgspec import structs
 
 from ganger_master.core.model import Claim, Gang, JobRecord
+from ganger_master.policies.timeslice_fairness import Seat
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.
@@ -17,6 +21,10 @@ Mates: TypeAlias = Mapping[int, tuple[int, ...]]
 # One job with its gang, or all jobs that share devices.
 Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
 
+Claims: TypeAlias = tuple[Claim, ...]
+
+# Gangs that are time-sliced on one device at most: each keeps its state and its processes in host memory.
+MOST_ROWS: Final = 4
 ALONE: Final[Mates] = MappingProxyType({})
 
 
@@ -65,3 +73,43 @@ def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobReco
         if mask and job.shape.device_memory_bytes > memory_beside(view, slot, mask, held_bytes, claim.parked_bytes):
             return False
     return True
+
+
+def seat_of(claims: Claims) -> Seat:
+    return tuple([(claim.node, claim.device_mask) for claim in claims if claim.device_mask])
+
+
+def takes_turns(job: JobRecord) -> bool:
+    """Return whether the job may be time-sliced at all (`core.timeslice_admission`), whatever it does now."""
+    spec = job.spec
+    return (
+        spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns
+    )
+
+
+def shares_all(claims: Claims) -> bool:
+    """Return whether all of its devices may be shared."""
+    return all(claim.device_mask == claim.shared_mask for claim in claims)
+
+
+@lru_cache(4096)
+def thin(shape: GangShape, memory_bytes: int) -> GangShape:
+    """Return the shape with `memory_bytes` for each GPU where it names no memory. A whole share would leave none to
+    others."""
+    if not memory_bytes:
+        return shape
+    roles = []
+    for role in shape.roles:
+        task = role.shape
+        if task.gpus and not task.memory_bytes:
+            task = structs.replace(task, memory_bytes=memory_bytes * task.gpus)
+        roles.append(structs.replace(role, shape=task))
+    return structs.replace(shape, roles=tuple(roles))
+
+
+def as_held(shape: GangShape, gang: Gang) -> GangShape:
+    """Return the shape of a gang of one role with the host memory that each of its tasks has now."""
+    role = shape.roles[0]
+    each = max([claim.memory_bytes // max(1, sum(claim.tasks)) for claim in gang.claims], default=0)
+    task = structs.replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
+    return structs.replace(shape, roles=(structs.replace(role, shape=task),))

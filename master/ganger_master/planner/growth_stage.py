@@ -25,10 +25,10 @@ from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.model import Gang, GangPhase, JobRecord
 from ganger_master.core.plan_changes import PlanChange, ResizeChange
 from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.slices import as_held
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
 from ganger_master.policies.placements import PlacementPreference

@@ -9,7 +9,7 @@ runs in every pass, not once a quantum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -18,7 +18,9 @@ from ganger.cluster.view import View
 from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
 from ganger_master.core.plan_changes import PlanChange, ResumeChange
+from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_plans import is_free
 from ganger_master.planner.packs import (
     Colocation,
     Colocations,
@@ -30,7 +32,6 @@ from ganger_master.planner.packs import (
     parking,
     whole_again,
 )
-from ganger_master.planner.slices import Claims
 
 # Longer than any boundary and any copy: a job that is not there by then stays time-sliced.
 _LONGEST_S: Final = 120.0
@@ -39,9 +40,14 @@ _Pair: TypeAlias = tuple[JobRecord, Gang]
 
 
 def follow(
-    packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates
+    packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates, changing: Collection[int] = ()
 ) -> tuple[tuple[PlanChange, ...], Colocations]:
-    """Return the changes to propose now, and the state if they are proposed."""
+    """Return the changes to propose now, and the state if they are proposed.
+
+    changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes. A host that has
+    left one is in its active matrix until then.
+    """
+    rotating = {node for _, gang in table.running if gang.node_set in changing for node in gang.nodes}
     changes: list[PlanChange] = []
     leaving: list[TimesliceExit] = []
     begun: list[Colocation] = []
@@ -56,7 +62,9 @@ def follow(
             continue
         if not (is_resting(*guest) and is_settled(*host) and not host[1].node_set):
             leaving.append(one)
-            changes.extend(_next(one, host, guest))
+            changes.extend(_next(one, host, guest, view))
+        elif not rotating.isdisjoint(host[1].nodes):
+            leaving.append(one)
         elif together := move_in(one.proposal, host, guest, view):
             changes.extend(together)
             begun.append(Colocation(one.proposal, now))
@@ -86,7 +94,7 @@ def _of(table: LiveTable, number: int) -> _Pair | None:
     return found[0], found[1]
 
 
-def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[PlanChange]:
+def _next(one: TimesliceExit, host: _Pair, guest: _Pair, view: View) -> Sequence[PlanChange]:
     purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
     if _may_rest(*guest):
         return [parking(*guest, purpose)]
@@ -95,7 +103,8 @@ def _next(one: TimesliceExit, host: _Pair, guest: _Pair) -> Sequence[PlanChange]
     if host[1].node_set and _may_rest(*host):
         detail = f"out of its turns, to be tried with {guest[0].name} on its devices"
         return [parking(*host, Purpose(Goal.PACK, detail=detail))]
-    if is_resting(*host):
+    # Another job may have come to its devices meanwhile.
+    if is_resting(*host) and is_free(view, host[1].lacking_claims):
         return [ResumeChange(host[0].number, host[0].revision, purpose=Purpose(Goal.PACK))]
     return []
 

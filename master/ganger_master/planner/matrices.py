@@ -32,16 +32,16 @@ from ganger_master.core.gang_orders import same_place
 from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, SliceChange, StartChange
+from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.slices import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.slicing import Seat
+from ganger_master.policies.timeslice_fairness import Seat
 
 # Limits of one pass: pending jobs that it considers, and jobs that may join time-slice groups at once.
 _WAITING_MOST: Final = 2_000
@@ -484,7 +484,27 @@ class _Joining:
             open_ones.sort(key=lambda device: (len(self._on.get((name, device), ())), device))
             if len(open_ones) >= job.gpus > 0:
                 found.add(((name, sum(1 << device for device in open_ones[: job.gpus])),))
-        return sorted(found)
+        wide = self._wide_seat(job)
+        return sorted([*found, wide] if wide else found)
+
+    def _wide_seat(self, job: JobRecord) -> Seat:
+        """Return the whole nodes with the fewest gangs for a job that is larger than any node; empty if there are too
+        few, or one would have devices to spare."""
+        topologies = self._view.topologies
+        names = [name for slot, name in enumerate(self._view.nodes) if name and self._view.available[slot]]
+        devices = {name: topologies[self._view.slots[name]].devices for name in names}
+        most = max(devices.values(), default=0)
+        if not most or job.gpus <= most or job.gpus % most:
+            return ()
+        whole = [
+            (sum([len(self._on.get((name, device), ())) for device in range(most)]), name)
+            for name in names
+            if devices[name] == most and all(self._is_open((name, device), job) for device in range(most))
+        ]
+        count = job.gpus // most
+        if len(whole) < count:
+            return ()
+        return tuple(sorted([(name, (1 << most) - 1) for _, name in sorted(whole)[:count]]))
 
     def _is_open(self, device: _Device, job: JobRecord) -> bool:
         if device in self._closed:

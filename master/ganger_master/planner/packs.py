@@ -27,9 +27,8 @@ from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Job
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import CoresChange, MoveChange, PlanChange, SuspendChange
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.device_groups import fits_beside
+from ganger_master.planner.device_groups import as_held, fits_beside, shares_all, takes_turns
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.slices import as_held, shares_all, takes_turns
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
@@ -42,7 +41,7 @@ from ganger_master.policies.colocation_choice import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.slicing import Seat
+from ganger_master.policies.timeslice_fairness import Seat
 from ganger_master.policies.trial_test import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
 
 # One of so many devices at most is in a trial at once.

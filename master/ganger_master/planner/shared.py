@@ -19,15 +19,14 @@ from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import plan_matrices
-from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold
+from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
 from ganger_master.planner.packs import Colocations, JobRates, plan_packs, with_refusals
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.slices import Turns, plan_slices
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.slicing import QUANTUM_S
+from ganger_master.policies.timeslice_fairness import QUANTUM_S
 
 if TYPE_CHECKING:
     from ganger_master.planner.migrate_stage import MigrationStage
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The state between two passes."""
+    """The state between two passes. `looked_s`: when trials of co-locations were last judged."""
 
-    turns: Turns = field(default_factory=Turns)
+    looked_s: float = -math.inf
     packs: Colocations = field(default_factory=Colocations)
     fairness: Fairness = NOTHING_OWED
 
@@ -80,7 +79,6 @@ class SharingStage:
             context.capacity.gpus,
             min(QUANTUM_S, context.settings.pace.every_s),
             context.excluded,
-            matrices=True,
             turn_s=self._quantum_s(cluster.quantum_s, context.now),
             received_s=context.measured.received_s,
             draining=cluster.draining,
@@ -123,7 +121,6 @@ def plan_shared(
     gpus: int,
     quantum_s: float,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
-    matrices: bool = False,
     turn_s: float | None = None,
     received_s: Mapping[int, float] = MappingProxyType({}),
     draining: Collection[str] = (),
@@ -134,8 +131,8 @@ def plan_shared(
 
     gpus: number of GPUs of the cluster.
     kept_out: jobs and nodes that recent refusals exclude.
-    matrices: the nodes rotate slices by themselves, every `turn_s` seconds (None: they do not), and the plan only
-    changes the slice matrices.
+    turn_s: seconds of a time slice; None: no time slicing. Nodes rotate slices by themselves, and the plan only changes
+    the slice matrices.
     received_s: seconds that each job has run on its devices, by number.
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes.
@@ -143,58 +140,43 @@ def plan_shared(
     """
     if table.quotas is not None and table.quotas.are_contested:
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
-    turns, packs, fairness = remembered.turns, remembered.packs, remembered.fairness
-    is_due = now >= turns.since_s + quantum_s
-    tried = PlanDraft()
+    looked_s, packs, fairness = remembered.looked_s, remembered.packs, remembered.fairness
+    is_due = now >= looked_s + quantum_s
+    tried: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
-        is_crowded = table.has_waiting or bool(turns.sharers) or _take_turns(table)
-        changes, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
-        tried = PlanDraft(changes)
-    # If the planner switches the slices, ended co-locations do not keep cores.
-    followed: tuple[PlanChange, ...] = ()
-    if matrices:
-        followed, packs = follow(packs, table, room.view, now, seen)
-        tried = PlanDraft((*tried.changes, *followed))
-    elif packs.parting:
-        packs = replace(packs, parting=())
+        is_crowded = table.has_waiting or _take_turns(table)
+        tried, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
+    followed, packs = follow(packs, table, room.view, now, seen, changing)
+    tried = (*tried, *followed)
     # A plan that has timed out keeps no places.
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
-    busy = packs.on_trial | {change.number for change in tried.changes}
-    busy = busy.union(*[errand.numbers for errand in errands])
+    busy = packs.on_trial | {change.number for change in tried}
+    busy = busy.union(*[errand.numbers for errand in errands], *packs.together)
     room.follow()
     trying = Trial(room)
     try:
         hold(errands, table, trying)
-        if matrices:
-            together = {number for unit in packs.together for number in unit}
-            if turn_s is not None:
-                _, facts = table.facts(now)
-                weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
-                fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
-            for change in followed:
-                if isinstance(change, ResumeChange):
-                    trying.take(places_of(table, change))
-            found = plan_matrices(
-                placement, table, now, room, turn_s, kept_out, busy | together, fairness, draining, changing
-            )
-            fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
-            turns = replace(turns, since_s=now) if is_due else turns
-        else:
-            # Lazy: most passes have no parked job and do not need the units.
-            units = (pack.numbers for pack in packs.packs)
-            found, turns = plan_slices(placement, table, now, room, turns, quantum_s, kept_out, busy, units)
+        if turn_s is not None:
+            _, facts = table.facts(now)
+            weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
+            fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
+        for change in followed:
+            if isinstance(change, ResumeChange) and is_free(room.view, places := places_of(table, change)):
+                trying.take(places)
+        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy, fairness, draining, changing)
+        fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
     finally:
         trying.undo()
+    looked_s = now if is_due else looked_s
     next_s = found.next_change_s
-    if packs.packs or (matrices and _take_turns(table)):
+    if packs.packs or _take_turns(table):
         # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
-        turns = replace(turns, since_s=now) if is_due and turns.since_s != now else turns
-        next_s = min(next_s, turns.since_s + quantum_s)
+        next_s = min(next_s, looked_s + quantum_s)
     next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s
     return (
-        replace(found, changes=(*tried.changes, *found.changes), next_change_s=next_s),
-        Shared(turns, packs, fairness),
+        replace(found, changes=(*tried, *found.changes), next_change_s=next_s),
+        Shared(looked_s, packs, fairness),
         findings,
     )
 

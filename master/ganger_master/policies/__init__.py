@@ -37,7 +37,7 @@ class Policy:
     * `is_placement_named`: the name has a placement, so a tuning that could place follows it.
     * `tetris`: Tetris chooses jobs and places at once; None: the order chooses.
     * `resizes`: Optimus decides the number of GPUs of each elastic job.
-    * `shares`: jobs share GPUs, by time slices and co-location (`planner.slices`).
+    * `shares`: jobs share GPUs, by time slices and co-location (`planner.matrices`).
     * `moves`: running jobs are migrated, for other jobs and for their own sake (`planner.moves`).
     * `packs`: while jobs wait, running jobs are co-located on trial (`planner.colocation_stage`).
     * `grows`: elastic jobs grow onto idle GPUs and release them on demand (`planner.growth_stage`).

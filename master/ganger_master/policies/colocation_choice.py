@@ -28,7 +28,7 @@ from ganger_master.estimators.interference import (
     shared_speeds,
 )
 from ganger_master.policies.backoff import FailedTrials
-from ganger_master.policies.slicing import Seat
+from ganger_master.policies.timeslice_fairness import Seat
 from ganger_master.policies.trial_test import (
     DOUBT,
     FIRST_WINDOWS,

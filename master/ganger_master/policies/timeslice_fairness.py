@@ -1,4 +1,6 @@
-"""Migrations between time-slice groups, so that in the long run all time-sliced jobs receive the same time on devices.
+"""Fair time slices: shares, the least quantum, and migrations between time-slice groups.
+
+A share is max-min fair by weight, at most the whole time. A slice lasts a minute (Gandiva, OSDI 2018, section 3.2).
 
 Where jobs do not divide evenly among devices, jobs with fewer neighbours receive more, and no order of slices corrects
 that: six jobs on four devices are two pairs and two alone. So a neighbour of the job that is furthest behind its share
@@ -12,9 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-from ganger_master.policies.slicing import Seat
+from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
+from msgspec import Struct
+
+# Node and mask of its devices, by node.
+Seat: TypeAlias = tuple[tuple[str, int], ...]
+
+QUANTUM_S: Final = 60.0
 
 # Minimum time between two migrations of a job, in pauses (which then cost two per cent) and in quanta.
 _PAUSES_BETWEEN: Final = 50.0
@@ -48,6 +56,36 @@ class Going:
     host: int
     helped: int
     gap_s: float
+
+
+class SliceShare(Struct, frozen=True, gc=False):
+    """A gang that shares devices, by its number."""
+
+    number: int
+    gpus: int
+    weight: float = 1.0
+
+
+def quantum_s(switch_s: float, wanted_s: float = QUANTUM_S) -> float:
+    """Return the seconds of a slice: as wanted, and at least fifty times the measured switch."""
+    return max(wanted_s, SWITCHES_PER_QUANTUM * switch_s)
+
+
+def shares(sharers: Sequence[SliceShare], gpus: float) -> dict[int, float]:
+    """Return the share of the time that each gang is entitled to on so many devices, by number: in proportion to
+    weights, at most 1 (water-filling)."""
+    found: dict[int, float] = {}
+    rest, left = list(sharers), gpus
+    while rest:
+        level = left / sum([one.weight * one.gpus for one in rest])
+        full = [one for one in rest if level * one.weight >= 1.0]
+        if not full:
+            found.update({one.number: level * one.weight for one in rest})
+            break
+        found.update(dict.fromkeys([one.number for one in full], 1.0))
+        left -= sum([one.gpus for one in full])
+        rest = [one for one in rest if level * one.weight < 1.0]
+    return found
 
 
 def balanced(standings: Sequence[ServiceBalance], quantum_s: float) -> list[Going]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ganger_master.core.commands import Command, Observe, ObservedGang
+from ganger_master.core.commands import Command, Observe, ObservedGang, ObservedRows
 from ganger_master.core.model import (
     Capabilities,
     Checkpoint,
@@ -25,6 +25,7 @@ from ganger_master.core.model import (
 from ganger_master.core.state import State
 from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.replay import Clock
+from ganger_master.simulator.time_slices import SlicedPart, SliceGroup
 
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
@@ -58,6 +59,8 @@ class _Followed:
     # Times of its last step before it parked, and of its first step since it trains.
     last_step: float = 0.0
     first_step: float = 0.0
+    # Its time-slice group; 0: none.
+    group: int = 0
 
 
 class NodeModel:
@@ -69,6 +72,11 @@ class NodeModel:
     `halts`: the gang did its last step for now and starts to save its state.
     `ends`: the gang released its devices; `finished` says whether the job is done.
     `moved`: the gang continues on other devices, or with another number of them.
+    `sliced`: a time-sliced gang held devices and trained for so many seconds, and was parked so often; returns the
+    seconds of training until its end.
+    `slice_starts(job number, time)`: the job has devices for a slice from this time on.
+    `slice_begins`: a gang trains in its first slice.
+    `release(time)`: the time at which a gang that ends at `time` releases its devices.
     `peak_bytes(job number)`: measured memory per device; 0: no measurement.
     """
 
@@ -83,6 +91,10 @@ class NodeModel:
         ends: Callable[[int, Gang, float, bool], None],
         changes: Callable[[int, Gang], float | None],
         moved: Callable[[int, Gang], None],
+        sliced: Callable[[int, Gang, float, float, int], float],
+        slice_starts: Callable[[int, float], None],
+        slice_begins: Callable[[int, Gang], None],
+        release: Callable[[float], float],
         peak_bytes: Callable[[int], int] = lambda number: 0,
     ) -> None:
         self._clock = clock
@@ -94,10 +106,17 @@ class NodeModel:
         self._ends = ends
         self._changes = changes
         self._moved = moved
+        self._sliced, self._slice_starts = sliced, slice_starts
+        self._slice_begins, self._release = slice_begins, release
         self._peak_bytes = peak_bytes
         self._followed: dict[int, _Followed] = {}
         # By node and epoch.
         self._unreported: dict[str, dict[int, ObservedGang]] = {}
+        self._groups: dict[int, SliceGroup] = {}
+        # Groups with changes, the number of looks at each, and what nodes are to report of them.
+        self._touched: dict[int, None] = {}
+        self._looks: dict[int, int] = {}
+        self._rows: dict[str, ObservedRows] = {}
 
     @property
     def longest_stop_s(self) -> float:
@@ -118,7 +137,9 @@ class NodeModel:
         for epoch in self._state.gangs_of.get(number, ()):
             gang = self._state.gangs[epoch]
             followed = self._followed.get(epoch)
-            if followed is None:
+            if (gang.node_set and gang.intent is _RUN) or (followed is not None and followed.group):
+                self._follow_slices(gang, followed)
+            elif followed is None:
                 if gang.intent is _RUN:
                     self._start(gang, self._state.jobs[number])
                 elif gang.intent is _PREPARE:
@@ -129,6 +150,26 @@ class NodeModel:
             elif gang.intent is _PREPARE:
                 self._fetch(followed)
 
+    def follow_groups(self) -> None:
+        """Apply the current matrices of the time-slice groups whose gangs have changed."""
+        while self._touched:
+            number = next(iter(self._touched))
+            del self._touched[number]
+            group, node_set = self._groups[number], self._state.sets.get(number)
+            if node_set is None or not group.parts:
+                self._looks[number] += 1
+                if not group.parts:
+                    del self._groups[number]
+                continue
+            group.desire(node_set.active)
+            group.desire(node_set.newest)
+            self._look(group)
+
+    def sync_groups(self) -> None:
+        """Credit all time-sliced gangs with what they have received by now."""
+        for group in self._groups.values():
+            group.sync(self._clock.now)
+
     def retimed(self, number: int) -> None:
         """Update its end after a change of the jobs co-located with it."""
         followed = self._followed[self._state.jobs[number].epoch]
@@ -136,6 +177,112 @@ class NodeModel:
         if finishes is not None and followed.is_training:
             followed.finishes = finishes
             self._at(finishes, followed, self._finished)
+
+    # -- time slices -------------------------------------------------------------------------------------------------
+
+    def _follow_slices(self, gang: Gang, followed: _Followed | None) -> None:
+        if followed is None:
+            followed = self._followed[gang.epoch] = _Followed(gang, self._state.jobs[gang.job])
+        followed.gang = gang
+        if not (gang.node_set and gang.intent is _RUN):
+            self._leave_group(followed)
+            return
+        group = self._groups.get(gang.node_set)
+        if group is None:
+            costs, now = self._costs, self._clock.now
+            group = self._groups[gang.node_set] = SliceGroup(
+                gang.node_set, now, costs.offload_s, costs.offload_s + costs.restore_s
+            )
+            self._looks[gang.node_set] = 0
+        if not followed.group:
+            self._join_group(followed, group)
+        self._touched[group.number] = None
+
+    def _join_group(self, followed: _Followed, group: SliceGroup) -> None:
+        number, gang, now = followed.job.number, followed.gang, self._clock.now
+        trained = followed.is_training
+        if trained:
+            self._halts(number, gang)
+        if not math.isnan(followed.held_since):
+            self._slice_starts(number, followed.held_since)
+            self._sliced(number, gang, now - followed.held_since, 0.0, 0)
+        if followed.phase is ObservedPhase.READY:
+            self._moved(number, gang)
+        part = SlicedPart(
+            self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0),
+            trained or followed.phase in _AT_REST,
+            lambda held, trained, stops: self._sliced(number, followed.gang, held, trained, stops),
+            lambda time: self._slice_starts(number, time),
+            lambda: self._begins_slices(followed),
+            self._release,
+            has_begun=trained,
+        )
+        part.left_s = self._sliced(number, gang, 0.0, 0.0, 0)
+        group.sync(now)
+        group.parts[gang.epoch] = part
+        if trained:
+            group.on.add(gang.epoch)
+            self._slice_begins(number, gang)
+        followed.group, followed.phase = group.number, ObservedPhase.NONE
+        followed.is_training = followed.is_saving = followed.is_stopping = False
+        followed.held_since, followed.finishes = math.nan, math.inf
+        followed.turn += 1
+
+    def _begins_slices(self, followed: _Followed) -> None:
+        followed.first_step = self._clock.now
+        self._slice_begins(followed.job.number, followed.gang)
+        self._report(followed, ObservedPhase.RUNNING)
+
+    def _take_out(self, followed: _Followed) -> SlicedPart:
+        """Take a gang out of its group; it holds its devices if its slice is active."""
+        group, epoch = self._groups[followed.group], followed.gang.epoch
+        group.sync(self._clock.now)
+        self._touched[group.number] = None
+        part = group.parts.pop(epoch)
+        followed.group = 0
+        if epoch in group.on:
+            group.on.discard(epoch)
+            followed.held_since, followed.is_training = self._clock.now, part.has_begun
+        elif part.has_run:
+            followed.phase, followed.stop_step = _PARKED, followed.gang.stop_sequence
+            followed.last_step = self._clock.now
+        return part
+
+    def _leave_group(self, followed: _Followed) -> None:
+        part = self._take_out(followed)
+        if followed.gang.intent is not _RUN:
+            self._obey(followed)
+        elif followed.is_training:
+            self._trains(followed)
+        elif followed.phase in _AT_REST:
+            self._go_on(followed)
+        else:
+            followed.held_since = self._clock.now
+            self._later(part.start_s, followed, self._trains)
+
+    def _look(self, group: SliceGroup) -> None:
+        """Let a group switch slices as far as it is time, and end the gangs that are done."""
+        now, version = self._clock.now, group.position.version
+        again_at = group.review(now)
+        done = group.finished(now)
+        for epoch in done:
+            followed = self._followed[epoch]
+            self._take_out(followed)
+            followed.held_since = now
+            self._gone(followed, OutcomeKind.DONE)
+        node_set = self._state.sets.get(group.number)
+        if node_set is not None and group.position.version != version:
+            position = group.position
+            for node in node_set.nodes:
+                self._rows[node] = ObservedRows(
+                    group.number, position.version, max(group.matrices), max(0, position.row), group.switch_s
+                )
+        self._looks[group.number] += 1
+        if again_at < math.inf and not done:
+            look = self._looks[group.number]
+            self._clock.at(again_at, lambda: self._look(group), lambda: self._looks[group.number] != look)
+
+    # -- orders ------------------------------------------------------------------------------------------------------
 
     def _start(self, gang: Gang, job: JobRecord) -> None:
         followed = self._followed[gang.epoch] = _Followed(gang, job, held_since=self._clock.now)
@@ -295,17 +442,26 @@ class NodeModel:
 
     def report(self) -> bool:
         """Send the reports of all nodes with changes. Return whether there were any."""
-        if not self._unreported:
+        if not (self._unreported or self._rows):
             return False
         reports, self._unreported = self._unreported, {}
+        rows, self._rows = self._rows, {}
         for node, observed in reports.items():
             self.report_of(node, tuple(observed.values()))
+            # A gang that has left its group makes another matrix.
+            number = self._state.set_on.get(node)
+            if number in self._groups:
+                self._touched[number] = None
+        for node, seen in rows.items():
+            self.report_of(node, (), (seen,))
         return True
 
-    def report_of(self, node: str, observed: tuple[ObservedGang, ...] = ()) -> None:
+    def report_of(
+        self, node: str, observed: tuple[ObservedGang, ...] = (), rows: tuple[ObservedRows, ...] = ()
+    ) -> None:
         session = self._state.nodes[node].session
         # Reports cannot overtake each other here, so all have the same number.
-        self._send(Observe(node, session, 1, 0, observed, storage_proved=True))
+        self._send(Observe(node, session, 1, 0, observed, storage_proved=True, rows=rows))
 
     def _later(self, seconds: float, followed: _Followed, act: Callable[[_Followed], None]) -> None:
         if seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,8 @@ class Planning:
 
     `send` passes a command to the core and returns its answer. `rates`: None if every job runs at its recorded rate.
     `scaling`: None if no job is elastic. `windows`: None if the policy reads no measurements of daemons. `work`: the
-    true remaining work, which only oracles and the modelled reports read.
+    true remaining work, which only oracles and the modelled reports read. `received_s`: seconds for which each running
+    job has trained, by number.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class Planning:
         scaling: Scaling | None,
         windows: ModelledRates | None,
         send: Callable[[Command], object],
+        received_s: Callable[[], Mapping[int, float]],
     ) -> None:
         self._jobs, self._policy, self._options = jobs, policy, options
         self._clock, self._state, self._nodes, self._work = clock, state, nodes, work
-        self._windows, self._send = windows, send
+        self._windows, self._send, self._received_s = windows, send, received_s
         self._order = policy.order if options.ideal else policy.aging_order
         if options.round_s is not None:
             # A round begins with an empty cluster.
@@ -286,19 +288,19 @@ class Planning:
         now, sizing, moves = self._clock.now, self.sizing, self.moves
         if self._options.round_s is not None and not (self._may_stop() or self._may_start()):
             return False
-        if not self._is_news and now < sharing.switches_at:
+        if not self._is_news and now < sharing.next_look_s:
             return False
         self._is_news = False
         found, findings, before = PlanDraft(), tuple[TrialFinding, ...](), sharing.remembered
         if sizing is not None:
-            sizing.plan({*before.turns.sharers, *before.packs.on_trial})
+            sizing.plan(before.packs.on_trial)
             findings = sizing.findings
         # While grown jobs give GPUs back, pending jobs are about to get devices of their own.
         if sizing is None or not sizing.is_giving:
             errands = () if moves is None else moves.moving.errands
             found, packed = sharing.plan(self._nodes.switch_s, errands, self._newcomers)
             findings = (*findings, *packed)
-            self._due_at = sharing.switches_at
+            self._due_at = sharing.next_look_s
             self._wake_at(self._due_at)
         if sizing is not None:
             found = sizing.beside(found)
@@ -493,6 +495,8 @@ class Planning:
             self._clock,
             self._capacity.gpus,
             self._options.round_s,
+            self._state,
+            self._received_s,
         )
 
     def _packing(self) -> Packer:

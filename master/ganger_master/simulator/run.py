@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from ganger.cluster.preferences import BY_COUNTS
 
-from ganger_master.core import commands, machine
+from ganger_master.core import colocation, commands, machine, timeslice_admission
 from ganger_master.core.answers import Refused
-from ganger_master.core.colocation import CAPABILITY
 from ganger_master.core.commands import Command
 from ganger_master.core.model import Gang
 from ganger_master.core.settings import CoreSettings
@@ -43,7 +42,7 @@ _NEVER_S = 1e12
 _DEFAULTS = ReplayOptions()
 # Ideal runs rank by attained service itself instead of by queues.
 _CONTINUOUS = {"tiresias": LAS2D}
-_CAPABILITIES = {CAPABILITY: "yes"}
+_CAPABILITIES = {colocation.CAPABILITY: "yes", timeslice_admission.CAPABILITY: "yes"}
 # Maximum number of plans per instant: one preempts, the next starts jobs on the released devices.
 _PLANS_AT_ONCE = 64
 
@@ -136,6 +135,10 @@ class _Replay:
             self._ends,
             self._changes,
             lambda number, gang: self.ledger.moves(number - 1, gang),
+            self._sliced,
+            lambda number, time: self.ledger.starts(number - 1, time - EPOCH_S),
+            self._slice_begins,
+            self._let_go,
             self._peak_bytes,
         )
         # None: every job runs at its recorded rate.
@@ -169,6 +172,7 @@ class _Replay:
             self.scaling,
             self.windows,
             self.send,
+            self._received_s,
         )
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._users = users_of(jobs)
@@ -232,6 +236,23 @@ class _Replay:
             self._retime(self._company(job, gang))
         return ends
 
+    def _sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float:
+        """Record slices of a gang; return the seconds of training until its end."""
+        job, rate = number - 1, self._rate(number - 1, gang)
+        self.ledger.sliced(job, gang, held_s, trained_s, stops)
+        return self.work.credit(job, trained_s * rate) / rate
+
+    def _slice_begins(self, number: int, gang: Gang) -> None:
+        if self.windows is not None:
+            # Its neighbours in a group do not run beside it.
+            self.windows.trains(number, self.clock.now, self._rate(number - 1, gang), frozenset(), gang.devices)
+
+    def _received_s(self) -> dict[int, float]:
+        """Return the seconds for which each running job has trained, by number."""
+        self.nodes.sync_groups()
+        now = self.clock.now - EPOCH_S
+        return {job.number: self.ledger.received_s(job.number - 1, now) for job, _ in self.planning.table.running}
+
     def _company(self, job: int, gang: Gang) -> frozenset[int]:
         """Return the other jobs that train on its devices."""
         if self.footprints is None:
@@ -289,10 +310,12 @@ class _Replay:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
         self.ledger.halts(job, now - EPOCH_S)
-        if self.windows is not None and self._where.pop(job, None) is not None:
+        if self.windows is None:
+            return
+        self.windows.rests(number, now)
+        if self._where.pop(job, None) is not None:
             for piece in gang.pieces:
                 self._on[piece.claim.node].pop(job, None)
-            self.windows.rests(number, now)
             self._retime(self._company(job, gang))
 
     def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
@@ -323,6 +346,7 @@ class _Replay:
         for number in news:
             if number in self.state.jobs:
                 self.nodes.follow(number)
+        self.nodes.follow_groups()
 
     def _finish(self) -> None:
         """Finish a batch of the core, which includes the immediate reports of nodes on their new orders."""

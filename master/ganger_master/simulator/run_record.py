@@ -32,8 +32,7 @@ class Ledger:
 
     def trains(self, job: int, held_since: float, now: float) -> None:
         """Record that its gang, which holds devices since `held_since`, has done its first step."""
-        if math.isnan(self._first_start[job]):
-            self._first_start[job] = held_since
+        self.starts(job, held_since)
         self._trains_since[job] = now
 
     def halts(self, job: int, now: float) -> None:
@@ -44,15 +43,33 @@ class Ledger:
 
     def leaves(self, job: int, gang: Gang, held_since: float, now: float, finished: bool) -> None:
         """Record that it released its devices, after `halts`."""
-        held = now - held_since
-        self._service[job] += held
-        self._gpu_seconds[job] += held * gang.devices
-        self._core_seconds[job] += held * sum([sum(claim.millicores) for claim in gang.claims]) / 1000
+        self._hold(job, gang, now - held_since)
         if finished:
             self._end[job] = now
             self.ended += 1
         elif gang.intent is not GangIntent.HAND_OVER and gang.phase is not GangPhase.RESIZING:
             self._preemptions[job] += 1
+
+    def starts(self, job: int, held_since: float) -> None:
+        """Record that its first slice has begun at `held_since`."""
+        if math.isnan(self._first_start[job]):
+            self._first_start[job] = held_since
+
+    def sliced(self, job: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> None:
+        """Record slices: seconds for which it held devices and for which it trained, and how often it was parked."""
+        self._hold(job, gang, held_s)
+        self._trained[job] += trained_s
+        self._preemptions[job] += stops
+
+    def received_s(self, job: int, now: float) -> float:
+        """Return the seconds for which it has trained."""
+        since = self._trains_since[job]
+        return self._trained[job] + (0.0 if math.isnan(since) else now - since)
+
+    def _hold(self, job: int, gang: Gang, held_s: float) -> None:
+        self._service[job] += held_s
+        self._gpu_seconds[job] += held_s * gang.devices
+        self._core_seconds[job] += held_s * sum([sum(claim.millicores) for claim in gang.claims]) / 1000
 
     def moves(self, job: int, gang: Gang) -> None:
         """Record a migration or a resize of the running job."""

@@ -402,6 +402,13 @@ class Work:
         self._rate[job] = 0.0
         return self._left[job]
 
+    def credit(self, job: int, seconds: float) -> float:
+        """Count seconds of work that were done outside of `begin` and `stop`. Return the seconds of work left."""
+        done = min(seconds, self._left[job])
+        self._left[job] -= done
+        self._done[job] += done
+        return self._left[job]
+
     def done(self, job: int, now: float) -> float:
         """Return the seconds of work done, which the job reports as steps."""
         return self._done[job] + (now - self._since[job]) * self._rate[job]

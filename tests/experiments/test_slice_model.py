@@ -6,23 +6,20 @@ from itertools import pairwise
 
 import pytest
 from ganger.cluster.topology import Topology
-from ganger_master.policies.slicing import (
-    SharedNode,
-    SliceShare,
-    TimeSlice,
-    credited,
-    load,
-    matrix,
-    next_row,
-    node_sets,
-    quantum_s,
-    seated,
-    shares,
-)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.clusters import server
 from msgspec import structs
+
+from experiments.slice_model import (
+    RotatedGang,
+    SharedNode,
+    TimeSlice,
+    credited,
+    entitled,
+    next_row,
+    seated,
+)
 
 QUANTUM = 60.0
 
@@ -32,13 +29,13 @@ def nodes(count: int = 1, topology: str = "2x2") -> list[SharedNode]:
     return [SharedNode(f"s{index}", of, of.all_mask) for index in range(count)]
 
 
-def singles(count: int) -> tuple[SliceShare, ...]:
-    return tuple(SliceShare(number, 1, joined_s=number) for number in range(1, count + 1))
+def singles(count: int) -> tuple[RotatedGang, ...]:
+    return tuple(RotatedGang(number, 1, joined_s=number) for number in range(1, count + 1))
 
 
 def run(
-    sharers: tuple[SliceShare, ...], on: list[SharedNode], rows: int, quantum: float = QUANTUM
-) -> tuple[list[TimeSlice], list[tuple[SliceShare, ...]]]:
+    sharers: tuple[RotatedGang, ...], on: list[SharedNode], rows: int, quantum: float = QUANTUM
+) -> tuple[list[TimeSlice], list[tuple[RotatedGang, ...]]]:
     """Return the slices, and the gangs after each."""
     made, after = [], []
     for _ in range(rows):
@@ -53,7 +50,7 @@ def jain(values: list[float]) -> float:
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
 
-def assert_legal(row: TimeSlice, sharers: tuple[SliceShare, ...], on: list[SharedNode]) -> None:
+def assert_legal(row: TimeSlice, sharers: tuple[RotatedGang, ...], on: list[SharedNode]) -> None:
     held = {node.name: 0 for node in on}
     there = {node.name: node.mask for node in on}
     for number, seat in row.seats.items():
@@ -97,20 +94,20 @@ def test_gangs_of_one_size_are_about_a_quantum_from_their_share_at_most(
     # quanta were seen), as the order of deadlines is not the best one there.
     most = QUANTUM if len(set(some)) == 1 else 1.25 * QUANTUM
     # Each has run before: first turns of newcomers come beside their shares.
-    sharers = tuple(SliceShare(n, gpus, weight=weight, received_s=QUANTUM) for n, weight in enumerate(some))
+    sharers = tuple(RotatedGang(n, gpus, weight=weight, received_s=QUANTUM) for n, weight in enumerate(some))
     on = nodes(count)
-    entitled = shares(sharers, 4 * count)
+    share_of = entitled(sharers, 4 * count)
     rows, after = run(sharers, on, 80)
     for number_of_rows, (row, now) in enumerate(zip(rows, after, strict=True), 1):
         assert_legal(row, now, on)
         for one in now:
-            share = entitled[one.number] * number_of_rows * QUANTUM
+            share = share_of[one.number] * number_of_rows * QUANTUM
             assert abs(one.received_s - QUANTUM - share) <= most * (1 + 1e-6)
 
 
 sharers_of_all_kinds = st.lists(
     st.builds(
-        SliceShare,
+        RotatedGang,
         number=st.just(0),
         gpus=st.sampled_from([1, 1, 2, 3, 4, 6]),
         joined_s=st.integers(0, 3).map(float),
@@ -125,7 +122,7 @@ sharers_of_all_kinds = st.lists(
 
 @settings(max_examples=100)
 @given(sharers_of_all_kinds, st.integers(1, 3))
-def test_rows_hold_whole_gangs_on_devices_of_their_own(sharers: tuple[SliceShare, ...], count: int) -> None:
+def test_rows_hold_whole_gangs_on_devices_of_their_own(sharers: tuple[RotatedGang, ...], count: int) -> None:
     on = nodes(count)
     rows, after = run(sharers, on, 25)
     for row, now in zip(rows, after, strict=True):
@@ -143,7 +140,7 @@ def test_rows_hold_whole_gangs_on_devices_of_their_own(sharers: tuple[SliceShare
 
 # Where shares cannot be met all deficits end at their bound: the last gang waited for 140 rows here.
 MIXED = tuple(
-    SliceShare(number, gpus, weight=weight)
+    RotatedGang(number, gpus, weight=weight)
     for number, (gpus, weight) in enumerate([(1, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (3, 2.0), (3, 2.0)])
 )
 
@@ -151,7 +148,7 @@ MIXED = tuple(
 @settings(max_examples=60)
 @given(sharers_of_all_kinds)
 @example(MIXED)
-def test_every_gang_that_fits_the_group_runs_again_and_again(sharers: tuple[SliceShare, ...]) -> None:
+def test_every_gang_that_fits_the_group_runs_again_and_again(sharers: tuple[RotatedGang, ...]) -> None:
     sharers = tuple(structs.replace(one, priority=0, is_bound=False) for one in sharers if one.gpus <= 4)
     rows, _ = run(sharers, nodes(), 200)
     most = 6 * max(1, sum(one.gpus for one in sharers))
@@ -162,44 +159,44 @@ def test_every_gang_that_fits_the_group_runs_again_and_again(sharers: tuple[Slic
 
 def test_newcomer_gets_its_first_mini_batches_in_the_next_row() -> None:
     _, after = run(singles(9), nodes(), 20)
-    newcomer = SliceShare(100, 1, joined_s=1000.0)
+    newcomer = RotatedGang(100, 1, joined_s=1000.0)
     assert 100 in next_row((*after[-1], newcomer), nodes(), QUANTUM).seats
 
 
 def test_newcomer_is_owed_nothing_for_the_time_before_and_gets_its_share_from_then_on() -> None:
     _, after = run(singles(6), nodes(), 20)
-    _, later = run((*after[-1], SliceShare(100, 1, joined_s=1000.0)), nodes(), 70)
+    _, later = run((*after[-1], RotatedGang(100, 1, joined_s=1000.0)), nodes(), 70)
     newcomer = later[-1][-1]
     assert newcomer.received_s / (70 * QUANTUM) == pytest.approx(4 / 7, abs=1 / 70)
 
 
 def test_newcomer_among_gangs_that_cannot_have_their_share_is_not_kept_waiting() -> None:
     """Two gangs of three and one of one on four devices: the small one runs always, the large ones every other row."""
-    sharers = (SliceShare(1, 3), SliceShare(2, 3), SliceShare(3, 1))
+    sharers = (RotatedGang(1, 3), RotatedGang(2, 3), RotatedGang(3, 1))
     _, after = run(sharers, nodes(), 2000)
-    rows, _ = run((*after[-1], SliceShare(4, 3, joined_s=1e6), SliceShare(5, 1, joined_s=1e6)), nodes(), 30)
+    rows, _ = run((*after[-1], RotatedGang(4, 3, joined_s=1e6), RotatedGang(5, 1, joined_s=1e6)), nodes(), 30)
     for number in range(1, 6):
         assert sum(number in row.seats for row in rows) >= 7
 
 
 def test_weights_divide_the_time_and_no_gang_gets_more_than_all_of_it() -> None:
-    sharers = tuple(SliceShare(n, 1, weight=weight) for n, weight in enumerate([10.0, 1.0, 1.0, 2.0]))
-    assert shares(sharers, 2) == {0: 1.0, 1: 0.25, 2: 0.25, 3: 0.5}
-    assert shares(sharers, 4) == dict.fromkeys(range(4), 1.0)
-    assert shares((), 4) == {}
+    sharers = tuple(RotatedGang(n, 1, weight=weight) for n, weight in enumerate([10.0, 1.0, 1.0, 2.0]))
+    assert entitled(sharers, 2) == {0: 1.0, 1: 0.25, 2: 0.25, 3: 0.5}
+    assert entitled(sharers, 4) == dict.fromkeys(range(4), 1.0)
+    assert entitled((), 4) == {}
 
 
 def test_lower_priority_gets_what_is_left() -> None:
-    sharers = (SliceShare(1, 2, priority=1), SliceShare(2, 2, priority=1), SliceShare(3, 1), SliceShare(4, 1))
-    assert shares(sharers, 4) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
-    assert shares(sharers, 5) == {1: 1.0, 2: 1.0, 3: 0.5, 4: 0.5}
+    sharers = (RotatedGang(1, 2, priority=1), RotatedGang(2, 2, priority=1), RotatedGang(3, 1), RotatedGang(4, 1))
+    assert entitled(sharers, 4) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+    assert entitled(sharers, 5) == {1: 1.0, 2: 1.0, 3: 0.5, 4: 0.5}
     rows, _ = run(sharers, nodes(), 5)
     assert all(set(row.seats) == {1, 2} for row in rows)
 
 
 def test_an_unpreemptible_gang_stays_and_the_others_share_the_rest() -> None:
-    fixed = SliceShare(1, 2, is_preemptible=False, runs=True, seat=(("s0", 0b11),))
-    sharers = (fixed, SliceShare(2, 2), SliceShare(3, 2), SliceShare(4, 2, priority=5))
+    fixed = RotatedGang(1, 2, is_preemptible=False, runs=True, seat=(("s0", 0b11),))
+    sharers = (fixed, RotatedGang(2, 2), RotatedGang(3, 2), RotatedGang(4, 2, priority=5))
     rows, _ = run(sharers, nodes(), 9)
     assert all(row.seats[1] == (("s0", 0b11),) for row in rows)
     assert all(set(row.seats) == {1, 4} for row in rows)
@@ -209,9 +206,9 @@ def test_an_unpreemptible_gang_stays_and_the_others_share_the_rest() -> None:
 
 def test_bound_gangs_run_on_their_own_devices_only() -> None:
     sharers = (
-        SliceShare(1, 1, is_bound=True, seat=(("s0", 1),)),
-        SliceShare(2, 1, is_bound=True, seat=(("s0", 1),)),
-        SliceShare(3, 1, is_bound=True, seat=(("s0", 2),)),
+        RotatedGang(1, 1, is_bound=True, seat=(("s0", 1),)),
+        RotatedGang(2, 1, is_bound=True, seat=(("s0", 1),)),
+        RotatedGang(3, 1, is_bound=True, seat=(("s0", 2),)),
     )
     rows, after = run(sharers, nodes(topology="2"), 20)
     assert all(dict(row.seats).get(3) == (("s0", 2),) for row in rows)
@@ -219,7 +216,7 @@ def test_bound_gangs_run_on_their_own_devices_only() -> None:
 
 
 def test_gang_of_several_nodes_runs_on_all_of_them_at_once() -> None:
-    sharers = (SliceShare(1, 8), SliceShare(2, 8), SliceShare(3, 4))
+    sharers = (RotatedGang(1, 8), RotatedGang(2, 8), RotatedGang(3, 4))
     rows, after = run(sharers, nodes(2), 20)
     for row in rows:
         assert_legal(row, sharers, nodes(2))
@@ -230,35 +227,10 @@ def test_gang_of_several_nodes_runs_on_all_of_them_at_once() -> None:
 
 def test_late_boundary_is_made_up_for() -> None:
     """A row that lasted half a quantum too long counts as what it was."""
-    one, other = SliceShare(1, 4), SliceShare(2, 4)
+    one, other = RotatedGang(1, 4), RotatedGang(2, 4)
     row = next_row((one, other), nodes(), QUANTUM)
     sharers = credited(seated((one, other), row), row.seats.keys(), 1.5 * QUANTUM, QUANTUM)
     for _ in range(41):
         row = next_row(sharers, nodes(), QUANTUM)
         sharers = credited(seated(sharers, row), row.seats.keys(), QUANTUM, QUANTUM)
     assert abs(sharers[0].received_s - sharers[1].received_s) <= QUANTUM
-
-
-def test_matrix_is_the_rows_as_they_come() -> None:
-    rows, _ = run(singles(6), nodes(), 7)
-    assert matrix(singles(6), nodes(), QUANTUM, 7) == tuple(rows)
-
-
-def test_order_of_the_sharers_does_not_matter() -> None:
-    assert matrix(singles(7), nodes(), QUANTUM, 9) == matrix(singles(7)[::-1], nodes(), QUANTUM, 9)
-
-
-def test_quantum_is_fifty_switches_at_least() -> None:
-    assert quantum_s(0.1) == 60.0
-    assert quantum_s(2.0) == 100.0
-    assert quantum_s(0.05, wanted_s=1.0) == 2.5
-
-
-def test_node_sets_are_disjoint_and_gangs_whole_in_them() -> None:
-    seats = [(("a", 1),), (("b", 1), ("c", 1)), (("d", 1), ("c", 2)), (("a", 2),), (("e", 1),)]
-    assert node_sets(seats) == [("a",), ("b", "c", "d"), ("e",)]
-    assert node_sets([]) == []
-
-
-def test_load_is_what_is_wanted_by_what_is_there() -> None:
-    assert load(singles(6), nodes()) == 1.5

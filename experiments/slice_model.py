@@ -14,20 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Final, TypeAlias
 
 from ganger.cluster.resources import LocalityLevel
 from ganger.cluster.topology import Topology
+from ganger_master.policies.timeslice_fairness import Seat, SliceShare, shares
 from msgspec import Struct
 from msgspec.structs import replace
-
-# Node and mask of its devices, by node.
-Seat: TypeAlias = tuple[tuple[str, int], ...]
-
-QUANTUM_S: Final = 60.0
-# A switch may cost two per cent of a quantum.
-_SWITCHES_PER_QUANTUM: Final = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +31,7 @@ class SharedNode:
     mask: int
 
 
-class SliceShare(Struct, frozen=True, gc=False):
+class RotatedGang(Struct, frozen=True, gc=False):
     """One gang. `joined_s`: when it came; `received_s`: seconds for which it has run here; `deficit_s`: how far it is
     behind what it is entitled to; `waited_s`: since it last ran. `seat`: where it runs, or ran last; one that
     `is_bound` runs nowhere else."""
@@ -69,13 +61,13 @@ class TimeSlice:
 
     seats: Mapping[int, Seat]
 
-    def entering(self, sharers: Iterable[SliceShare]) -> list[int]:
+    def entering(self, sharers: Iterable[RotatedGang]) -> list[int]:
         return [one.number for one in sharers if one.number in self.seats and not one.runs]
 
-    def leaving(self, sharers: Iterable[SliceShare]) -> list[int]:
+    def leaving(self, sharers: Iterable[RotatedGang]) -> list[int]:
         return [one.number for one in sharers if one.runs and one.number not in self.seats]
 
-    def shifted(self, sharers: Iterable[SliceShare]) -> list[int]:
+    def shifted(self, sharers: Iterable[RotatedGang]) -> list[int]:
         """Return the gangs that continue on devices other than those of their state: more than a switch."""
         return [
             one.number
@@ -84,12 +76,7 @@ class TimeSlice:
         ]
 
 
-def quantum_s(switch_s: float, wanted_s: float = QUANTUM_S) -> float:
-    """Seconds of a row: as wanted, and never less than fifty times the measured switch."""
-    return max(wanted_s, _SWITCHES_PER_QUANTUM * switch_s)
-
-
-def shares(sharers: Sequence[SliceShare], gpus: int) -> dict[int, float]:
+def entitled(sharers: Sequence[RotatedGang], gpus: int) -> dict[int, float]:
     """Return the share of the time that each gang is entitled to, by number: 1 for unpreemptible running gangs, then by
     priority in proportion to weights as far as the devices go, at most 1."""
     found = dict.fromkeys((one.number for one in sharers), 0.0)
@@ -100,23 +87,25 @@ def shares(sharers: Sequence[SliceShare], gpus: int) -> dict[int, float]:
             left -= one.gpus
     for priority in sorted({one.priority for one in sharers}, reverse=True):
         rest = [one for one in sharers if one.priority == priority and not one.stays]
-        left -= _fill(rest, max(0.0, left), found)
+        level = shares([SliceShare(one.number, one.gpus, one.weight) for one in rest], max(0.0, left))
+        found.update(level)
+        left -= sum([level[one.number] * one.gpus for one in rest])
     return found
 
 
 def credited(
-    sharers: Sequence[SliceShare], running: Collection[int], seconds: float, quantum: float
-) -> tuple[SliceShare, ...]:
+    sharers: Sequence[RotatedGang], running: Collection[int], seconds: float, quantum: float
+) -> tuple[RotatedGang, ...]:
     """After these have run for so long, by the clock: a boundary may come late, and what it gave too much is taken into
     account at the next rows. What gangs of mixed sizes cannot be given is not owed to them for ever."""
     wanted = sum(one.gpus for one in sharers)
     used = sum(one.gpus for one in sharers if one.number in running)
-    entitled = shares(sharers, used)
+    share_of = entitled(sharers, used)
     most = quantum * (1 + math.ceil(wanted / used)) if used else quantum
     found = []
     for one in sharers:
         received = seconds if one.number in running else 0.0
-        deficit = one.deficit_s + seconds * entitled[one.number] - received
+        deficit = one.deficit_s + seconds * share_of[one.number] - received
         deficit = min(max(deficit, -most), most)
         found.append(
             replace(
@@ -130,7 +119,7 @@ def credited(
     return tuple(found)
 
 
-def next_row(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> TimeSlice:
+def next_row(sharers: Sequence[RotatedGang], nodes: Sequence[SharedNode], quantum: float) -> TimeSlice:
     """Return the slice for the next quantum. Gangs that have not run yet go first, so that their first mini-batches
     come within a quantum; among equals running gangs, to save a switch."""
     line = _line(sharers, nodes, quantum)
@@ -143,66 +132,21 @@ def next_row(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum
     return TimeSlice(better if len(better) == len(chosen) else chosen)
 
 
-def matrix(
-    sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float, rows: int
-) -> tuple[TimeSlice, ...]:
-    """The next rows if nothing else happens: what a node set can go on with by itself."""
-    found = []
-    for _ in range(rows):
-        row = next_row(sharers, nodes, quantum)
-        found.append(row)
-        sharers = credited(seated(sharers, row), row.seats.keys(), quantum, quantum)
-    return tuple(found)
-
-
-def seated(sharers: Sequence[SliceShare], row: TimeSlice) -> tuple[SliceShare, ...]:
+def seated(sharers: Sequence[RotatedGang], row: TimeSlice) -> tuple[RotatedGang, ...]:
     """The sharers as they are once the row runs."""
     return tuple(
         replace(one, seat=row.seats.get(one.number, one.seat), runs=one.number in row.seats) for one in sharers
     )
 
 
-def node_sets(seats: Iterable[Seat]) -> list[tuple[str, ...]]:
-    """The nodes that gangs tie together, each in one set; by the names of nodes."""
-    sets: dict[str, frozenset[str]] = {}
-    for seat in seats:
-        names = frozenset(name for name, _ in seat)
-        joined = reduce(frozenset.union, (sets.get(name, frozenset()) for name in names), names)
-        sets.update(dict.fromkeys(joined, joined))
-    return sorted(tuple(sorted(names)) for names in set(sets.values()))
-
-
-def load(sharers: Iterable[SliceShare], nodes: Iterable[SharedNode]) -> float:
-    """Gandiva's height before it is rounded up: devices wanted by devices there."""
-    return sum(one.gpus for one in sharers) / sum(node.mask.bit_count() for node in nodes)
-
-
-def _fill(sharers: Sequence[SliceShare], gpus: float, into: dict[int, float]) -> float:
-    """Water-filling; the devices that are given."""
-    rest = list(sharers)
-    left = gpus
-    while rest:
-        level = left / sum(one.weight * one.gpus for one in rest)
-        full = [one for one in rest if level * one.weight >= 1.0]
-        for one in full:
-            into[one.number] = 1.0
-            left -= one.gpus
-        if not full:
-            for one in rest:
-                into[one.number] = level * one.weight
-            return gpus
-        rest = [one for one in rest if level * one.weight < 1.0]
-    return gpus - left
-
-
-def _line(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: float) -> list[SliceShare]:
+def _line(sharers: Sequence[RotatedGang], nodes: Sequence[SharedNode], quantum: float) -> list[RotatedGang]:
     gpus = sum(node.mask.bit_count() for node in nodes)
     # Gangs of four use no more than eight of ten devices.
     step = math.gcd(*(one.gpus for one in sharers)) or 1
-    entitled = shares(sharers, gpus // step * step)
+    share_of = entitled(sharers, gpus // step * step)
 
-    def key(one: SliceShare) -> tuple[float, ...]:
-        share = entitled[one.number]
+    def key(one: RotatedGang) -> tuple[float, ...]:
+        share = share_of[one.number]
         would_be_ahead = one.deficit_s + share * quantum <= 1e-6 * quantum
         behind_in = (quantum - one.deficit_s) / share if share > 0.0 else math.inf
         return (
@@ -222,7 +166,7 @@ def _line(sharers: Sequence[SliceShare], nodes: Sequence[SharedNode], quantum: f
     return sorted(sharers, key=key)
 
 
-def _seated(line: Iterable[SliceShare], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
+def _seated(line: Iterable[RotatedGang], nodes: Sequence[SharedNode]) -> dict[int, Seat]:
     """Return the seats of the gangs that fit beside those before them, in order."""
     free = {node.name: node.mask for node in nodes}
     found = {}
@@ -235,7 +179,7 @@ def _seated(line: Iterable[SliceShare], nodes: Sequence[SharedNode]) -> dict[int
     return found
 
 
-def _seat(one: SliceShare, nodes: Sequence[SharedNode], free: Mapping[str, int]) -> Seat | None:
+def _seat(one: RotatedGang, nodes: Sequence[SharedNode], free: Mapping[str, int]) -> Seat | None:
     if one.seat and all(free.get(name, 0) & mask == mask for name, mask in one.seat):
         return one.seat
     if one.is_bound and one.seat:
