@@ -42,7 +42,8 @@ _NEVER_S = 1e12
 _DEFAULTS = ReplayOptions()
 # Ideal runs rank by attained service itself instead of by queues.
 _CONTINUOUS = {"tiresias": LAS2D}
-_CAPABILITIES = {colocation.CAPABILITY: "yes", timeslice_admission.CAPABILITY: "yes"}
+_CAPABILITIES = {colocation.CAPABILITY: "yes"}
+_SLICING = {**_CAPABILITIES, timeslice_admission.CAPABILITY: "yes"}
 # Maximum number of plans per instant: one preempts, the next starts jobs on the released devices.
 _PLANS_AT_ONCE = 64
 
@@ -208,7 +209,7 @@ class _Replay:
                         group.configuration_set,
                         rack=row.rack,
                         fabric=row.fabric,
-                        capabilities=_CAPABILITIES,
+                        capabilities=_SLICING if self.policy.shares else _CAPABILITIES,
                     )
                 )
                 self.nodes.report_of(row.node)
