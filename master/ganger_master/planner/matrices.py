@@ -353,12 +353,22 @@ class _Joining:
 
     def join(self, crowded: Sequence[tuple[JobRecord, Gang | None]]) -> None:
         """Time-slice jobs that find no free devices: a parked job in place if it can, the others with other jobs."""
+        # Of jobs that no place serves, the next one alike is passed over until a job has joined.
+        vain = set[tuple[object, ...]]()
         for job, gang in crowded[:_WAITING_MOST]:
             if len(self._joined) >= _JOINERS_MOST:
                 return
+            spec = job.spec
+            alike = (job.shape, spec.priority, spec.device_type, job.arena_bytes_per_device, may_take_turns(job, None))
+            is_alike = gang is None and job.number not in self._kept_out.nodes and not job.epoch
+            if is_alike and alike in vain:
+                continue
             one = self._joiner(job, gang)
             if one is not None:
                 self._join(one)
+                vain.clear()
+            elif is_alike:
+                vain.add(alike)
 
     def _joiner(self, job: JobRecord, gang: Gang | None) -> SlicedJob | None:
         if gang is not None:
