@@ -64,7 +64,11 @@ class PlacementPreference:
 
     def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
         """The first candidate, or None. Nothing is taken."""
-        return next(iter(self.places(index, request)), None)
+        if request.parked or request.reserved_nodes or request.avoid or request.only is not None:
+            return next(iter(self.places(index, request)), None)
+        # The planner asks thousands of times a pass, nearly always for any place.
+        widest = widest_now(request.shape, request.waited_s)
+        return next(self.search(index, index.query(request.shape), widest, request.demand), None)
 
     def places(self, index: CapacityIndex, request: PlacementRequest) -> Sequence[Claims]:
         """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken."""
