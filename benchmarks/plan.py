@@ -39,7 +39,8 @@ from ganger.cluster.resources import GangShape, Locality, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger_master.core.model import Gang, JobRecord, JobSpec
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.planner.job_table import LiveTable

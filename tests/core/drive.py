@@ -11,9 +11,9 @@ from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, ObservedPhase
+from ganger_master.core.gang_model import Gang, ObservedPhase
+from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -58,7 +58,7 @@ class Drive:
     def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> Answer:
         """Apply a complete report of a node, by default of the newest desired version."""
         self.observations += 1
-        applied = desired_of(self.state, node).version if version is None else version
+        applied = self.state.desired.of(node).version if version is None else version
         return self.step(Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True))
 
     def submit(self, spec: JobSpec, user: str = "") -> int:
@@ -79,7 +79,7 @@ class Drive:
         blockers: bool = False,
     ) -> Answer:
         """Request a gang, by default with the job's lease; without places the scheduler passes."""
-        held = self.state.turn_of.get(number, 0) if turn is None else turn
+        held = self.state.leases.turn_of.get(number, 0) if turn is None else turn
         job = self.state.jobs[number]
         found = candidates(self.state.view, job.shape).refusals if blockers else ()
         return self.step(
@@ -115,7 +115,7 @@ class Drive:
         self.observe(node, *(one for one in others if one.job != number))
 
     def on(self, node: str) -> list[Gang]:
-        return [self.state.gangs[epoch] for epoch in sorted(self.state.gangs_on[node])]
+        return [self.state.gangs[epoch] for epoch in sorted(self.state.gangs.places_on[node])]
 
     def reported(self, gang: Gang, node: str) -> ObservedGang | None:
         piece = gang.piece(node)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.commands import ObservedGang
-from ganger_master.core.model import Gang, JobSpec, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.gang_model import Gang, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import JobSpec
 from msgspec.structs import replace
 
 RESIZABLE = replace(ALL_LEVELS, resize=True, resize_divides=12)
@@ -42,7 +43,7 @@ class World(Drive):
         """By device of the first node, how often the job holds it."""
         masks = [
             piece.held.device_mask
-            for gang in self.state.gangs_of_job(number)
+            for gang in self.state.gangs.of_job(number)
             for piece in gang.pieces
             if piece.held is not None and piece.claim.node == "n1"
         ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from core.drive import SERVER, Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core import machine
 from ganger_master.core.commands import MoveJob, OpenSession
-from ganger_master.core.desired_state import desired_of
-from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 
 
 def test_a_daemon_that_has_not_received_a_gang_does_not_end_it() -> None:
     drive = Drive()
     number = drive.submit(job_of(1))
-    before = desired_of(drive.state, "n1").version
+    before = drive.state.desired.of("n1").version
     epoch = drive.start(number)
     for _ in range(3):
         drive.observe("n1", version=before)
@@ -24,7 +24,7 @@ def test_a_daemon_busy_with_the_first_of_two_gangs_does_not_end_the_second() -> 
     drive = Drive()
     first, second = drive.submit(job_of(1)), drive.submit(job_of(1))
     drive.start(first)
-    before = desired_of(drive.state, "n1").version
+    before = drive.state.desired.of("n1").version
     epoch = drive.start(second)
     gang = drive.state.gangs[drive.job(first).epoch]
     drive.observe("n1", drive.report(gang, ObservedPhase.STARTING), version=before)
@@ -62,7 +62,7 @@ def test_a_late_report_of_an_older_version_aborts_no_move() -> None:
     source = drive.start(number)
     drive.runs(number)
     other = next(node for node in ("n1", "n2") if node not in drive.state.gangs[source].nodes)
-    before = desired_of(drive.state, other).version
+    before = drive.state.desired.of(other).version
     drive.step(MoveJob(number, (other,)))
     destination = drive.job(number).next_epoch
     drive.observe(other, version=before)
@@ -80,7 +80,7 @@ def test_a_node_that_has_lost_all_its_gangs_gets_no_spec_of_launched_ones() -> N
     # what the shell may tell a node is what it was last given
     opened = machine.step(drive.state, OpenSession("n1", "machine-n1", SERVER), drive.now)
     assert opened.effects.nodes == ("n1",)
-    assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [False]
+    assert [gang.needs_spec for gang in drive.state.desired.of("n1").gangs] == [False]
 
 
 def test_a_daemon_that_restarts_while_a_gang_waits_for_its_slice_gets_its_whole_order() -> None:
@@ -90,4 +90,4 @@ def test_a_daemon_that_restarts_while_a_gang_waits_for_its_slice_gets_its_whole_
     # known to the daemon that dies, and not launched
     drive.seen(number, epoch, ObservedPhase.STARTING)
     machine.step(drive.state, OpenSession("n1", "machine-n1", SERVER), drive.now)
-    assert [gang.needs_spec for gang in desired_of(drive.state, "n1").gangs] == [True]
+    assert [gang.needs_spec for gang in drive.state.desired.of("n1").gangs] == [True]

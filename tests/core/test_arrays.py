@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.answers import ArrayAnswer, Done, Refused
 from ganger_master.core.array_members import Template, resolved
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
@@ -19,7 +20,8 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.model import JobMetric, JobProgress, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace
@@ -54,7 +56,7 @@ def submitted(drive: Drive, *lrs: str, at_once: int = 0, rule: StopRule | None =
 
 
 def waiting(drive: Drive, numbers: list[int]) -> list[int]:
-    return [number for number in numbers if drive.state.is_waiting(drive.job(number))]
+    return [number for number in numbers if drive.job(number).is_waiting]
 
 
 def come(drive: Drive, number: int, accuracy: float | None, at: float) -> None:
@@ -69,7 +71,7 @@ def running(drive: Drive, numbers: list[int]) -> None:
 
 def leave(drive: Drive, number: int) -> None:
     """What is to be stopped has gone from its node."""
-    drive.seen(number, drive.state.gangs_of[number][-1], ObservedPhase.ENDED)
+    drive.seen(number, drive.state.gangs.epochs_of[number][-1], ObservedPhase.ENDED)
 
 
 def told(drive: Drive, subject: str) -> list[str]:

@@ -7,8 +7,9 @@ from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
 from ganger_master.core import approval, commands, desired_state, machine
 from ganger_master.core.answers import Approved, SessionAnswer
-from ganger_master.core.model import JobSpec, Node
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.node_index import row_of
+from ganger_master.core.node_model import Node
 from ganger_master.core.reservations import Reservation, ReservationRequest, reserve
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -63,8 +64,8 @@ def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
     for state in (alone, together):
         for name, node in state.nodes.items():
             remembered = desired_state.project(state, node).gangs
-            state.parties.clear()
-            state.projected.clear()
+            state.desired.parties.clear()
+            state.desired.projected.clear()
             assert desired_state.project(state, node).gangs == remembered == state.desired[name].gangs
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, PlanAnswer, Rejected
 from ganger_master.core.commands import ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import Capabilities, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from msgspec.structs import replace
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import MoveJob
-from ganger_master.core.model import Capabilities, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import Capabilities
 from msgspec.structs import replace
 
 OPAQUE = Capabilities(pause=True, missing={"OFFLOAD": "no agent"}, known=True)

@@ -10,9 +10,12 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.resources import ConfigurationSet
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, DeclareLost, OpenSession, SuspendJob
-from ganger_master.core.model import JobState, NodeState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.node_model import NodeState
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -84,7 +87,7 @@ def test_a_machine_booted_with_other_hardware_is_accepted_and_its_jobs_continue_
     assert isinstance(drive.opens("n1", kind, boots=1), SessionAnswer)
     drive.observe("n1", version=0)
     assert drive.state.view.row("n1").free_mask == (1 << kind.devices) - 1
-    assert (drive.state.devices, drive.state.free_devices) == (kind.devices, kind.devices)
+    assert (drive.state.nodes.devices, drive.state.nodes.free_devices) == (kind.devices, kind.devices)
     assert epoch not in drive.state.gangs
     assert drive.job(number).state is (JobState.PENDING if level is None else JobState.SUSPENDED)
     (told,) = [entry for entry in drive.told if entry.kind == "node_changed"]
@@ -114,7 +117,7 @@ def test_gangs_time_sliced_on_it_are_requeued_and_their_group_is_dissolved() -> 
     drive.observe("n1", version=0)
     assert {gang.intent for gang in drive.state.desired["n2"].gangs} == {"STOP"}
     drive.observe("n2")
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     assert [drive.job(number).state for number in jobs] == [JobState.PENDING] * 2
     assert [drive.state.view.row(node).free_mask for node in ("n1", "n2")] == [0xFF, 0xF]
 
@@ -160,7 +163,7 @@ def test_an_idle_node_may_become_another_at_any_time() -> None:
     for kind in (*KINDS[1:], SERVER):
         assert isinstance(drive.opens("n1", kind), SessionAnswer)
         drive.observe("n1", version=0)
-        assert drive.state.devices == kind.devices
+        assert drive.state.nodes.devices == kind.devices
 
 
 _node = st.sampled_from(["n1", "n2", "n3"])
@@ -201,7 +204,7 @@ def _do(drive: Changing, kinds: dict[str, ConfigurationSet], deed: str, *about: 
                 drive.runs(number)
         case "open", str(node), ConfigurationSet() as kind, int(boots):
             state = drive.state
-            is_busy = bool(state.gangs_there(node))
+            is_busy = bool(state.gangs.living_on(node))
             before = state.nodes[node]
             answer = drive.opens(node, kind, boots)
             is_other = before.configuration_set != kind.name
@@ -211,7 +214,7 @@ def _do(drive: Changing, kinds: dict[str, ConfigurationSet], deed: str, *about: 
             if isinstance(answer, SessionAnswer):
                 kinds[node] = kind
                 # Of what is not wanted there any more nothing is left.
-                left = [drive.reported(gang, node) for gang in state.gangs_there(node)] if not boots else []
+                left = [drive.reported(gang, node) for gang in state.gangs.living_on(node)] if not boots else []
                 drive.observe(node, *[one for one in left if one is not None])
         case "lose", str(node):
             drive.lost(node)

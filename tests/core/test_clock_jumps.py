@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.commands import Tick
 from ganger_master.core.heartbeats import ClockReading, noticed
-from ganger_master.core.model import JobState
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -58,10 +58,10 @@ def test_how_long_a_job_waits_is_counted_on(set_by: float) -> None:
 def test_no_scheduler_loses_a_lease_while_the_master_stands_still() -> None:
     drive = Drive(settings=CoreSettings(lost_turns_allowed=1))
     number = drive.submit(job_of(4))
-    (before,) = drive.state.turns
+    (before,) = drive.state.leases
     drive.now += HOUR
     drive.step(Tick(stood_still=True))
-    (after,) = drive.state.turns
+    (after,) = drive.state.leases
     assert before != after
-    assert drive.state.lost_turns == {}
-    assert drive.state.turn_of == {number: after}
+    assert drive.state.leases.lost_turns == {}
+    assert drive.state.leases.turn_of == {number: after}

@@ -9,11 +9,13 @@ from core.drive import GIB, SERVER, Drive, job_of
 from faultsim.state_invariants import violations
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core import colocation
 from ganger_master.core.answers import PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan, ResumeJob
-from ganger_master.core.desired_state import desired_of
-from ganger_master.core.model import Claim, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, ObservedPhase
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
@@ -85,7 +87,7 @@ def test_two_gangs_share_a_device_if_a_plan_says_so_and_both_fit(drive: Packing)
     row = drive.state.rows["n1"]
     assert row.free_mask.bit_count() == 3
     assert sorted(row.device_rows) == [0, 0, 0, 2]
-    assert drive.state.free_devices == 3
+    assert drive.state.nodes.free_devices == 3
     drive.runs(guest)
     assert drive.job(guest).state is JobState.HOLDING
 
@@ -95,7 +97,7 @@ def test_the_daemon_of_a_joined_gang_and_the_explanation_get_the_colocated_jobs(
     before = drive.state.gangs[drive.job(host).epoch]
     guest = drive.submit(small())
     assert drive.pack(guest, host) is None
-    wanted = {gang.job: gang for gang in desired_of(drive.state, "n1").gangs}
+    wanted = {gang.job: gang for gang in drive.state.desired.of("n1").gangs}
     mask = before.claims[0].device_mask
     assert wanted[host].claim.shared_mask == wanted[guest].claim.shared_mask == mask
     assert wanted[host].master_sequence > before.master_sequence
@@ -186,7 +188,7 @@ def test_the_device_is_free_when_the_last_of_them_has_gone(drive: Packing, first
     for number, free in ((host, 3), (guest, 4)) if first == "host" else ((guest, 3), (host, 4)):
         drive.step(CancelJob(number))
         drive.seen_without("n1", number)
-        assert drive.state.free_devices == free
+        assert drive.state.nodes.free_devices == free
 
 
 def test_the_remaining_gang_has_its_device_alone_again_and_loses_the_mark(drive: Packing) -> None:
@@ -235,7 +237,7 @@ def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> No
     host, guest = drive.run(small()), drive.run(small())
     drive.now += 1.0
     assert drive.propose(drive.change(MoveChange, guest, drive.beside(guest, host))) == [None]
-    assert drive.state.free_devices == 2
+    assert drive.state.nodes.free_devices == 2
     source, destination = drive.job(guest).epoch, drive.job(guest).next_epoch
     drive.seen(guest, destination, ObservedPhase.PREPARED)
     drive.seen(guest, source, ObservedPhase.PARKED, stop_step=7)
@@ -243,7 +245,7 @@ def test_a_running_job_moves_in_with_another_and_out_again(drive: Packing) -> No
     assert drive.job(guest).epoch == destination
     drive.seen(guest, destination, ObservedPhase.RUNNING)
     drive.observe("n1", *drive.others("n1", source))
-    assert drive.state.free_devices == 3
+    assert drive.state.nodes.free_devices == 3
     out = drive.places(guest)[0]
     assert drive.propose(drive.change(MoveChange, guest, out)) == [None]
 
@@ -278,7 +280,12 @@ def test_a_pack_outlives_the_master(drive: Packing) -> None:
     guest = drive.submit(small())
     assert drive.pack(guest, host) is None
     state = drive.state
-    elements = [*state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values()]
+    elements = [
+        *state.nodes.configuration_sets.values(),
+        *state.nodes.values(),
+        *state.jobs.values(),
+        *state.gangs.values(),
+    ]
     again = restored(CoreSettings(), [*elements, state.counters], drive.now)
     assert violations(again) == []
     assert again.rows["n1"].device_rows == state.rows["n1"].device_rows
@@ -292,10 +299,10 @@ def test_a_parked_colocated_job_resumes_beside_its_partner_and_no_other_job(driv
     for number in (guest, host):
         assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]
         drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=5)
-    assert drive.state.free_devices == 4
+    assert drive.state.nodes.free_devices == 4
     assert drive.propose(drive.change(ResumeChange, host)) == [None]
     assert drive.propose(drive.change(ResumeChange, guest)) == [None]
-    assert drive.state.free_devices == 3
+    assert drive.state.nodes.free_devices == 3
     for number in (host, guest):
         drive.runs(number)
         assert drive.propose(drive.change(SuspendChange, number, level=SuspendLevel.OFFLOAD)) == [None]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.commands import DeclareLost, ResumeJob, SuspendJob
-from ganger_master.core.desired_state import desired_of
-from ganger_master.core.model import Checkpoint, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import Checkpoint, SuspendLevel
 from msgspec.structs import replace
 
 
@@ -208,7 +209,7 @@ def test_the_leader_receives_the_checkpoints_to_keep_as_soon_as_they_are_durable
     for step in (10, 20, 30):
         told = replace(drive.report(gang, ObservedPhase.RUNNING), checkpoint=Checkpoint(step, first, f"{step}-{first}"))
         drive.observe("n1", told)
-        kept = {node: desired_of(drive.state, node).gangs[0].kept_checkpoints for node in ("n1", "n2")}
-    leader = desired_of(drive.state, "n1").gangs[0].members[0].node
+        kept = {node: drive.state.desired.of(node).gangs[0].kept_checkpoints for node in ("n1", "n2")}
+    leader = drive.state.desired.of("n1").gangs[0].members[0].node
     (other,) = {"n1", "n2"} - {leader}
     assert kept == {leader: (f"30-{first}", f"20-{first}"), other: ()}

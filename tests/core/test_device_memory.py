@@ -9,7 +9,8 @@ from ganger.cluster.refusals import Reason
 from ganger_master.core.answers import Approved, Refused, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Capabilities, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace
@@ -218,8 +219,8 @@ def test_a_parked_job_with_the_memory_that_the_first_of_a_strict_queue_lacks_res
     drive.step(ResumeJob(resting))
     other = drive.submit(job_of(1))
     assert [drive.state.queue_rank(number) for number in (first, resting, other)] == [1, 2, 3]
-    assert resting in drive.state.turn_of
-    assert other not in drive.state.turn_of
+    assert resting in drive.state.leases.turn_of
+    assert other not in drive.state.leases.turn_of
     claims = drive.state.gangs[drive.job(resting).epoch].claims
     assert isinstance(drive.request(resting, claims), Approved)
     drive.step(CancelJob(resting))

@@ -11,7 +11,8 @@ from ganger_master.core import approval
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Capabilities, GangPhase, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangPhase, ObservedPhase
+from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob, SuspendJob
-from ganger_master.core.model import JobProgress, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import JobProgress, SuspendLevel
 from msgspec.structs import replace
 
 

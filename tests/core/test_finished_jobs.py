@@ -6,7 +6,8 @@ import pytest
 from core.drive import Drive, job_of
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, DeclareLost, SubmitJob, Tick
-from ganger_master.core.model import Element, Request
+from ganger_master.core.job_model import Request
+from ganger_master.core.node_model import Element
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 
@@ -61,10 +62,10 @@ def test_request_ids_of_forgotten_jobs_survive_a_restart_and_expire_after_a_day(
     drive.state = restored(FEW, store.values(), drive.now)
     assert again(drive, "id-1") == "REQUEST_REUSED jobs/1"
     # In the order in which they ended, also after a restart.
-    assert list(drive.state.finished) == [3, 4, 5]
+    assert list(drive.state.jobs.finished) == [3, 4, 5]
     drive.now += DAY / 2
     drive.step(Tick())
-    assert not drive.state.former
+    assert not drive.state.jobs.former
     assert not [key for key in stored(drive, store) if key[0] == "request"]
 
 
@@ -79,7 +80,7 @@ def test_an_id_of_a_forgotten_job_is_still_its_users() -> None:
 def test_ids_are_bounded_too() -> None:
     drive = Drive(settings=FEW)
     ended(drive, 20)
-    assert (len(drive.state.jobs), len(drive.state.former)) == (3, 5)
+    assert (len(drive.state.jobs), len(drive.state.jobs.former)) == (3, 5)
     kinds = [kind for kind, _ in stored(drive, {})]
     assert (kinds.count("job"), kinds.count("request")) == (3, 5)
 
@@ -110,4 +111,4 @@ def test_a_job_with_something_on_a_lost_node_stays(finishes: int) -> None:
     drive.step(CancelJob(held))
     ended(drive, finishes)
     assert held in drive.state.jobs
-    assert len(drive.state.finished) == 3
+    assert len(drive.state.jobs.finished) == 3

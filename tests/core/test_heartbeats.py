@@ -6,10 +6,11 @@ import pytest
 from core.drive import Drive, job_of
 from core.test_lost_commits import Store
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import Answer, DeclareLost, Tick
 from ganger_master.core.explain import explain
-from ganger_master.core.model import JobState, NodeState
+from ganger_master.core.node_model import NodeState
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 
@@ -137,7 +138,7 @@ def test_all_nodes_are_looked_through_only_when_one_can_have_turned_silent() -> 
     looked = []
     for _ in range(60):
         pass_time(drive, 10.0, "n1", "n2")
-        looked.append(drive.state.next_silence_check)
+        looked.append(drive.state.nodes.next_silence_check)
     assert len(set(looked)) <= 600 / 60
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
 from ganger.cluster.resources import Claim, NodeRow
+from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, ResumeJob, SuspendJob
-from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ class Holding(RuleBasedStateMachine):
 
     @rule(gpus=st.integers(1, 6), memory=st.sampled_from([4, 12, 30]))
     def submit(self, gpus: int, memory: int) -> None:
-        if len(self.drive.state.live) < 8:
+        if len(self.drive.state.jobs.live) < 8:
             number = self.drive.submit(job_of(gpus, memory * GIB // gpus))
             self.stale += [(number, place) for place in self.drive.places(number)]
 
@@ -117,7 +119,7 @@ class Holding(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "drive"):
             return
-        for number in list(self.drive.state.live):
+        for number in list(self.drive.state.jobs.live):
             self.drive.step(CancelJob(number))
         self.daemons_tell_what_is_left()
         assert not self.drive.state.gangs

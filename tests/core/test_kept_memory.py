@@ -5,9 +5,11 @@ from __future__ import annotations
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.claims import is_still_free
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import ResumeChange, SuspendChange
 from ganger_master.core.state_image import restored
 from hypothesis import given, settings

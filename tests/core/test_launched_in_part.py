@@ -7,7 +7,7 @@ from __future__ import annotations
 from core.drive import job_of
 from core.test_time_slices import Turns, blamed
 from ganger.cluster.refusals import Reason
-from ganger_master.core.model import ObservedPhase
+from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.plan_changes import PlanChange
 
 

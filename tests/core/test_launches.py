@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, Rejected
 from ganger_master.core.commands import CordonNode, DeclareLost, ObservedGang, UncordonNode
 from ganger_master.core.explain import explain
-from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.retry import visible_to
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace

@@ -8,7 +8,7 @@ from core.drive import SERVER, Drive, job_of
 from ganger.cluster.view import LoadMode
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import CancelJob, CordonNode, DeclareLost, OpenSession
-from ganger_master.core.model import ObservedPhase
+from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 
@@ -70,7 +70,7 @@ def test_a_node_that_is_lost_after_a_restart_is_waited_for_no_longer() -> None:
     drive.step(OpenSession("n1", "machine-n1", SERVER))
     drive.sessions["n1"] = drive.state.nodes["n1"].session
     drive.observe("n1", version=0)
-    for number in list(drive.state.live):
+    for number in list(drive.state.jobs.live):
         drive.step(CancelJob(number))
     drive.observe("n1")
     assert drive.state.view.mode is LoadMode.PACK
@@ -92,7 +92,7 @@ def test_a_node_that_takes_no_gangs_may_be_the_last_to_report_after_a_restart() 
     drive.sessions["n1"] = drive.state.nodes["n1"].session
     drive.observe("n1", version=0)
     drive.observe("n1")
-    assert (drive.state.free_devices, drive.state.view.mode) == (drive.state.devices, LoadMode.PACK)
+    assert (drive.state.nodes.free_devices, drive.state.view.mode) == (drive.state.nodes.devices, LoadMode.PACK)
     drive.step(OpenSession("n2", "machine-n2", SERVER))
     drive.sessions["n2"] = drive.state.nodes["n2"].session
     drive.observe("n2", version=0)
@@ -103,7 +103,7 @@ def restarted(drive: Drive) -> State:
     """Return the state of a restarted master."""
     state = drive.state
     elements = [
-        *state.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values(),
+        *state.nodes.configuration_sets.values(), *state.nodes.values(), *state.jobs.values(), *state.gangs.values(),
         state.counters,
     ]  # fmt: skip
     return restored(state.settings, elements, drive.now)

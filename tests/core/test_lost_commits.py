@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from core.test_time_slices import Turns
+from ganger.job_state import JobState
 from ganger_master.core.commands import ObservedRows, Tick
 from ganger_master.core.effects import StoredChanges
-from ganger_master.core.model import Element, JobState
+from ganger_master.core.node_model import Element
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from ganger_master.store.codec import Codec
@@ -71,14 +72,14 @@ def test_a_report_that_changes_nothing_needs_no_store() -> None:
 def test_a_report_on_time_slices_counts_although_its_consequences_were_lost() -> None:
     drive = Turns()
     host, guest = drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     third = drive.submit(job_of(4))
     changes = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest))]
     changes.append(drive.row(third, 2, claims=drive.place(third, host), node_set=number))
     assert drive.propose(*changes) == [None] * 3
     store = Store(drive)
     drive.stand("n1", ObservedRows(number, 2, 2, 1))
-    assert drive.state.sets[number].active.version == 2
+    assert drive.state.gangs.sets[number].active.version == 2
     store.lose()
-    assert drive.state.sets[number].active.version == 2
+    assert drive.state.gangs.sets[number].active.version == 2
     assert drive.job(third).state is JobState.HOLDING

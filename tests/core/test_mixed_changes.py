@@ -10,6 +10,8 @@ from core.test_refused_suspends import FULL
 from core.test_time_slices import Turns
 from ganger.cluster.placement import resized
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.commands import (
     DrainNode,
@@ -21,7 +23,8 @@ from ganger_master.core.commands import (
     RetuneJob,
     SuspendJob,
 )
-from ganger_master.core.model import Claim, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import GangPhase, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
@@ -197,7 +200,7 @@ def test_a_job_that_waits_in_host_memory_and_cannot_be_saved_still_waits() -> No
     job, gang = drive.job(number), drive.state.gangs[epoch]
     assert (job.state, job.trouble) == (JobState.PENDING, FULL)
     assert (gang.phase, gang.rested_level) == (GangPhase.PARKED, SuspendLevel.OFFLOAD)
-    assert drive.state.is_waiting(job)
+    assert job.is_waiting
 
 
 @pytest.mark.parametrize("kept_cores", [(1_000,), (1_000, 0)])

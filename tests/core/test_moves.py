@@ -6,15 +6,8 @@ import pytest
 from core.drive import GIB, Drive, job_of
 from ganger_master.core.answers import Approved, JobAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
-from ganger_master.core.model import (
-    GangIntent,
-    GangPhase,
-    JobSpec,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from msgspec.structs import replace
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
 from ganger_master.core import machine
 from ganger_master.core.answers import Approved, ChangeAnswer, PlanAnswer, Rejected
 from ganger_master.core.commands import ProposePlan, Tick
-from ganger_master.core.model import Claim, Gang
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
@@ -34,7 +35,7 @@ def offer(drive: Drive, number: int) -> GrantedLease:
     """The lease that a plan's start on n1 comes to."""
     (verdict,) = propose(drive, {number: place(drive, number, "n1")})
     assert verdict.approved
-    return drive.state.turns[drive.state.turn_of[number]]
+    return drive.state.leases[drive.state.leases.turn_of[number]]
 
 
 def gang_of(drive: Drive, number: int) -> Gang:
@@ -45,7 +46,7 @@ def gang_of(drive: Drive, number: int) -> Gang:
 def test_a_users_scheduler_places_its_job_elsewhere_than_the_plan_under_every_policy(policy: str) -> None:
     drive = Drive(2, CoreSettings(policy=policy))
     number = drive.submit(OWN)
-    assert not drive.state.turns, "no plan starts it yet"
+    assert not drive.state.leases, "no plan starts it yet"
     suggested = place(drive, number, "n1")
     assert offer(drive, number).suggested == suggested
     assert isinstance(drive.request(number, place(drive, number, "n2")), Approved)
@@ -57,7 +58,7 @@ def test_a_plan_starts_a_job_without_a_scheduler_of_its_own_at_once() -> None:
     number = drive.submit(job_of(1))
     propose(drive, {number: place(drive, number, "n1")})
     assert gang_of(drive, number).nodes == ("n1",)
-    assert not drive.state.turns
+    assert not drive.state.leases
 
 
 def test_the_suggested_place_may_have_other_cores_than_the_job_requests_and_no_other_place_may() -> None:
@@ -115,6 +116,6 @@ def test_one_plan_does_not_offer_the_same_devices_twice() -> None:
 def test_offers_of_one_plan_come_in_the_order_of_its_ranking() -> None:
     drive = Drive(2, CoreSettings(policy="ganger"))
     first, second = drive.submit(OWN), drive.submit(OWN)
-    drive.state.ranks = {first: 2, second: 1}
+    drive.state.queue.ranks = {first: 2, second: 1}
     propose(drive, {first: place(drive, first, "n1"), second: place(drive, second, "n2")})
-    assert [lease.number for lease in drive.state.turns.values()] == [second, first]
+    assert [lease.number for lease in drive.state.leases.values()] == [second, first]

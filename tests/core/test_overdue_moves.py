@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer
 from ganger_master.core.commands import MoveJob, ObservedGang, Tick
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.machine import next_wake
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobState, ObservedPhase
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

@@ -6,11 +6,12 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel
+from ganger.job_state import JobState
 from ganger_master.core import placement_leases
 from ganger_master.core.answers import Rejected
 from ganger_master.core.commands import CancelJob, ClaimTurns, CordonNode, RequestGang, Tick, UncordonNode
+from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.machine import next_wake
-from ganger_master.core.model import JobState, ObservedPhase
 from ganger_master.core.placement_leases import ASIDE, WINDOW
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
@@ -23,12 +24,12 @@ def test_a_scheduler_with_only_invalid_claims_loses_its_leases_to_the_default_on
     number = drive.submit(replace(job_of(2), scheduler="mine:Scheduler"))
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
     for lost in range(1, CoreSettings().lost_turns_allowed + 1):
-        turn = drive.state.turn_of[number]
-        assert drive.state.turns[turn].scheduler == "mine:Scheduler"
+        turn = drive.state.leases.turn_of[number]
+        assert drive.state.leases[turn].scheduler == "mine:Scheduler"
         assert isinstance(drive.request(number, NONSENSE), Rejected)
-        assert drive.state.lost_turns[number] == lost
-        assert drive.state.turn_of.get(number) != turn
-    assert drive.state.turns[drive.state.turn_of[number]].scheduler == ""
+        assert drive.state.leases.lost_turns[number] == lost
+        assert drive.state.leases.turn_of.get(number) != turn
+    assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == ""
     drive.start(number)
 
 
@@ -36,18 +37,18 @@ def test_after_an_invalid_request_of_the_default_scheduler_the_job_waits_for_a_c
     drive = Drive()
     number = drive.submit(job_of(2))
     drive.request(number, NONSENSE)
-    assert number not in drive.state.turn_of
+    assert number not in drive.state.leases.turn_of
 
 
 def test_a_request_without_a_lease_does_not_change_the_lease() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
-    turn = drive.state.turns[drive.state.turn_of[number]]
+    turn = drive.state.leases[drive.state.leases.turn_of[number]]
     assert isinstance(drive.request(number, NONSENSE, turn=0), Rejected)
     assert isinstance(drive.request(number, turn=0), Rejected)
-    assert drive.state.turns[drive.state.turn_of[number]] == turn
-    assert number not in drive.state.lost_turns
-    assert number not in drive.state.passed
+    assert drive.state.leases[drive.state.leases.turn_of[number]] == turn
+    assert number not in drive.state.leases.lost_turns
+    assert number not in drive.state.queue.passed
 
 
 def test_a_job_whose_scheduler_passed_on_an_older_view_gets_one_more_lease_at_once() -> None:
@@ -59,35 +60,35 @@ def test_a_job_whose_scheduler_passed_on_an_older_view_gets_one_more_lease_at_on
     drive.step(CancelJob(holder))
     drive.observe("n1")
     assert drive.state.view.version > seen
-    first = drive.state.turn_of[number]
+    first = drive.state.leases.turn_of[number]
     drive.request(number, view_version=seen)
-    again = drive.state.turn_of[number]
+    again = drive.state.leases.turn_of[number]
     assert again > first
     drive.request(number, view_version=seen)
-    assert number not in drive.state.turn_of
+    assert number not in drive.state.leases.turn_of
 
 
 def test_leases_that_no_host_received_begin_anew_for_the_first_host() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
-    unheard = drive.state.turns[drive.state.turn_of[number]]
+    unheard = drive.state.leases[drive.state.leases.turn_of[number]]
     drive.now += 0.9 * CoreSettings().turn_lease_seconds
     drive.step(ClaimTurns("default-1", alone=True))
-    given = drive.state.turns[drive.state.turn_of[number]]
+    given = drive.state.leases[drive.state.leases.turn_of[number]]
     assert given.turn != unheard.turn
     assert given.expires - drive.now == CoreSettings().turn_lease_seconds
-    assert drive.state.lost_turns == {}
+    assert drive.state.leases.lost_turns == {}
     drive.step(ClaimTurns("default-2"))
-    assert drive.state.turns[drive.state.turn_of[number]] == given
+    assert drive.state.leases[drive.state.leases.turn_of[number]] == given
 
 
 def test_a_strict_queue_gives_several_leases_at_once_only_with_room_for_all() -> None:
     drive = Drive(2)
     first, second, third = drive.submit(job_of(2)), drive.submit(job_of(2)), drive.submit(job_of(1))
-    assert sorted(turn.number for turn in drive.state.turns.values()) == [first, second]
+    assert sorted(turn.number for turn in drive.state.leases.values()) == [first, second]
     drive.start(first)
     drive.start(second)
-    assert [turn.number for turn in drive.state.turns.values()] == [third]
+    assert [turn.number for turn in drive.state.leases.values()] == [third]
 
 
 def test_a_strict_queue_gives_no_lease_before_the_refused_job_has_requested_again() -> None:
@@ -97,26 +98,26 @@ def test_a_strict_queue_gives_no_lease_before_the_refused_job_has_requested_agai
         drive.start(number)
     small = drive.submit(job_of(1))
     drive.start(small)
-    (gang,) = drive.state.gangs_of_job(small)
+    (gang,) = drive.state.gangs.of_job(small)
     head = drive.submit(replace(job_of(4), locality=Locality(LocalityLevel.NODE)))
     behind = drive.submit(job_of(1))
-    assert sorted(turn.number for turn in drive.state.turns.values()) == [head, behind]
+    assert sorted(turn.number for turn in drive.state.leases.values()) == [head, behind]
     passes(drive, head)
     refused = drive.request(behind, *drive.places(behind))
     assert isinstance(refused, Rejected)
     assert refused.refusals[0].reason is Reason.PROTECTED
     drive.step(CancelJob(small))
     drive.seen_without(gang.nodes[0], small)
-    assert drive.state.free_devices == 12
-    assert not drive.state.turns, "it needs four devices of one node, and no node has as many"
-    (beside,) = [number for number in large if drive.state.gangs_of_job(number)[0].nodes == gang.nodes]
+    assert drive.state.nodes.free_devices == 12
+    assert not drive.state.leases, "it needs four devices of one node, and no node has as many"
+    (beside,) = [number for number in large if drive.state.gangs.of_job(number)[0].nodes == gang.nodes]
     drive.step(CancelJob(beside))
     drive.seen_without(gang.nodes[0], beside)
-    assert [turn.number for turn in drive.state.turns.values()] == [head]
+    assert [turn.number for turn in drive.state.leases.values()] == [head]
     drive.submit(job_of(1))
-    assert [turn.number for turn in drive.state.turns.values()] == [head]
+    assert [turn.number for turn in drive.state.leases.values()] == [head]
     drive.step(CancelJob(head))
-    assert behind in {turn.number for turn in drive.state.turns.values()}
+    assert behind in {turn.number for turn in drive.state.leases.values()}
 
 
 def test_a_scheduler_that_answers_now_and_then_keeps_its_leases() -> None:
@@ -126,27 +127,27 @@ def test_a_scheduler_that_answers_now_and_then_keeps_its_leases() -> None:
     for _ in range(4):
         drive.now += CoreSettings().turn_lease_seconds + 0.1
         drive.step(Tick())
-        assert drive.state.lost_turns[number] == 1
+        assert drive.state.leases.lost_turns[number] == 1
         passes(drive, number)
         drive.now += CoreSettings().turn_again_seconds
         drive.step(Tick())
-    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+    assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == "mine:Scheduler"
 
 
 def test_a_lease_ends_with_the_stream_that_had_it() -> None:
     drive = Drive(1)
     number = drive.submit(replace(job_of(1), scheduler="mine:Scheduler"))
     drive.step(ClaimTurns("run-1", (number,)))
-    turn = drive.state.turns[drive.state.turn_of[number]]
+    turn = drive.state.leases[drive.state.leases.turn_of[number]]
     assert turn.scheduler == "run-1"
     drive.step(ClaimTurns("run-1", connected=False))
-    assert turn.turn not in drive.state.turns
-    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+    assert turn.turn not in drive.state.leases
+    assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == "mine:Scheduler"
 
 
 def passes(drive: Drive, number: int) -> None:
     """Report missing devices as the job's scheduler, whatever is free."""
-    turn = drive.state.turn_of[number]
+    turn = drive.state.leases.turn_of[number]
     drive.step(RequestGang(number, drive.job(number).revision, (), turn, blockers=(Refusal(Reason.GPUS),)))
 
 
@@ -178,8 +179,8 @@ def test_a_users_scheduler_with_an_older_view_gets_another_lease_and_keeps_its_p
     drive.step(CancelJob(holder))
     drive.observe("n1")
     drive.request(number, blockers=True, view_version=seen)
-    assert number in drive.state.turn_of
-    assert not drive.state.declined
+    assert number in drive.state.leases.turn_of
+    assert not drive.state.queue.declined
 
 
 def test_a_place_is_kept_for_a_users_scheduler_that_can_find_none() -> None:
@@ -231,40 +232,40 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
         drive.step(Tick())
         drive.step(ClaimTurns("mine:Scheduler", (number,), connected=False))
         drive.step(ClaimTurns("mine:Scheduler", (number,)))
-    assert drive.state.turns[drive.state.turn_of[number]].scheduler == ""
+    assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == ""
     # A scheduler that comes back later gets a lease again.
     drive.now += 10.0
     drive.step(ClaimTurns("mine:Scheduler", (number,)))
     drive.step(Tick())
-    assert drive.state.turns[drive.state.turn_of[number]].scheduler == "mine:Scheduler"
+    assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == "mine:Scheduler"
 
 
 def test_a_lease_that_ran_out_is_taken_back_though_a_batch_ended_between_its_end_and_the_alarm() -> None:
     """The wake-up that the end of a batch requests replaces the one before."""
     drive = Drive(1)
     first = drive.submit(job_of(1))
-    turn = drive.state.turn_of[first]
-    drive.now = drive.state.turns[turn].expires + 0.01
+    turn = drive.state.leases.turn_of[first]
+    drive.now = drive.state.leases[turn].expires + 0.01
     drive.observe("n1")
     wake = next_wake(drive.state, drive.now)
     assert wake is not None
     assert wake <= drive.now, "not for what happens later, as long as this one blocks all behind it"
     drive.step(Tick())
-    assert drive.state.turn_of[first] != turn
+    assert drive.state.leases.turn_of[first] != turn
     drive.start(first)
 
 
 def test_a_lease_begins_when_it_is_sent_however_long_the_commit_took() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(1))
-    turn = drive.state.turns[drive.state.turn_of[number]]
+    turn = drive.state.leases[drive.state.leases.turn_of[number]]
     drive.now = turn.expires + 5.0
     drive.step(Tick(told=turn.turn - 1))
-    assert drive.state.lost_turns == {}
-    begun = drive.state.turns[turn.turn]
+    assert drive.state.leases.lost_turns == {}
+    begun = drive.state.leases[turn.turn]
     assert begun.expires == drive.now + CoreSettings().turn_lease_seconds
     drive.step(Tick(told=turn.turn))
-    assert drive.state.turns == {turn.turn: begun}, "told once, it is told for good"
+    assert drive.state.leases == {turn.turn: begun}, "told once, it is told for good"
     drive.now = begun.expires - 0.1
     drive.start(number)
 
@@ -272,11 +273,11 @@ def test_a_lease_begins_when_it_is_sent_however_long_the_commit_took() -> None:
 def test_a_lease_that_was_sent_and_not_used_is_taken_back() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(1))
-    turn = drive.state.turns[drive.state.turn_of[number]]
+    turn = drive.state.leases[drive.state.leases.turn_of[number]]
     drive.now = turn.expires
     drive.step(Tick(told=turn.turn))
-    assert drive.state.lost_turns == {number: 1}
-    assert drive.state.turn_of[number] != turn.turn
+    assert drive.state.leases.lost_turns == {number: 1}
+    assert drive.state.leases.turn_of[number] != turn.turn
 
 
 def test_the_first_job_gets_a_lease_once_its_devices_are_free_although_jobs_behind_request_them() -> None:
@@ -289,9 +290,9 @@ def test_the_first_job_gets_a_lease_once_its_devices_are_free_although_jobs_behi
     drive.request(large, blockers=True)
     drive.request(small, blockers=True)
     leaves(drive, running[0])
-    assert set(drive.state.turn_of) == {small}
+    assert set(drive.state.leases.turn_of) == {small}
     leaves(drive, running[1])
-    assert set(drive.state.turn_of) == {small, large}
+    assert set(drive.state.leases.turn_of) == {small, large}
     drive.start(large)
 
 
@@ -306,9 +307,9 @@ def answer_turns(drive: Drive, seconds: float) -> None:
     end = drive.now + seconds
     while drive.now < end:
         drive.step(Tick())
-        turns = sorted(drive.state.turns)
+        turns = sorted(drive.state.leases)
         if turns:
-            number = drive.state.turns[turns[0]].number
+            number = drive.state.leases[turns[0]].number
             drive.request(number, *drive.places(number), blockers=True)
         else:
             drive.now += 0.1
@@ -361,12 +362,12 @@ def test_a_job_gets_another_lease_only_if_its_quota_leaves_what_it_needs_at_leas
     elastic = drive.submit(replace(job_of(3), gpus_min=1, gpus_max=3), "alice")
     drive.set_quotas(alice=quota)
     answer_turns(drive, 0.2)
-    assert elastic in drive.state.aside
+    assert elastic in drive.state.queue.aside
     drive.step(CancelJob(other))
     drive.seen_without("n1", other)
     drive.now += 5.0
     drive.step(Tick())
-    assert (elastic in drive.state.turn_of) == is_asked
+    assert (elastic in drive.state.leases.turn_of) == is_asked
 
 
 def test_a_job_that_waits_for_no_other_job_gets_a_lease_a_second_after_the_view_has_changed() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from core.drive import GIB, Drive, job_of
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
-from ganger_master.core.model import Claim, JobState
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.core.settings import CoreSettings
 

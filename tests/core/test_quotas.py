@@ -10,11 +10,12 @@ from faultsim import faults
 from faultsim.engine import Engine
 from faultsim.fault_cluster import FaultCluster
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import rules
 from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import JobState, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -27,7 +28,7 @@ QUOTAS = CoreSettings(quota_devices={"ann": 4, "": 6}, lost_after_seconds=60.0)
 
 
 def counted_anew(state: State) -> dict[str, int]:
-    jobs = [state.jobs[number] for number in state.live]
+    jobs = [state.jobs[number] for number in state.jobs.live]
     held: Counter[str] = Counter()
     for job in jobs:
         if job.epoch in state.gangs:
@@ -50,8 +51,8 @@ def test_in_any_storm_the_count_is_that_of_all_live_jobs(seed: int) -> None:
         for _ in range(15):
             cluster.run_for(1.0)
             if cluster.master.is_up:
-                seen += len(cluster.state.shares.held)
-                assert cluster.state.shares.held == counted_anew(cluster.state)
+                seen += len(cluster.state.jobs.shares.held)
+                assert cluster.state.jobs.shares.held == counted_anew(cluster.state)
     assert seen
 
 

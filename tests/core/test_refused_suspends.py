@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import CordonNode, DrainNode, ResumeJob, SuspendJob
 from ganger_master.core.explain import explain
-from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from msgspec.structs import replace
 
 FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from faultsim.state_invariants import violations
+from ganger.job_state import JobState
 from ganger_master.core.answers import Done, Refused
 from ganger_master.core.commands import DeclareLost, RemoveNode
-from ganger_master.core.model import JobState, NodeState, ObservedPhase
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.node_model import NodeState
 from ganger_master.core.state_image import restored
 
 
@@ -25,7 +27,7 @@ def restarted(drive: Drive) -> None:
     state = drive.state
     elements = [
         state.counters,
-        *state.configuration_sets.values(),
+        *state.nodes.configuration_sets.values(),
         *state.nodes.values(),
         *state.jobs.values(),
         *state.gangs.values(),
@@ -45,7 +47,7 @@ def test_a_lost_node_and_what_was_lost_with_it_are_forgotten() -> None:
     assert epoch in drive.state.gangs, "n1 may still have it"
     drive.state.take_changes()
     assert isinstance(drive.step(RemoveNode("n1")), Done)
-    assert set(drive.state.nodes) == {"n2"} == set(drive.state.view.names()) == set(drive.state.gangs_on)
+    assert set(drive.state.nodes) == {"n2"} == set(drive.state.view.names()) == set(drive.state.gangs.places_on)
     assert epoch not in drive.state.gangs
     assert ("node", "n1") in drive.state.take_changes().removes
     assert drive.told[-1].kind == "node_removed"
@@ -67,7 +69,7 @@ def test_a_gang_that_is_still_being_stopped_elsewhere_outlives_the_removed_node(
     gang = drive.state.gangs[epoch]
     drive.observe("n2", drive.report(gang, ObservedPhase.ENDED))
     assert epoch not in drive.state.gangs
-    assert set(drive.state.gangs_on) == {"n2"}
+    assert set(drive.state.gangs.places_on) == {"n2"}
 
 
 def test_a_gang_that_still_stops_gets_no_address_of_the_removed_node() -> None:
@@ -105,8 +107,8 @@ def test_a_silent_node_with_nothing_on_it_need_not_be_lost_first(is_restarted: b
     if is_restarted:
         restarted(drive)
     assert refusal(drive, "n1") == ""
-    assert (drive.state.devices, drive.state.free_devices) == ((0, 0) if is_restarted else (4, 4))
-    assert "n1" not in drive.state.last_answer
+    assert (drive.state.nodes.devices, drive.state.nodes.free_devices) == ((0, 0) if is_restarted else (4, 4))
+    assert "n1" not in drive.state.nodes.last_answer
 
 
 def test_a_removed_node_that_comes_back_is_a_new_one_and_stops_what_it_still_has() -> None:

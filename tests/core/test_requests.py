@@ -6,6 +6,7 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.job_state import JobState
 from ganger_master.core.answers import Answer, Approved, Refused, Rejected, SessionAnswer
 from ganger_master.core.approval import reservations_of
 from ganger_master.core.commands import (
@@ -18,7 +19,8 @@ from ganger_master.core.commands import (
     ResumeJob,
     SuspendJob,
 )
-from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
@@ -76,7 +78,7 @@ def test_a_job_that_waits_for_no_gang_gets_none(is_running: bool) -> None:
 def test_a_turn_counts_for_its_own_job_while_it_lasts() -> None:
     drive = Drive(1)
     first, second = drive.submit(job_of(1)), drive.submit(job_of(1))
-    turns = drive.state.turn_of
+    turns = drive.state.leases.turn_of
     places = drive.places(first)
     assert reason(drive.request(first, *places, turn=turns[second])) is Reason.OUT_OF_TURN
     assert reason(drive.request(first, *places, turn=turns[second] + 9)) is Reason.OUT_OF_TURN
@@ -95,8 +97,8 @@ def test_a_turn_lasts_for_three_conflicts_and_the_job_then_waits_for_news() -> N
         assert isinstance(answer, Rejected)
         kept.append(answer.turn_kept)
     assert kept == [True, True, False]
-    assert number not in drive.state.turn_of
-    assert drive.state.conflicts[number] == 3
+    assert number not in drive.state.leases.turn_of
+    assert drive.state.queue.conflicts[number] == 3
 
 
 def test_an_empty_candidate_is_no_request() -> None:

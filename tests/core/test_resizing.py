@@ -8,20 +8,13 @@ from core.elastic_worlds import SMALL, World, elastic
 from ganger.cluster.placement import resized
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
 from ganger_master.core.approval import rules
 from ganger_master.core.commands import ProposePlan, ResizeJob
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.elastic import judge_resize
-from ganger_master.core.model import (
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobState,
-    ObservedPhase,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import ResizeChange, StartChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -46,7 +39,7 @@ def test_a_job_grows_while_it_runs_and_holds_no_device_twice() -> None:
     assert (free(drive), drive.job(number).gpus) == (0, 1)
     # Of memory as much as three more tasks need, and their arenas.
     assert memory - drive.state.view.memory[0] == 3 * (GIB + SMALL + SMALL // 10)
-    (wanted,) = [one.desired for one in desired_of(drive.state, "n1").wanted if one.desired.epoch == destination]
+    (wanted,) = [one.desired for one in drive.state.desired.of("n1").wanted if one.desired.epoch == destination]
     assert (wanted.intent, wanted.claim.device_mask, wanted.restore.alone) == (GangIntent.PREPARE, 0b1111, False)
     drive.seen(number, destination, ObservedPhase.PREPARED)
     assert drive.state.gangs[source].intent is GangIntent.HAND_OVER
@@ -286,13 +279,13 @@ def test_whatever_happens_to_two_worlds_no_device_is_held_twice_and_one_world_is
     for which, act, size in acts:
         number = jobs[which]
         job = drive.job(number)
-        gangs = drive.state.gangs_of_job(number)
+        gangs = drive.state.gangs.of_job(number)
         if act == "resize":
             drive.step(ResizeJob(number, size))
         elif gangs:
             gang = gangs[size % len(gangs)]
             _report(drive, number, gang, act)
-        waiting = drive.state.is_waiting(job)
+        waiting = job.is_waiting
         if waiting and not job.epoch:
             place = drive.places(number)
             if place:

@@ -6,11 +6,11 @@ import pytest
 from core.drive import Drive, job_of
 from core.test_removed_nodes import restarted
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.commands import Answer, CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.machine import next_wake
-from ganger_master.core.model import JobState, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.retry import delay_after
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, state_of
@@ -44,7 +44,7 @@ def fail(drive: Drive, number: int, ran: float = 0.0) -> None:
 def tick_until_tried(drive: Drive, number: int) -> float:
     """Return the seconds until a place is sought for the job."""
     began = drive.now
-    while not drive.state.is_waiting(drive.job(number)):
+    while not drive.job(number).is_waiting:
         wake = next_wake(drive.state, drive.now)
         assert wake is not None
         drive.now = max(drive.now, wake)
@@ -71,7 +71,7 @@ def test_each_start_of_a_job_receives_the_number_of_its_attempt() -> None:
     attempts = []
     for _ in range(3):
         epoch = drive.start(number)
-        attempts += [gang.attempt for gang in desired_of(drive.state, "n1").gangs if gang.epoch == epoch]
+        attempts += [gang.attempt for gang in drive.state.desired.of("n1").gangs if gang.epoch == epoch]
         drive.runs(number)
         report = drive.report(drive.state.gangs[epoch], ObservedPhase.ENDED)
         drive.observe("n1", replace(report, outcome=EXIT))
@@ -86,7 +86,7 @@ def test_a_job_without_retries_fails_at_once() -> None:
 
 def test_an_attempt_that_ran_for_long_begins_anew() -> None:
     drive, number = failing(failures=4, ran=600.0)
-    assert drive.state.is_waiting(drive.job(number))
+    assert drive.job(number).is_waiting
     fail(drive, number)
     assert round(tick_until_tried(drive, number)) == 10
 
@@ -109,23 +109,23 @@ def test_suspending_and_resuming_a_job_ends_its_backoff() -> None:
     drive, number = failing(failures=5)
     drive.step(SuspendJob(number))
     assert drive.job(number).state is JobState.SUSPENDED
-    assert not drive.state.backing_off
+    assert not drive.state.jobs.backing_off
     drive.step(ResumeJob(number))
-    assert drive.state.is_waiting(drive.job(number))
+    assert drive.job(number).is_waiting
 
 
 def test_a_cancelled_job_in_backoff_ends() -> None:
     drive, number = failing(failures=5)
     drive.step(CancelJob(number))
     assert drive.job(number).state is JobState.CANCELLED
-    assert not drive.state.backing_off
+    assert not drive.state.jobs.backing_off
 
 
 def test_it_is_tried_at_the_same_time_by_a_master_that_was_restarted() -> None:
     drive, number = failing(failures=4)
     again_at = drive.job(number).again_at
     restarted(drive)
-    assert not drive.state.is_waiting(drive.job(number))
+    assert not drive.job(number).is_waiting
     tick_until_tried(drive, number)
     assert again_at <= drive.now < again_at + 1.0
 
@@ -134,7 +134,7 @@ def test_an_image_of_the_state_keeps_when_it_is_tried() -> None:
     drive, number = failing(failures=4)
     drive.state.take_changes()
     drive.state = state_of(image_of(drive.state))
-    assert list(drive.state.backing_off) == [number]
+    assert list(drive.state.jobs.backing_off) == [number]
     assert round(tick_until_tried(drive, number)) == 40
 
 
@@ -142,7 +142,7 @@ def test_a_clock_that_is_set_back_prolongs_no_backoff() -> None:
     drive, number = failing(failures=4)
     drive.now -= 3_600.0
     drive.step(Tick())
-    assert drive.state.is_waiting(drive.job(number))
+    assert drive.job(number).is_waiting
 
 
 def test_a_clock_that_is_seen_to_be_set_leaves_it_as_long_to_wait() -> None:
@@ -162,7 +162,7 @@ def test_a_lost_node_is_no_failure_of_the_job() -> None:
     drive.step(DeclareLost("n1"))
     job = drive.job(number)
     assert (job.state, job.failed_in_row) == (JobState.PENDING, 3)
-    assert drive.state.is_waiting(job)
+    assert job.is_waiting
 
 
 @given(st.integers(0, 1_000), st.floats(0.1, 100.0), st.floats(0.0, 1e4))

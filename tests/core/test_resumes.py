@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from core.test_moves import handed_over
+from ganger.job_state import JobState
 from ganger_master.core.commands import ResumeJob, SuspendJob
-from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import SuspendLevel
 from msgspec.structs import replace
 
 

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import AdoptQuarantined, NoteEnds, ObservedGang, OpenStore
 from ganger_master.core.explain import explain
-from ganger_master.core.model import (
-    Gang,
-    GangIntent,
-    JobState,
-    ObservedPhase,
-    Restore,
-    StoredOrder,
-    Stray,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Restore, StoredOrder
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.node_model import Stray
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,7 +149,7 @@ def _require_no_contradiction(drive: Drive, gangs: list[Found], epoch: int) -> N
     for piece in drive.state.gangs[epoch].pieces:
         claim, node = piece.held, piece.claim.node
         assert claim is not None
-        others = [one for one in drive.state.held_on(node) if one is not claim]
+        others = [one for one in drive.state.gangs.held_on(node) if one is not claim]
         assert not any(claim.device_mask & one.device_mask for one in others)
 
 

@@ -6,21 +6,13 @@ import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.resources import Claim, Role, TaskShape
+from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer, Refused
 from ganger_master.core.commands import ObservedGang, ProposePlan, ResumeJob, SubmitJob, SuspendJob
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain
-from ganger_master.core.model import (
-    Checkpoint,
-    Claim,
-    JobSpec,
-    JobState,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import Checkpoint, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -90,7 +82,7 @@ def test_a_plan_starts_an_elastic_job_with_any_size_that_it_accepts() -> None:
         assert start(drive, number, gpus) is None
         job = drive.job(number)
         assert (job.gpus, drive.state.gangs[job.epoch].devices) == (gpus, gpus)
-        (wanted,) = desired_of(drive.state, "n1").gangs
+        (wanted,) = drive.state.desired.of("n1").gangs
         assert [member.ranks for member in wanted.members] == [tuple(range(gpus))]
 
 
@@ -199,7 +191,7 @@ def test_a_quota_counts_the_devices_that_it_has() -> None:
     assert refused[0] is Reason.QUOTA
     assert explain(drive.state, second, drive.now).blockers[0].reason is Reason.QUOTA
     assert start(drive, second, 1) is None
-    assert drive.state.shares.held == {"ann": 5}
+    assert drive.state.jobs.shares.held == {"ann": 5}
 
 
 def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ganger.job_state import JobState
+from ganger_master.core.gang_model import GangIntent, GangPhase
 from ganger_master.core.lifecycle import TABLE, GangObservation
-from ganger_master.core.model import GangIntent, GangPhase, JobState
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "states.md"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.commands import ObservedGang, ResumeJob, SuspendJob, Tick
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.machine import next_wake
-from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

@@ -7,11 +7,12 @@ from core.drive import GIB, job_of
 from core.test_time_slices import Turns, blamed
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedRows, ResizeJob
-from ganger_master.core.desired_state import desired_of
-from ganger_master.core.model import GangIntent, GangPhase, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange
 from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace
@@ -31,8 +32,8 @@ class Six(Turns):
         there = self.place(five, one, millicores=(2_000, 0))
         changes += [self.row(five, 1, claims=there), self.row(six, 1, claims=self.place(six, two))]
         assert self.propose(*changes) == [None] * 6
-        (self.set,) = self.state.sets
-        (node,) = self.state.sets[self.set].nodes
+        (self.set,) = self.state.gangs.sets
+        (node,) = self.state.gangs.sets[self.set].nodes
         self.observe(node, *(self.report(gang, ObservedPhase.RUNNING) for gang in self.on(node)))
 
     def beside(self, guest: int, host: int) -> list[PlanChange]:
@@ -69,7 +70,7 @@ def six() -> Six:
 
 def active(drive: Six) -> list[set[int]]:
     """Jobs by row, of the newest matrix."""
-    rows = drive.state.sets[drive.set].newest.rows
+    rows = drive.state.gangs.sets[drive.set].newest.rows
     gangs = drive.state.gangs
     return [{gangs[epoch].job for epoch in row if epoch in gangs} for row in rows]
 
@@ -79,10 +80,10 @@ def test_a_gang_moves_within_its_group_and_is_time_sliced_where_it_was_until_it_
     source = six.epoch(five)
     assert six.propose(*six.beside(five, three)) == [None] * 6
     destination = six.job(five).next_epoch
-    newest = six.state.sets[six.set].newest
+    newest = six.state.gangs.sets[six.set].newest
     assert [source in row for row in newest.rows] == [True, False]
     assert [destination in row for row in newest.rows] == [False, True]
-    wanted = {gang.epoch: gang.intent for gang in desired_of(six.state, "n1").gangs}
+    wanted = {gang.epoch: gang.intent for gang in six.state.desired.of("n1").gangs}
     assert (wanted[source], wanted[destination]) == (GangIntent.RUN, GangIntent.PREPARE)
     six.seen(five, destination, ObservedPhase.PREPARED)
     gang = six.state.gangs[source]
@@ -94,7 +95,7 @@ def test_its_time_slice_neighbour_gets_its_slice_while_the_destination_starts_in
     one, two, three, _, five, six_ = six.jobs
     source = six.epoch(five)
     six.propose(*six.beside(five, three))
-    first, second = six.state.sets[six.set].newest.rows
+    first, second = six.state.gangs.sets[six.set].newest.rows
     assert (six.epoch(one) in first, six.epoch(one) in second) == (False, True)
     assert {source, six.epoch(two), six.epoch(three)} <= set(first)
     assert {six.job(five).next_epoch, six.epoch(six_)} <= set(second)
@@ -108,7 +109,7 @@ def test_a_leaving_gang_shares_the_slice_of_its_destination_where_its_devices_id
         for number, own in rows.items()
     ]
     assert six.propose(*moved) == [None] * 6
-    newest = six.state.sets[six.set].newest
+    newest = six.state.gangs.sets[six.set].newest
     assert [six.epoch(four) in row for row in newest.rows] == [True, True, True]
 
 
@@ -121,7 +122,7 @@ def test_its_neighbour_keeps_its_slice_where_cores_lack_beside_the_destination()
     changes = six.beside(five, three)
     changes[4] = replace(changes[4], claims=six.place(five, three, millicores=(4_000, 0)))
     assert six.propose(*changes) == [None] * 6
-    first, second = six.state.sets[six.set].newest.rows
+    first, second = six.state.gangs.sets[six.set].newest.rows
     assert {six.epoch(one), six.epoch(two), six.epoch(three), six.epoch(four)} == set(first)
     assert {six.epoch(five), six.job(five).next_epoch, six.epoch(six_), six.epoch(four)} == set(second)
 
@@ -139,7 +140,7 @@ def test_a_leaving_gang_has_no_slice_in_which_cores_lack_for_it() -> None:
     changes = [drive.row(stays, 0), drive.row(goes, 1, claims=beside), drive.row(host, 2, claims=there)]
     assert drive.propose(*changes) == [None] * 3
     drive.observe("n1", *(drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on("n1")))
-    (number,) = drive.state.sets
+    (number,) = drive.state.gangs.sets
     moved = drive.place(goes, host, millicores=(2_000, 0))
     changes = [
         drive.row(stays, 0, node_set=number),
@@ -147,7 +148,7 @@ def test_a_leaving_gang_has_no_slice_in_which_cores_lack_for_it() -> None:
         drive.row(host, 2, node_set=number),
     ]
     assert drive.propose(*changes) == [None] * 3
-    epoch, matrix = drive.job(goes).epoch, drive.state.sets[number].newest
+    epoch, matrix = drive.job(goes).epoch, drive.state.gangs.sets[number].newest
     (row,) = [row for row in matrix.rows if epoch in row]
     assert drive.job(host).epoch not in row
 
@@ -160,7 +161,7 @@ def test_two_gangs_that_leave_one_device_by_one_plan_keep_a_slice_each_until_the
     guests = [drive.row(guest, row, claims=drive.place(guest, stays)) for row, guest in ((1, one), (2, other))]
     assert drive.propose(drive.row(stays, 0), *others, *guests) == [None] * 6
     drive.observe("n1", *(drive.report(gang, ObservedPhase.RUNNING) for gang in drive.on("n1")))
-    (number,) = drive.state.sets
+    (number,) = drive.state.gangs.sets
     changes = [
         drive.row(stays, 0, node_set=number),
         drive.row(one, 1, 2, claims=drive.place(one, first), node_set=number),
@@ -170,7 +171,7 @@ def test_two_gangs_that_leave_one_device_by_one_plan_keep_a_slice_each_until_the
         drive.row(idle, 0, 1, 2, node_set=number),
     ]
     assert drive.propose(*changes) == [None] * 6
-    rows = drive.state.sets[number].newest.rows
+    rows = drive.state.gangs.sets[number].newest.rows
     there = [drive.job(name).epoch for name in (stays, one, other)]
     assert [sum(epoch in row for epoch in there) for row in rows] == [1] * len(rows)
     assert all(any(epoch in row for row in rows) for epoch in there)
@@ -210,7 +211,7 @@ def test_one_that_had_given_its_devices_up_when_its_move_failed_comes_back_by_th
     six.seen(five, source, ObservedPhase.PARKED, 7)
     six.seen(five, six.job(five).next_epoch, ObservedPhase.ENDED)
     assert six.job(five).state is JobState.PENDING
-    while (node_set := six.state.sets[six.set]).coming is not None:
+    while (node_set := six.state.gangs.sets[six.set]).coming is not None:
         version = node_set.coming.version
         six.stand("n1", ObservedRows(six.set, version, version, 0))
     rows: dict[int, tuple[int, ...]] = dict.fromkeys(six.jobs, (0, 1))
@@ -224,7 +225,7 @@ def test_one_that_had_given_its_devices_up_when_its_move_failed_comes_back_by_th
 def test_one_goes_to_devices_of_its_own_on_another_node_and_the_others_share_what_it_leaves() -> None:
     drive = Six(nodes=2)
     source = drive.epoch(drive.jobs[4])
-    there = next(name for name in ("n1", "n2") if name not in drive.state.sets[drive.set].nodes)
+    there = next(name for name in ("n1", "n2") if name not in drive.state.gangs.sets[drive.set].nodes)
     assert drive.step(MoveJob(drive.jobs[4])) == JobAnswer(drive.jobs[4])
     destination = drive.state.gangs[drive.job(drive.jobs[4]).next_epoch]
     assert (destination.nodes, destination.node_set) == ((there,), 0)
@@ -250,7 +251,7 @@ def test_a_node_is_drained_of_time_sliced_jobs_without_a_restart() -> None:
         drive.observe(here, *drive.others(here, source))
     assert drive.on(here) == []
     assert [drive.job(number).preemptions for number in (host, guest)] == [0, 0]
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
 
 
 def test_the_reason_of_a_move_is_recorded(six: Six) -> None:
@@ -289,10 +290,10 @@ def test_an_impossible_matrix_is_refused_and_nothing_changes(six: Six, claims: o
     five = six.jobs[4]
     changes = six.beside(five, six.jobs[2])
     changes[4] = replace(changes[4], claims=claims(six))  # type: ignore[operator]
-    before = six.state.sets[six.set]
+    before = six.state.gangs.sets[six.set]
     refusal = blamed(six.propose(*changes))
     assert reason is None or refusal.reason is reason
-    assert six.state.sets[six.set] == before
+    assert six.state.gangs.sets[six.set] == before
     assert six.job(five).next_epoch == 0
 
 

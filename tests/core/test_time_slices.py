@@ -7,6 +7,7 @@ from core.drive import GIB, SERVER, Drive, job_of
 from faultsim.state_invariants import violations
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -21,9 +22,9 @@ from ganger_master.core.commands import (
     RetuneJob,
     SuspendJob,
 )
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import StoredChanges
-from ganger_master.core.model import GangIntent, JobSpec, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.timeslice_groups import charges, has_turn
@@ -52,7 +53,7 @@ class Turns(Drive):
 
     def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> object:  # type: ignore[override]
         self.observations += 1
-        applied = desired_of(self.state, node).version if version is None else version
+        applied = self.state.desired.of(node).version if version is None else version
         rows = self.stands.get(node, ())
         command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
         return self.step(command)
@@ -115,7 +116,7 @@ def test_a_waiting_job_starts_on_devices_of_a_running_one_and_both_are_time_slic
     assert drive.job(guest).state is JobState.HOLDING
     row = drive.state.rows["n1"]
     assert (row.free_mask, row.device_rows) == (0, (2, 2, 2, 2))
-    desired = desired_of(drive.state, "n1")
+    desired = drive.state.desired.of("n1")
     assert [gang.intent for gang in desired.gangs] == [GangIntent.RUN, GangIntent.RUN]
     matrix = desired.rows[0].matrix
     assert matrix.rows == ((drive.job(host).epoch,), (drive.job(guest).epoch,))
@@ -136,13 +137,13 @@ def test_cores_are_held_once_for_all_rows_and_memory_for_each(drive: Turns) -> N
 def test_a_cancelled_job_leaves_the_group_and_the_last_one_has_the_devices_to_itself(drive: Turns) -> None:
     host, guest = drive.share()
     drive.step(CancelJob(host))
-    assert drive.state.sets, "it still is on the devices"
+    assert drive.state.gangs.sets, "it still is on the devices"
     before = drive.state.gangs[drive.job(guest).epoch].master_sequence
     drive.seen_without("n1", host)
-    assert drive.state.sets == {}
-    assert drive.state.set_of == {}
-    assert drive.state.set_on == {}
-    assert desired_of(drive.state, "n1").rows == ()
+    assert drive.state.gangs.sets == {}
+    assert drive.state.gangs.set_of == {}
+    assert drive.state.gangs.set_on == {}
+    assert drive.state.desired.of("n1").rows == ()
     gang = drive.state.gangs[drive.job(guest).epoch]
     assert gang.master_sequence == before + 1
     assert gang.pieces[0].held == gang.pieces[0].claim
@@ -152,14 +153,14 @@ def test_a_job_parked_at_offload_leaves_the_group_and_keeps_only_its_arena(drive
     host, _guest = drive.share()
     drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
     epoch = drive.job(host).epoch
-    assert drive.state.set_of[epoch]
+    assert drive.state.gangs.set_of[epoch]
     drive.seen(host, epoch, ObservedPhase.PARKED, 7)
     assert drive.job(host).suspended_level is SuspendLevel.OFFLOAD
     held = drive.state.gangs[epoch].pieces[0].held
     assert held is not None
     assert held.device_mask == 0
     assert not any(held.millicores)
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     assert drive.state.rows["n1"].device_rows == (1, 1, 1, 1)
 
 
@@ -171,7 +172,7 @@ def test_a_refused_suspend_leaves_the_time_slices_unchanged(drive: Turns) -> Non
     refused = replace(report, level=SuspendLevel.PAUSE, trouble="STORAGE_FULL: no")
     drive.observe("n1", refused, *drive.others("n1", gang.epoch))
     assert drive.state.gangs[gang.epoch].intent is GangIntent.RUN
-    assert drive.state.set_of[gang.epoch] == drive.state.set_of[drive.job(guest).epoch]
+    assert drive.state.gangs.set_of[gang.epoch] == drive.state.gangs.set_of[drive.job(guest).epoch]
 
 
 @pytest.mark.parametrize(("nodes", "newest"), [(1, 1), (2, 3)])
@@ -180,43 +181,43 @@ def test_a_gang_on_several_nodes_whose_stop_is_withdrawn_resumes_by_the_next_mat
     drive = Turns(nodes)
     host, guest = drive.share(4 * nodes)
     epoch = drive.job(host).epoch
-    number = drive.state.set_of[epoch]
-    rows = drive.state.sets[number].active.rows
+    number = drive.state.gangs.set_of[epoch]
+    rows = drive.state.gangs.sets[number].active.rows
     for _ in range(2):
         drive.step(SuspendJob(host, SuspendLevel.OFFLOAD))
         assert drive.state.gangs[epoch].intent is GangIntent.PARK
         drive.step(ResumeJob(host))
         assert drive.state.gangs[epoch].intent is GangIntent.RUN
-    node_set = drive.state.sets[number]
+    node_set = drive.state.gangs.sets[number]
     assert (node_set.active.version, node_set.newest.version) == (1, newest)
     assert node_set.newest.rows == rows
-    assert drive.state.set_of[drive.job(guest).epoch] == number
+    assert drive.state.gangs.set_of[drive.job(guest).epoch] == number
 
 
 def test_a_third_job_joins_by_the_whole_next_matrix_and_both_matrices_are_held_until_it_is_active(drive: Turns) -> None:
     host, guest = drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     third = drive.submit(job_of(4))
     changes = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest))]
     changes.append(drive.row(third, 2, claims=drive.place(third, host), node_set=number))
     assert drive.propose(*changes) == [None] * 3
-    node_set = drive.state.sets[number]
+    node_set = drive.state.gangs.sets[number]
     assert node_set.coming is not None
     assert node_set.coming.version == 2
     assert node_set.active.version == 1
-    assert desired_of(drive.state, "n1").rows[0].matrix == node_set.coming
+    assert drive.state.desired.of("n1").rows[0].matrix == node_set.coming
     drive.stand("n1", ObservedRows(number, 1, 2, 0))
-    assert drive.state.sets[number].coming is not None, "it knows of it, that is all"
+    assert drive.state.gangs.sets[number].coming is not None, "it knows of it, that is all"
     again = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest, third))]
     assert blamed(drive.propose(*again)).reason is Reason.STALE_REVISION
     drive.stand("n1", ObservedRows(number, 2, 2, 1))
-    assert drive.state.sets[number].coming is None
-    assert drive.state.sets[number].active.version == 2
+    assert drive.state.gangs.sets[number].coming is None
+    assert drive.state.gangs.sets[number].active.version == 2
 
 
 def test_a_matrix_that_leaves_out_a_member_of_the_group_is_refused(drive: Turns) -> None:
     host, _ = drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     refusal = blamed(drive.propose(drive.row(host, 0, node_set=number)))
     assert refusal.reason is Reason.CLAIM_MISMATCH
     assert "takes turns there too" in refusal.message
@@ -228,21 +229,21 @@ def test_a_restarted_master_has_its_time_slice_groups(drive: Turns) -> None:
     changes = drive.state.take_changes()
     store.commit(Codec().batch(changes.puts, changes.removes, ()))
     fresh = restored(drive.state.settings, Codec().elements(store.load()), drive.now)
-    assert fresh.sets == drive.state.sets
-    assert (fresh.set_of, fresh.set_on) == (drive.state.set_of, drive.state.set_on)
-    assert desired_of(fresh, "n1").rows == desired_of(drive.state, "n1").rows
+    assert fresh.gangs.sets == drive.state.gangs.sets
+    assert (fresh.gangs.set_of, fresh.gangs.set_on) == (drive.state.gangs.set_of, drive.state.gangs.set_on)
+    assert fresh.desired.of("n1").rows == drive.state.desired.of("n1").rows
     assert fresh.gangs[drive.job(host).epoch] == drive.state.gangs[drive.job(host).epoch]
     assert fresh.counters.next_set == 2
 
 
 def test_an_image_has_the_time_slice_groups_and_their_last_reports(drive: Turns) -> None:
     drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     drive.stand("n1", ObservedRows(number, 1, 1, 1, 0.5))
     drive.state.take_changes()
     again = state_of(image_of(drive.state))
     assert violations(again) == []
-    assert (again.sets, again.rows_seen) == (drive.state.sets, drive.state.rows_seen)
+    assert (again.gangs.sets, again.gangs.rows_seen) == (drive.state.gangs.sets, drive.state.gangs.rows_seen)
     assert image_of(again) == image_of(drive.state)
 
 
@@ -261,7 +262,7 @@ def test_a_group_is_dissolved_when_no_two_gangs_share_a_device_any_more(drive: T
     drive.propose(drive.row(one, 0), drive.row(other, 0, 1), drive.row(guest, 1, claims=drive.place(guest, one)))
     drive.step(CancelJob(one))
     drive.seen_without("n1", one)
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     assert drive.state.rows["n1"].device_rows == (1, 1, 1, 1)
 
 
@@ -334,7 +335,7 @@ def test_rows_pause_only_if_all_stay_on_the_device_together(drive: Turns) -> Non
 
 def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
     host, guest = drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     drive.stand("n1", ObservedRows(number, 1, 1, 0, switch_seconds=0.5))
     changes = [drive.row(one, i, node_set=number, quantum_seconds=24.0) for i, one in enumerate((host, guest))]
     refusal = blamed(drive.propose(*changes))
@@ -350,12 +351,12 @@ def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
 
 def test_which_row_runs_is_known_and_never_stored(drive: Turns) -> None:
     host, guest = drive.share()
-    node_set = next(iter(drive.state.sets.values()))
+    node_set = next(iter(drive.state.gangs.sets.values()))
     drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=0))
     drive.state.take_changes()
     for row in (1, 0, 1):
         drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=row))
-        turns = [has_turn(node_set, drive.state.rows_seen, drive.job(job).epoch) for job in (host, guest)]
+        turns = [has_turn(node_set, drive.state.gangs.rows_seen, drive.job(job).epoch) for job in (host, guest)]
         assert turns == [row == 0, row == 1]
     assert drive.state.take_changes() == StoredChanges({}, ())
 
@@ -363,8 +364,8 @@ def test_which_row_runs_is_known_and_never_stored(drive: Turns) -> None:
 def test_node_sets_have_no_node_in_common() -> None:
     drive = Turns(2)
     _host, _ = drive.share(2)
-    number = next(iter(drive.state.sets))
-    node = drive.state.sets[number].nodes[0]
+    number = next(iter(drive.state.gangs.sets))
+    node = drive.state.gangs.sets[number].nodes[0]
     other = drive.submit(job_of(2))
     rest = next(place for place in drive.places(other) if place[0].node == node)
     assert drive.request(other, rest) is not None
@@ -392,13 +393,13 @@ def test_a_time_sliced_job_is_neither_paused_nor_given_other_cores(drive: Turns)
 
 def test_a_job_that_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: Turns) -> None:
     host, guest = drive.share()
-    number = next(iter(drive.state.sets))
+    number = next(iter(drive.state.gangs.sets))
     drive.stand("n1", ObservedRows(number, 1, 1, 1, unable=(drive.job(guest).epoch,)))
     assert drive.job(guest).ending is JobState.PENDING
     assert drive.job(guest).preemptions == 1
     drive.seen_without("n1", guest)
     assert drive.job(guest).state is JobState.PENDING
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     assert drive.job(host).state is JobState.HOLDING
 
 
@@ -441,13 +442,13 @@ def test_a_node_set_whose_leader_is_lost_is_led_by_another_with_a_higher_epoch()
     host = drive.run(job_of(8))
     guest = drive.submit(job_of(8))
     assert drive.propose(drive.row(host, 0), drive.row(guest, 1, claims=drive.place(guest, host))) == [None, None]
-    node_set = next(iter(drive.state.sets.values()))
+    node_set = next(iter(drive.state.gangs.sets.values()))
     assert (node_set.nodes, node_set.leader, node_set.set_epoch) == (("n1", "n2"), "n1", 1)
     ended = drive.report(drive.state.gangs[drive.job(host).epoch], ObservedPhase.ENDED)
     drive.observe("n1", replace(ended, outcome=Outcome(OutcomeKind.DONE)), *drive.others("n1", ended.epoch))
     drive.now += 100.0
     drive.step(DeclareLost("n1"))
-    for one in drive.state.sets.values():
+    for one in drive.state.gangs.sets.values():
         assert (one.leader, one.set_epoch) == ("n2", 2)
 
 
@@ -469,20 +470,20 @@ def test_charges_sum_to_the_largest_slice_and_no_gang_is_charged_more_than_it_ne
 def test_a_node_may_be_removed_where_gangs_over_it_and_others_took_turns() -> None:
     drive = Turns(2)
     host, guest = drive.share(8)
-    (node_set,) = drive.state.sets.values()
+    (node_set,) = drive.state.gangs.sets.values()
     assert (node_set.nodes, node_set.leader) == (("n1", "n2"), "n1")
     number = node_set.number
     rows = (drive.row(host, 0, 1, node_set=number), drive.row(guest, 2, node_set=number))
     assert drive.propose(*rows) == [None, None]
-    assert drive.state.sets[number].coming is not None, "not all nodes have it yet"
+    assert drive.state.gangs.sets[number].coming is not None, "not all nodes have it yet"
     drive.now += 60.0
     drive.step(DeclareLost("n1"))
     drive.step(RemoveNode("n1"))
     assert "n1" not in drive.state.nodes
     drive.observe("n2", *[drive.report(gang, ObservedPhase.STARTING) for gang in drive.on("n2")])
-    assert [one.leader for one in drive.state.sets.values()] == ["n2"]
+    assert [one.leader for one in drive.state.gangs.sets.values()] == ["n2"]
     drive.observe("n2")
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     assert [drive.job(number).state for number in (host, guest)] == [JobState.PENDING] * 2
 
 
@@ -491,7 +492,7 @@ def test_no_job_starts_in_a_group_where_its_earlier_gang_may_be_on_its_devices_y
     drive = Turns()
     jobs = drive.share(4)
     places = {number: drive.place(number, number) for number in jobs}
-    (before,) = drive.state.sets
+    (before,) = drive.state.gangs.sets
     drive.now += 60.0
     drive.step(DeclareLost("n1"))
     assert [drive.job(number).state for number in jobs] == [JobState.PENDING] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.drive import Drive, job_of
 from ganger_master.core.explain import explain
-from ganger_master.core.model import ObservedPhase
+from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.rpc.job_messages import job_to_wire
 from msgspec.structs import replace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.drive import GIB, Drive, job_of
 from core.test_plans import propose, start
-from ganger_master.core.model import Claim
+from ganger.cluster.resources import Claim
 from ganger_master.core.plan_changes import CoresChange, PlanChange
 from msgspec.structs import replace
 

@@ -10,6 +10,7 @@ from core.test_time_slices import Turns
 from faultsim.state_invariants import violations
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused, Rejected, UpdateAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -22,9 +23,9 @@ from ganger_master.core.commands import (
     UpdateArray,
     UpdateJob,
 )
-from ganger_master.core.desired_state import desired_of
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel, Update
 from ganger_master.core.machine import next_wake
-from ganger_master.core.model import JobRecord, JobState, ObservedPhase, SuspendLevel, Update
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.store.codec import Codec
@@ -225,7 +226,7 @@ def test_a_job_that_waits_stands_at_once_where_its_new_priority_puts_it() -> Non
     assert (drive.state.queue_rank(first), drive.state.queue_rank(second)) == (1, 2)
     assert update(drive, second, priority=1) == ""
     assert (drive.state.queue_rank(first), drive.state.queue_rank(second)) == (2, 1)
-    assert second in drive.state.turn_of, "and is asked at once"
+    assert second in drive.state.leases.turn_of, "and is asked at once"
     assert update(drive, second, priority=-1) == ""
     assert (drive.state.queue_rank(first), drive.state.queue_rank(second)) == (1, 2)
 
@@ -233,7 +234,7 @@ def test_a_job_that_waits_stands_at_once_where_its_new_priority_puts_it() -> Non
 def test_refusals_and_leases_from_before_an_update_are_void() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))
-    places, turn, revision = drive.places(number), drive.state.turn_of[number], drive.job(number).revision
+    places, turn, revision = drive.places(number), drive.state.leases.turn_of[number], drive.job(number).revision
     drive.request(number, blockers=True)
     drive.state.note_refusals(number, drive.state.blockers_of(number))
     assert update(drive, number, memory_bytes=8 * GIB) == ""
@@ -256,8 +257,8 @@ def test_the_queue_stays_consistent_under_updates_of_any_jobs_in_any_order(
         # Each step looks at what must hold.
         update(drive, numbers[place], **{**change, "priority": priority})
         drive.request(numbers[-place], blockers=True)
-    waits = [number for number in numbers if drive.state.is_waiting(drive.job(number))]
-    assert list(drive.state.waiting) == sorted(waits, key=lambda one: (-drive.job(one).spec.priority, one))
+    waits = [number for number in numbers if drive.job(number).is_waiting]
+    assert list(drive.state.queue.waiting) == sorted(waits, key=lambda one: (-drive.job(one).spec.priority, one))
 
 
 # time
@@ -368,7 +369,7 @@ def test_a_restarted_master_has_the_updates_and_their_request_ids() -> None:
         store.commit(batch)
     fresh = restored(drive.state.settings, Codec().elements(store.load()), drive.now)
     assert [fresh.jobs[one] for one in (number, other)] == [drive.job(one) for one in (number, other)]
-    assert list(fresh.running_limited) == [number]
+    assert list(fresh.jobs.running_limited) == [number]
     drive.state = fresh
     assert update(drive, other, "r", priority=5, locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 1.0)) == ""
     assert drive.job(other).revision == 2
@@ -385,7 +386,7 @@ def test_a_recording_that_begins_after_an_update_goes_on_as_the_master_does() ->
     assert violations(again) == []
     assert image_of(again) == image
     for one in (drive.state, again):
-        assert [gang.spec and gang.spec.display_name for gang in desired_of(one, "n1").gangs] == ["b"]
+        assert [gang.spec and gang.spec.display_name for gang in one.desired.of("n1").gangs] == ["b"]
 
 
 # arrays

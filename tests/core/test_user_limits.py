@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from ganger_master.core.answers import Answer, ArrayAnswer, JobAnswer, Refused
 from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from ganger_master.core.user_usage import spec_bytes
@@ -76,10 +76,10 @@ def test_what_users_have_is_the_same_after_a_restart() -> None:
     drive = Drive(settings=FEW)
     submit_array(drive, "ann", 3)
     submit(drive, "bob")
-    elements = [*drive.state.nodes.values(), *drive.state.configuration_sets.values(), *drive.state.jobs.values()]
+    elements = [*drive.state.nodes.values(), *drive.state.nodes.configuration_sets.values(), *drive.state.jobs.values()]
     again = restored(FEW, [drive.state.counters, *elements], drive.now)
-    assert again.holdings.pending == drive.state.holdings.pending == {"ann": 3, "bob": 1}
-    assert again.holdings.live_bytes == drive.state.holdings.live_bytes
+    assert again.jobs.holdings.pending == drive.state.jobs.holdings.pending == {"ann": 3, "bob": 1}
+    assert again.jobs.holdings.live_bytes == drive.state.jobs.holdings.live_bytes
 
 
 def test_finished_jobs_are_forgotten_early_where_their_specs_take_too_much() -> None:
@@ -91,5 +91,5 @@ def test_finished_jobs_are_forgotten_early_where_their_specs_take_too_much() -> 
     for number in numbers:
         drive.step(CancelJob(number, "", "ann"))
     drive.step(Tick())
-    assert list(drive.state.finished) == numbers[2:]
-    assert drive.state.holdings.finished_bytes == 2 * spec_bytes(large)
+    assert list(drive.state.jobs.finished) == numbers[2:]
+    assert drive.state.jobs.holdings.finished_bytes == 2 * spec_bytes(large)

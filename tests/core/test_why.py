@@ -6,6 +6,7 @@ import pytest
 from core.drive import SERVER, Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.job_state import JobState
 from ganger_master.core.answers import SessionAnswer
 from ganger_master.core.commands import (
     CancelJob,
@@ -19,7 +20,8 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -122,7 +124,7 @@ def test_the_fate_of_a_job_on_a_silent_node_follows_its_last_order(order: Comman
 def test_under_a_planner_the_first_blocker_states_how_many_devices_are_wanted_and_free() -> None:
     drive = Drive(2, CoreSettings(policy="las"))
     number = drive.submit(job_of(6))
-    drive.state.ranks[number] = 1
+    drive.state.queue.ranks[number] = 1
     assert [one.reason for one in told_blockers(drive.state, drive.job(number))] == [Reason.RANKED]
     drive.step(DrainNode("n1", "new fan"))
     lacks, ranked = told_blockers(drive.state, drive.job(number))

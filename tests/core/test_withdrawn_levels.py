@@ -6,18 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import MoveJob, SuspendJob
-from ganger_master.core.model import (
-    Capabilities,
-    GangIntent,
-    JobRecord,
-    JobState,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from msgspec import json
 from msgspec.structs import replace

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import ChangeAnswer, JobAnswer, PlanAnswer
 from ganger_master.core.commands import ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import GangIntent, GangPhase, JobState, ObservedPhase, Outcome, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, ResumeChange, SuspendChange
 from msgspec.structs import replace
 

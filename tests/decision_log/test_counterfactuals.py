@@ -10,7 +10,7 @@ from faultsim import faults
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.lines import read_lines

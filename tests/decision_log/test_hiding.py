@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from core.drive import Drive, job_of
-from ganger.cluster.resources import Role, TaskShape
+from ganger.cluster.resources import ConfigurationSet, Role, TaskShape
 from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.model import ConfigurationSet, JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
 from ganger_master.decision_log.redaction import Hiding

@@ -16,6 +16,7 @@ from faultsim.random_planner import go_elsewhere, let_go, wild_plan
 from faultsim.rank_processes import OPAQUE, Physics, spec_steps
 from faultsim.scheduler_host import SimHost
 from ganger.cluster.resources import ConfigurationSet
+from ganger.job_state import JobState
 from ganger.scheduling import JobScheduler
 from ganger_master.core.answers import Answer, JobAnswer
 from ganger_master.core.commands import (
@@ -33,9 +34,10 @@ from ganger_master.core.commands import (
     UncordonNode,
     UpdateJob,
 )
-from ganger_master.core.desired_state import DesiredSet
+from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.model import JobSpec, JobState, OutcomeKind, SuspendLevel, Update
+from ganger_master.core.gang_model import OutcomeKind
+from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -203,7 +205,7 @@ class FaultCluster:
             # The oracle judges whether a gang that the master knows may step. A gang on a node that had not reported
             # when the restore was settled may be where the master has another one.
             known = epoch in state.gangs or name in self.settled_without
-            for gang in [state.gangs[of] for of in state.gangs_on.get(name, ()) if not known]:
+            for gang in [state.gangs[of] for of in state.gangs.places_on.get(name, ()) if not known]:
                 held = [piece.held for piece in gang.pieces if piece.claim.node == name and piece.held is not None]
                 owns = claim.device_mask & ~claim.shared_mask
                 if state.jobs[gang.job].uid != uid and any(owns & one.device_mask for one in held):

@@ -17,11 +17,12 @@ from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
-from ganger_master.core.desired_state import DesiredSet, desired_of
+from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.effects import ELEMENT_TYPES, Effects, HistoryRow, StoredChanges
 from ganger_master.core.events import Event
 from ganger_master.core.heartbeats import ClockReading, covers, noticed
-from ganger_master.core.model import Counters, JobRecord
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Counters
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -249,8 +250,8 @@ class SimMaster:
 
     def _released(self, answer: Answer, effects: Effects, reply: Callable[[Answer], None] | None) -> Released:
         released = Released(self.state.take_changes(), answer, reply)
-        released.desired.update((node, desired_of(self.state, node)) for node in effects.nodes)
-        released.turns.extend(self.state.turns[turn] for turn in effects.turns if turn in self.state.turns)
+        released.desired.update((node, self.state.desired.of(node)) for node in effects.nodes)
+        released.turns.extend(self.state.leases[turn] for turn in effects.turns if turn in self.state.leases)
         released.history.extend(effects.history)
         released.wake_at = effects.wake_at
         return released
@@ -304,7 +305,7 @@ class SimMaster:
         if turns[0].is_told_late(self.now()):
             self.call(Tick(told=self._told))
         self._told = turns[-1].turn
-        self.on_turns([self.state.turns[turn.turn] for turn in turns if turn.turn in self.state.turns])
+        self.on_turns([self.state.leases[turn.turn] for turn in turns if turn.turn in self.state.leases])
 
     def _set_alarm(self, time: float) -> None:
         """Replaces the one before, unless that is due and late."""

@@ -17,18 +17,9 @@ from ganger.cluster.resources import ConfigurationSet
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, OpenSession
-from ganger_master.core.desired_state import DesiredGang, DesiredSet
-from ganger_master.core.model import (
-    Capabilities,
-    Checkpoint,
-    GangIntent,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    Restore,
-    StoredOrder,
-    SuspendLevel,
-)
+from ganger_master.core.desired_projection import DesiredGang, DesiredSet
+from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
+from ganger_master.core.job_model import Capabilities, Checkpoint, SuspendLevel
 from msgspec.structs import replace
 
 _HEARTBEAT_SECONDS = 2.0

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from faultsim.rank_processes import Ranks
 from ganger_master.core.commands import ObservedRows
-from ganger_master.core.desired_state import DesiredGang, DesiredRows
+from ganger_master.core.desired_projection import DesiredGang, DesiredRows
 
 
 class NodeRotation(Protocol):

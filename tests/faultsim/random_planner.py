@@ -16,7 +16,8 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Line, Promise, ProposePlan
-from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
@@ -56,11 +57,11 @@ def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
         promises = tuple(
             [
                 Promise(number, _claims(state, dice, state.jobs[number], {}))
-                for number in dice.sample(sorted(state.live), min(2, len(state.live)))
+                for number in dice.sample(sorted(state.jobs.live), min(2, len(state.jobs.live)))
             ]
         )
     if dice.random() < 0.1:
-        line = Line(tuple(dice.sample(sorted(state.live), len(state.live))), state.settings.policy)
+        line = Line(tuple(dice.sample(sorted(state.jobs.live), len(state.jobs.live))), state.settings.policy)
     findings = tuple([TrialFinding(change.number, Goal.UNPACK, dice.random() < 0.5, 1.1) for change in changes[:1]])
     return ProposePlan(tuple(changes), line=line, promises=promises, findings=findings)
 
@@ -68,7 +69,7 @@ def wild_plan(state: State, dice: Random, turns: float = 0.3) -> ProposePlan:
 def let_go(state: State) -> ProposePlan:
     """The last plans of a planner: every job that it parked resumes, there or on other nodes."""
     changes = []
-    for number in state.live:
+    for number in state.jobs.live:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
         if gang is None or not gang.parked_by_plan or job.next_epoch:
             continue
@@ -79,7 +80,7 @@ def let_go(state: State) -> ProposePlan:
 def go_elsewhere(state: State) -> ProposePlan:
     """The same for jobs that cannot resume on their nodes."""
     changes = []
-    for number in state.live:
+    for number in state.jobs.live:
         job, gang = state.jobs[number], state.gangs.get(state.jobs[number].epoch)
         if gang is None or not gang.parked_by_plan or job.next_epoch:
             continue
@@ -93,7 +94,7 @@ def go_elsewhere(state: State) -> ProposePlan:
 
 
 def _changes(state: State, dice: Random) -> list[PlanChange]:
-    numbers = dice.sample(sorted(state.live), min(dice.randint(1, 4), len(state.live)))
+    numbers = dice.sample(sorted(state.jobs.live), min(dice.randint(1, 4), len(state.jobs.live)))
     together = dice.choice([0, 0, 1])
     return [replace(_change(state, dice, state.jobs[number]), together=together) for number in numbers]
 
@@ -113,7 +114,7 @@ def _change(state: State, dice: Random, job: JobRecord) -> PlanChange:
         claims = tuple([_other_cores(state, dice, claim) for claim in gang.claims])
     level = dice.choice(list(SuspendLevel)) if kind is SuspendChange else SuspendLevel.NONE
     details = () if kind is ResumeChange else (level,) if kind is SuspendChange else (claims,)
-    purpose = Purpose(dice.choice(list(Goal)), dice.choice(sorted(state.live)), 10.0, 1.0)
+    purpose = Purpose(dice.choice(list(Goal)), dice.choice(sorted(state.jobs.live)), 10.0, 1.0)
     return kind(job.number, job.revision, *details, reason="why not", purpose=purpose)
 
 
@@ -171,9 +172,9 @@ def _other_cores(state: State, dice: Random, claim: Claim) -> Claim:
 def _rows(state: State, dice: Random, moves: bool) -> Sequence[PlanChange]:
     """A matrix of a set that there is, or of a new one: its gangs, some of them on others' devices, some that
     join, a pending job."""
-    of = dice.choice(sorted(state.sets)) if state.sets and dice.random() < 0.7 else 0
-    inside = [epoch for epoch, number in state.set_of.items() if number == of and epoch in state.gangs]
-    outside = [number for number in sorted(state.live) if state.jobs[number].epoch not in state.set_of]
+    of = dice.choice(sorted(state.gangs.sets)) if state.gangs.sets and dice.random() < 0.7 else 0
+    inside = [epoch for epoch, number in state.gangs.set_of.items() if number == of and epoch in state.gangs]
+    outside = [number for number in sorted(state.jobs.live) if state.jobs[number].epoch not in state.gangs.set_of]
     joining = dice.sample(outside, min(dice.randint(0 if of else 1, 3), len(outside)))
     jobs = [state.jobs[number] for number in dict.fromkeys([*[state.gangs[e].job for e in inside], *joining])]
     company: dict[str, int] = {}

@@ -15,8 +15,9 @@ from faultsim.checkers import Oracle, RuleBrokenError
 from faultsim.engine import Engine
 from faultsim.faults import NONE
 from ganger.cluster.topology import bits
-from ganger_master.core.desired_state import DesiredGang
-from ganger_master.core.model import Checkpoint, GangIntent, JobSpec, OutcomeKind, SuspendLevel
+from ganger_master.core.desired_projection import DesiredGang
+from ganger_master.core.gang_model import GangIntent, OutcomeKind
+from ganger_master.core.job_model import Checkpoint, JobSpec, SuspendLevel
 
 if TYPE_CHECKING:
     from faultsim.node_rotation import NodeRotation

@@ -7,24 +7,31 @@ says why not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-from ganger_master.core.desired_state import DesiredSet
+from ganger_master.core.desired_projection import DesiredProjection, DesiredSet
+from ganger_master.core.effects import Unstored
+from ganger_master.core.gang_index import GangIndex
+from ganger_master.core.job_index import JobIndex
+from ganger_master.core.node_index import NodeIndex
+from ganger_master.core.queue import JobQueue, LeaseTable
 from ganger_master.core.state import State
 from msgspec import Struct
 from msgspec.structs import replace
 
+PARTS: Final = (DesiredProjection, GangIndex, JobIndex, JobQueue, LeaseTable, NodeIndex, Unstored)
 # What a master forgets: heartbeats, refusals and offers with their times; the next batch's work; what is for speed
 # alone (`parties`, `projected`, `kept`, `blocked`); and that it was started.
 VOLATILE: Final = frozenset(
     {
         "settings", "policy", "started",
-        "reports", "ends", "last_answer", "last_said", "rows_seen", "left_by", "next_silence_check", "drained_in_vain",
+        "reports", "ends", "last_answer", "last_reports", "rows_seen", "left_by",
+        "next_silence_check", "drained_in_vain",
         "aside", "aside_from", "aside_at",
-        "refusals", "lacking", "blocked", "conflicts", "kept", "turns", "turn_of", "next_turn", "passed", "declined",
+        "refusals", "lacking", "blocked", "conflicts", "kept", "leases", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",
         "parties", "projected",
-        "dirty", "outbox", "_puts", "_removes", "_counters_taken",
+        "dirty", "is_kept", "history", "_puts", "_removes", "_counters_taken",
     }
 )  # fmt: skip
 
@@ -40,30 +47,43 @@ def differences(live: State, restored: State) -> list[str]:
             restored.put_node(node)
             restored.refresh_row(name)
     found = []
-    for name in sorted(vars(live).keys() - VOLATILE):
-        mine, theirs = _comparable(name, live), _comparable(name, restored)
+    mine_of, theirs_of = attributes(live), attributes(restored)
+    for name in sorted(mine_of.keys() - VOLATILE):
+        mine, theirs = (_comparable(name, one, of[name]) for one, of in ((live, mine_of), (restored, theirs_of)))
         if mine != theirs:
             found.append(f"{name}: {_difference(mine, theirs)}")
     return found
 
 
-def _comparable(name: str, state: State) -> object:
-    value = getattr(state, name)
+def attributes(state: State) -> dict[str, Any]:
+    """Return the values of a state by name: its own, and those of the parts that it owns."""
+    found: dict[str, Any] = {}
+    for name, value in vars(state).items():
+        if type(value) in PARTS:
+            if isinstance(value, dict):
+                found[name] = dict(value)
+            found.update(vars(value))
+        else:
+            found[name] = value
+    return found
+
+
+def _comparable(name: str, state: State, value: Any) -> object:
     if name == "view":
         return {"mode": state.view.mode, **state.rows}
     if name == "waiting":
-        return list(state.waiting)
+        return list(state.queue.waiting)
     if name == "front":
         # No refusals yet.
         return None
     if name == "shares":
-        return vars(state.shares)
+        return vars(state.jobs.shares)
     if name == "counters":
         # The view of a restarted master has had other versions.
         return replace(value, view_version=0)
     if name == "desired":
         return {node: _wanted(state, one) for node, one in value.items()}
-    if name == "gangs_on":
+    if name == "places_on":
         return {node: list(places.items()) for node, places in value.items()}
     return value
 

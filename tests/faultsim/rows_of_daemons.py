@@ -11,8 +11,9 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderKey, ParkLevel
 from ganger.protocol.group_rotation import GroupRotation, SlicedGang
 from ganger.protocol.slice_rotation import SliceMatrix, SliceMember, SlicePosition, SliceSwitch
 from ganger_master.core.commands import ObservedRows
-from ganger_master.core.desired_state import DesiredGang, DesiredRows
-from ganger_master.core.model import GangIntent, SuspendLevel
+from ganger_master.core.desired_projection import DesiredGang, DesiredRows
+from ganger_master.core.gang_model import GangIntent
+from ganger_master.core.job_model import SuspendLevel
 from msgspec.structs import replace as other
 
 _ASK_S = 0.5

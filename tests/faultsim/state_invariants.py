@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ganger.cluster.fit import MEMORY_SHARE
+from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
+from ganger.job_state import JobState
 from ganger_master.core.approval import find_blocked
 from ganger_master.core.colocation import holders_on
-from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, GangRole, JobRecord, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.node_index import row_of
 from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
@@ -27,8 +30,8 @@ def _pieces(state: State) -> Iterator[str]:
     rows = state.rows
     for name in sorted(state.nodes):
         node = state.nodes[name]
-        configuration_set = state.configuration_sets[node.configuration_set]
-        held = state.held_on(name)
+        configuration_set = state.nodes.configuration_sets[node.configuration_set]
+        held = state.gangs.held_on(name)
         yield from _devices(state, name, _with_turns_as_one(state, name), configuration_set.device_memory_bytes)
         for index, socket in enumerate(configuration_set.sockets):
             cores = sum(claim.millicores[index] for claim in held if index < len(claim.millicores))
@@ -38,7 +41,7 @@ def _pieces(state: State) -> Iterator[str]:
         if memory > configuration_set.memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
         yield from _device_memory(state, name, configuration_set.device_memory_bytes)
-        if rows.get(name) != row_of(node, state.view.topology(name), held, state.affinity_of(name)):
+        if rows.get(name) != row_of(node, state.view.topology(name), held, state.gangs.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"
 
 
@@ -46,7 +49,7 @@ def _with_turns_as_one(state: State, name: str) -> list[Claim]:
     """Check the holdings of a node; time-sliced gangs hold their devices together."""
     found: list[Claim] = []
     together = 0
-    for epoch, place in state.gangs_on.get(name, {}).items():
+    for epoch, place in state.gangs.places_on.get(name, {}).items():
         held = state.gangs[epoch].pieces[place].held
         if held is None:
             continue
@@ -78,7 +81,7 @@ def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator
 
 def _device_memory(state: State, name: str, whole: int) -> Iterator[str]:
     """Check that the memory of a device suffices for its holders beside what parked gangs keep."""
-    parked = [claim.parked_bytes for claim in state.held_on(name) if claim.parked_bytes]
+    parked = [claim.parked_bytes for claim in state.gangs.held_on(name) if claim.parked_bytes]
     if not parked or not whole:
         return
     kept = [sum(sizes) for sizes in zip(*parked, strict=True)]
@@ -98,11 +101,11 @@ def _gangs(state: State) -> Iterator[str]:
             continue
         yield from _size_and_role(state, gang, job)
         yield from _orders(state, gang, job)
-        named = state.set_of.get(epoch, 0)
-        if gang.node_set != (named if named and epoch in members(state, state.sets[named]) else 0):
+        named = state.gangs.set_of.get(epoch, 0)
+        if gang.node_set != (named if named and epoch in members(state, state.gangs.sets[named]) else 0):
             yield f"epoch {epoch} takes turns in nodeSets/{gang.node_set}, which is not where it is named"
-    for number in sorted(state.gangs_of):
-        running = [gang.epoch for gang in state.gangs_of_job(number) if gang.intent is GangIntent.RUN]
+    for number in sorted(state.gangs.epochs_of):
+        running = [gang.epoch for gang in state.gangs.of_job(number) if gang.intent is GangIntent.RUN]
         if len(running) > 1:
             yield f"jobs/{number} is to run as epochs {running} at once"
 
@@ -155,7 +158,7 @@ def _holds_its_place(state: State, gang: Gang) -> bool:
 def _sets(state: State) -> Iterator[str]:
     """Check node sets: disjoint, one gang per slice and device, needs held, every sharing gang in a slice."""
     seen: dict[str, int] = {}
-    for number, node_set in sorted(state.sets.items()):
+    for number, node_set in sorted(state.gangs.sets.items()):
         for node in node_set.nodes:
             if node in seen:
                 yield f"{node} is in nodeSets/{seen[node]} and nodeSets/{number}"
@@ -174,8 +177,8 @@ def _sets(state: State) -> Iterator[str]:
         for epoch in live:
             if any(node not in node_set.nodes for node in state.gangs[epoch].nodes):
                 yield f"nodeSets/{number}: epoch {epoch} is on nodes outside"
-    if seen != state.set_on:
-        yield f"{state.set_on} are not the nodes of sets, {seen}"
+    if seen != state.gangs.set_on:
+        yield f"{state.gangs.set_on} are not the nodes of sets, {seen}"
 
 
 def _row_of_set(state: State, number: int, index: int, gangs: list[Gang], live: list[int]) -> Iterator[str]:
@@ -204,14 +207,14 @@ def _row_of_set(state: State, number: int, index: int, gangs: list[Gang], live: 
 def _jobs(state: State) -> Iterator[str]:
     for number in sorted(state.jobs):
         yield from _job(state, state.jobs[number])
-    numbers = set(state.waiting)
-    if numbers != {n for n, job in state.jobs.items() if state.is_waiting(job)}:
+    numbers = set(state.queue.waiting)
+    if numbers != {n for n, job in state.jobs.items() if job.is_waiting}:
         yield "the queue is not what waits"
-    aside = {number for number in numbers if number in state.aside}
-    if list(state.front) != [number for number in state.waiting if number not in aside]:
+    aside = {number for number in numbers if number in state.queue.aside}
+    if list(state.queue.front) != [number for number in state.queue.waiting if number not in aside]:
         yield "the front of the queue is not the jobs that wait for other jobs, in order"
-    if set(state.resuming) != {number for number in numbers if state.jobs[number].epoch}:
-        yield f"{sorted(state.resuming)} are not those that wait and rest somewhere"
+    if set(state.queue.resuming) != {number for number in numbers if state.jobs[number].epoch}:
+        yield f"{sorted(state.queue.resuming)} are not those that wait and rest somewhere"
     if any(number >= state.counters.next_job for number in state.jobs):
         yield "a job's number was never given"
 
@@ -223,13 +226,13 @@ def _job(state: State, job: JobRecord) -> Iterator[str]:
     if job.state.is_finished:
         if job.epoch or job.next_epoch or job.ending is not None or not job.end_time:
             yield f"{job.name} has ended, but is not at rest"
-        alive = [g.epoch for g in state.gangs_of_job(job.number) if not g.is_gone or g.intent is not GangIntent.STOP]
+        alive = [g.epoch for g in state.gangs.of_job(job.number) if not g.is_gone or g.intent is not GangIntent.STOP]
         if alive:
             yield f"{job.name} has ended, but epochs {alive} are alive"
         return
     if job.state is JobState.HOLDING and gang is None and job.ending is None:
         yield f"{job.name} is HOLDING without a gang"
-    waits = state.is_waiting(job)
+    waits = job.is_waiting
     rests = gang is None or (gang.intent in (GangIntent.PARK, GangIntent.HAND_OVER) and gang.phase is GangPhase.PARKED)
     if waits and not rests:
         yield f"{job.name} waits, but epoch {job.epoch} does not rest"
@@ -248,25 +251,25 @@ def _derived(state: State) -> Iterator[str]:
         desired = state.desired[name]
         if desired.version > state.counters.desired_version:
             yield f"{name}: desired version {desired.version} is beyond {state.counters.desired_version}"
-    for turn in state.turns.values():
-        if state.turn_of.get(turn.number) != turn.turn or not state.is_waiting(state.jobs[turn.number]):
+    for turn in state.leases.values():
+        if state.leases.turn_of.get(turn.number) != turn.turn or not state.jobs[turn.number].is_waiting:
             yield f"turn {turn.turn} belongs to jobs/{turn.number}, which does not wait for it"
     rows = state.rows.values()
     counts = [row.free_mask.bit_count() for row in rows if row.available]
-    if sum(counts) != state.free_devices:
-        yield f"{sum(counts)} devices are free, not {state.free_devices}"
-    if Counter(filter(None, counts)) != state.nodes_with:
-        yield f"{state.nodes_with} nodes have so many devices free, not {dict(Counter(filter(None, counts)))}"
-    available = [state.configuration_sets[row.configuration_set] for row in rows if row.available]
-    if sum(configuration_set.devices for configuration_set in available) != state.devices:
-        yield f"{state.devices} devices are not those of the nodes that take gangs"
-    if set(state.choosy) != {name for name, node in state.nodes.items() if node.is_choosy}:
-        yield f"{sorted(state.choosy)} are not the nodes that may refuse a job"
-    lacking = [job for job in state.refusals if is_lack(state.refusals[job])]
-    if list(state.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
-        yield f"{list(state.lacking)} are not the jobs refused for lack of pieces, in order"
-    if set(state.unheard) != {name for name, node in state.nodes.items() if not node.heard and not node.lost}:
-        yield f"{sorted(state.unheard)} are not the nodes that have not said what they have"
-    remembered = state.blocked
+    if sum(counts) != state.nodes.free_devices:
+        yield f"{sum(counts)} devices are free, not {state.nodes.free_devices}"
+    if Counter(filter(None, counts)) != state.nodes.nodes_with:
+        yield f"{state.nodes.nodes_with} nodes have so many devices free, not {dict(Counter(filter(None, counts)))}"
+    available = [state.nodes.configuration_sets[row.configuration_set] for row in rows if row.available]
+    if sum(configuration_set.devices for configuration_set in available) != state.nodes.devices:
+        yield f"{state.nodes.devices} devices are not those of the nodes that take gangs"
+    if set(state.nodes.choosy) != {name for name, node in state.nodes.items() if node.is_choosy}:
+        yield f"{sorted(state.nodes.choosy)} are not the nodes that may refuse a job"
+    lacking = [job for job in state.queue.refusals if is_lack(state.queue.refusals[job])]
+    if list(state.queue.lacking) != sorted(lacking, key=lambda number: (state.policy.key(state.jobs[number]), number)):
+        yield f"{list(state.queue.lacking)} are not the jobs refused for lack of pieces, in order"
+    if set(state.nodes.unheard) != {name for name, node in state.nodes.items() if not node.heard and not node.lost}:
+        yield f"{sorted(state.nodes.unheard)} are not the nodes that have not said what they have"
+    remembered = state.queue.blocked
     if remembered is not None and remembered != find_blocked(state):
         yield f"{remembered} is not the jobs that lack pieces"

@@ -7,9 +7,10 @@ from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
+from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
-from ganger_master.core.model import JobSpec, JobState
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.job_table import LiveTable
@@ -83,10 +84,10 @@ class Shared:
             QUANTUM_S,
             turn_s=QUANTUM_S,
             received_s=self.attained.received_s,
-            draining=tuple(state.draining),
+            draining=tuple(state.nodes.draining),
         )
         if not found.changes:
-            terms = MigrationTerms(PLACEMENT, tuple(state.draining), holes=False)
+            terms = MigrationTerms(PLACEMENT, tuple(state.nodes.draining), holes=False)
             moved, self.moving, _, _ = plan_moves(
                 lambda kept_out, may_stop, found=found: found, terms, table, now, CapacityIndex(state.view.copy()),
                 self.moving,
@@ -153,7 +154,7 @@ def drained(nodes: int, jobs: int) -> Shared:
     drive.submit(jobs)
     drive.cluster.run_for(3 * QUANTUM_S)
     drive.cluster.ask(DrainNode("n1", "a new fan"))
-    assert drive.cluster.run_until(lambda: not drive.cluster.state.gangs_on.get("n1"), 30 * QUANTUM_S)
+    assert drive.cluster.run_until(lambda: not drive.cluster.state.gangs.places_on.get("n1"), 30 * QUANTUM_S)
     return drive
 
 

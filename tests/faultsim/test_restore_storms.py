@@ -14,7 +14,8 @@ from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import quarantine
 from ganger_master.core.commands import AdoptQuarantined, EndQuarantined, GoOn, OpenStore
-from ganger_master.core.model import JobSpec, OutcomeKind
+from ganger_master.core.gang_model import OutcomeKind
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30
@@ -76,7 +77,7 @@ class Restores:
         """The operator ends or adopts what is quarantined."""
         cluster, dice = self.cluster, self.cluster.engine.random
         if cluster.master.is_up and cluster.state.counters.restoring is None:
-            for uid in sorted(cluster.state.strays_of):
+            for uid in sorted(cluster.state.nodes.strays_of):
                 for epoch in sorted(quarantine.live_epochs(cluster.state, uid)):
                     adopts = dice.random() < 0.5
                     cluster.send(AdoptQuarantined(uid, epoch) if adopts else EndQuarantined(uid, epoch))

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import pytest
 from faultsim.checkers import RuleBrokenError
 from faultsim.fault_cluster import FaultCluster
-from faultsim.restored_state import VOLATILE
+from faultsim.restored_state import VOLATILE, attributes
 from faultsim.test_stories import SERVER, cluster_of, ends, gang, job, job_of, phase, started
 from ganger.cluster.refusals import Reason
+from ganger.job_state import JobState
 from ganger_master.core.answers import Done, JobAnswer, Refused
 from ganger_master.core.commands import (
     AdoptQuarantined,
@@ -23,7 +24,8 @@ from ganger_master.core.commands import (
     SuspendJob,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.model import GangPhase, JobState, SuspendLevel
+from ganger_master.core.gang_model import GangPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from msgspec.structs import replace
@@ -37,7 +39,7 @@ def running() -> tuple[FaultCluster, int]:
 def test_a_master_in_the_middle_of_its_work_can_be_restored() -> None:
     cluster, _ = running()
     cluster.master.check_restorable()
-    assert vars(cluster.state).keys() >= VOLATILE
+    assert attributes(cluster.state).keys() >= VOLATILE
 
 
 def _other_job(state: State, number: int) -> None:
@@ -50,11 +52,11 @@ def _other_gang(state: State, number: int) -> None:
 
 
 def _uncounted(state: State, number: int) -> None:
-    state.free_devices += 1
+    state.nodes.free_devices += 1
 
 
 def _unindexed(state: State, number: int) -> None:
-    state.running_limited[number] = None
+    state.jobs.running_limited[number] = None
 
 
 def _told_otherwise(state: State, number: int) -> None:
@@ -217,7 +219,7 @@ def test_until_all_nodes_have_reported_a_restored_master_refuses_and_names_those
     assert isinstance(refused, Refused)
     assert refused.reason == "RESTORING"
     assert "run: n2:" in refused.message
-    assert not cluster.state.turns
+    assert not cluster.state.leases
     cluster.daemons["n2"].start()
     settled(cluster)
 

@@ -22,7 +22,8 @@ from ganger.cluster.topology import parse_topology
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
-from ganger_master.core.model import JobSpec, OutcomeKind, SuspendLevel
+from ganger_master.core.gang_model import OutcomeKind
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
@@ -177,7 +178,7 @@ class _Story:
         table = LiveTable()
         for job in state.jobs.values():
             table.put(job, state.gangs.get(job.epoch))
-        capacity = Capacity(state.devices, 16.0, 64.0 * _GIB, 4)
+        capacity = Capacity(state.nodes.devices, 16.0, 64.0 * _GIB, 4)
         order, placement = state.policy.order, state.policy.placement
         found = plan(order, placement, table, now, capacity, CapacityIndex(state.view.copy()))
         _, facts = table.facts(now)

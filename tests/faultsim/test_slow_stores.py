@@ -14,7 +14,7 @@ from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core.approval import has_place
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.retry import is_backing_off
 from ganger_master.core.settings import CoreSettings
 
@@ -37,7 +37,7 @@ class Watch:
 
     def look(self) -> None:
         state, now = self.cluster.state, self.cluster.engine.now
-        head = next(iter(state.waiting), 0)
+        head = next(iter(state.queue.waiting), 0)
         if self.cluster.master.is_up and head and not is_backing_off(state.jobs[head]):
             is_free = has_place(state, state.jobs[head], self.cluster.master.now())
             since = self.since.get(head, now)

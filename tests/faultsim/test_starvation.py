@@ -15,10 +15,11 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger_master.core.commands import ResumeJob, SuspendJob
-from ganger_master.core.model import JobSpec, JobState, SuspendLevel
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 

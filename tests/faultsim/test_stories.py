@@ -9,6 +9,7 @@ from faultsim.rank_processes import OPAQUE
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
+from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, NodeAnswer, Refused
 from ganger_master.core.commands import (
     CancelJob,
@@ -21,7 +22,8 @@ from ganger_master.core.commands import (
     UncordonNode,
 )
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -66,7 +68,7 @@ def goes_on_elsewhere(cluster: FaultCluster, number: int) -> None:
     assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
     cluster.daemons[here].network = cluster.network
     ends(cluster, number)
-    assert not cluster.state.gangs_on[here]
+    assert not cluster.state.gangs.places_on[here]
 
 
 def job(cluster: FaultCluster, number: int) -> JobRecord:
@@ -241,7 +243,7 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
     cluster.run_for(60.0)
     daemon.start()
     ends(cluster, number)
-    assert not cluster.state.gangs_on[daemon.name]
+    assert not cluster.state.gangs.places_on[daemon.name]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_nev
     assert cluster.run_until(lambda: phase(cluster, number) is GangPhase.RUNNING, 30.0)
     cluster.daemons["n1"].master = cluster.master
     ends(cluster, number)
-    assert not cluster.state.gangs_on["n1"]
+    assert not cluster.state.gangs.places_on["n1"]
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -334,7 +336,7 @@ def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from
         assert cluster.run_until(lambda: training.began == newest, 30.0)
     daemon.network = cluster.network
     assert cluster.run_until(lambda: training.known == newest, 30.0)
-    assert cluster.run_until(lambda: not cluster.state.gangs_on[here], 30.0)
+    assert cluster.run_until(lambda: not cluster.state.gangs.places_on[here], 30.0)
     if not is_running:
         cluster.ask(UncordonNode(there))
     assert cluster.run_until(lambda: training.began == newest, 60.0)
@@ -394,7 +396,7 @@ def test_a_draining_node_empties_by_moves() -> None:
     held = gang(cluster, numbers[0])
     assert held is not None
     assert isinstance(cluster.ask(DrainNode(held.nodes[0], "new fan")), NodeAnswer)
-    assert cluster.run_until(lambda: not cluster.state.gangs_on[held.nodes[0]], 60.0)
+    assert cluster.run_until(lambda: not cluster.state.gangs.places_on[held.nodes[0]], 60.0)
     for number in numbers:
         ends(cluster, number)
 

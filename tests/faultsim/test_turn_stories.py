@@ -8,9 +8,11 @@ from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import parse_topology
+from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
-from ganger_master.core.model import Gang, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 
@@ -139,7 +141,7 @@ def test_turns_go_on_when_the_leader_has_lost_its_notes() -> None:
     story.place(other, ("n2", 0b1, 0))
     story.rows((both, one), (both, other))
     story.cluster.run_for(60.0)
-    leader = story.cluster.state.sets[story.gang(both).node_set].leader
+    leader = story.cluster.state.gangs.sets[story.gang(both).node_set].leader
     assert leader == "n1"
     story.cluster.daemons["n1"].crash()
     story.turns["n1"].forget()

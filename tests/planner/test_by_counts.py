@@ -13,17 +13,9 @@ from ganger.cluster.preferences import BY_COUNTS
 from ganger.cluster.resources import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
-from ganger_master.core.model import (
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobSpec,
-    JobState,
-    Piece,
-    SuspendLevel,
-)
+from ganger.job_state import JobState
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
+from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
 from ganger_master.planner.place_stage import GangFitting

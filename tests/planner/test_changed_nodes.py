@@ -6,8 +6,9 @@ import pytest
 from core.drive import SERVER, job_of
 from core.test_changed_hardware import KINDS, Changing
 from ganger.cluster.resources import ConfigurationSet
+from ganger.job_state import JobState
 from ganger_master.core.answers import SessionAnswer
-from ganger_master.core.model import JobState, ObservedPhase
+from ganger_master.core.gang_model import ObservedPhase
 from hypothesis import given
 from hypothesis import strategies as st
 from planner.test_moves import Moved

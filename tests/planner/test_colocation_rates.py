@@ -5,18 +5,10 @@ from __future__ import annotations
 from math import nan
 
 import pytest
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobSpec,
-    JobState,
-    LocalityLevel,
-    Piece,
-)
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import TrialPace
 from msgspec.structs import replace

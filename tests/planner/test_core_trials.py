@@ -13,7 +13,7 @@ from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
-from ganger_master.core.model import Capabilities, JobSpec
+from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from core.drive import job_of
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.job_estimates import MOST_POINTS, JobEstimates, LossReport
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate
 from msgspec.structs import replace

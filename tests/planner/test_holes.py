@@ -9,7 +9,7 @@ import pytest
 from core.drive import GIB, job_of
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.policies import NAMES, Places, policy_named
 from ganger_master.policies.orders.aging import WEEK_S
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
@@ -42,7 +42,7 @@ def fragmented(*, priority: int = 0, preemptible: bool = True, policy: str = "la
         drive.step(CancelJob(number))
         drive.seen_without(node, number)
     assert [node_of(drive, number) for number in small] == ["n1", "n2"]
-    assert drive.state.free_devices == 6
+    assert drive.state.nodes.free_devices == 6
     return drive, small
 
 

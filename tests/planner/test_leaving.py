@@ -12,7 +12,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan
-from ganger_master.core.model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow
@@ -65,7 +65,7 @@ class InTurns(Sharing):
         self.remembered = NOTHING
         self.seen_by = Seen(frozenset(range(100)))
         self.numbers = self.submitted(*[small()] * jobs)
-        while not self.state.sets:
+        while not self.state.gangs.sets:
             self.passes()
         self.together = sorted({number for row in self.rows for number in row})
 
@@ -102,7 +102,7 @@ class InTurns(Sharing):
             turn_s=QUANTUM_S,
         )
         soon = found.next_change_s <= self.now + QUANTUM_S
-        assert soon or not self.state.sets, "a time-sliced job is considered again"
+        assert soon or not self.state.gangs.sets, "a time-sliced job is considered again"
         return found.changes
 
     def table(self) -> LiveTable:
@@ -141,7 +141,7 @@ class InTurns(Sharing):
         (host,) = {*self.together} - {guest}
         assert self.passes() == [], "it is on its way"
         self.rests(guest)
-        assert self.state.sets == {}, "the host has its device to itself"
+        assert self.state.gangs.sets == {}, "the host has its device to itself"
         assert self.passes() == [("CORES", host), ("MOVE", guest)]
         self.moves_in(guest)
         return host, guest
@@ -155,7 +155,7 @@ def test_two_that_take_turns_and_use_little_leave_them_and_run_at_once_on_that_d
     assert drive.later() == []
     assert drive.remembered.packs.kept == 1
     assert drive.later() == []
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
 
 
 def test_where_it_does_not_pay_they_take_turns_again_each_with_all_of_its_cores() -> None:

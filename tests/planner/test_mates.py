@@ -9,8 +9,9 @@ import pytest
 from core.drive import GIB
 from core.test_colocation import Packing, small
 from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.model import Capabilities, JobSpec, JobState
+from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import _as_one
 from ganger_master.planner.terms import capacity_of

@@ -10,6 +10,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.change_reason import Goal
@@ -25,9 +26,9 @@ from ganger_master.core.commands import (
     SuspendJob,
     UncordonNode,
 )
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import Capabilities, GangIntent, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, ObservedPhase
+from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
@@ -61,7 +62,7 @@ class Sharing(Drive):
 
     def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> object:  # type: ignore[override]
         self.observations += 1
-        desired = desired_of(self.state, node)
+        desired = self.state.desired.of(node)
         applied = desired.version if version is None else version
         late = 1 if self.is_slow else 0
         rows = tuple(
@@ -84,7 +85,7 @@ class Sharing(Drive):
             table.put(*live_job_from_wire(message))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        changing = [one.number for one in self.state.sets.values() if one.coming is not None]
+        changing = [one.number for one in self.state.gangs.sets.values() if one.coming is not None]
         found = plan_matrices(
             POLICY.placement,
             table,
@@ -116,7 +117,7 @@ class Sharing(Drive):
     @property
     def rows(self) -> list[list[int]]:
         """Of the only node set, by job."""
-        (node_set,) = self.state.sets.values()
+        (node_set,) = self.state.gangs.sets.values()
         return [[self.state.gangs[epoch].job for epoch in row] for row in node_set.newest.rows]
 
 
@@ -252,7 +253,7 @@ def test_a_time_sliced_job_moves_to_devices_that_become_free() -> None:
     assert drive.plan() == (), "the job that it leaves has its devices soon"
     drive.seen(number, drive.job(number).next_epoch, ObservedPhase.PREPARED)
     drive.seen(number, source, ObservedPhase.PARKED, 5)
-    assert drive.state.sets == {}
+    assert drive.state.gangs.sets == {}
     drive.seen(number, drive.job(number).next_epoch, ObservedPhase.READY, 5)
     assert drive.job(number).epoch != source
     assert drive.plan() == ()
@@ -384,7 +385,7 @@ def test_why_names_the_host_memory_that_a_resumed_job_lacks_where_it_rests() -> 
     drive.submitted(job_of(4, 10 * GIB), job_of(4, GIB))
     drive.go_on()
     drive.go_on()
-    assert drive.state.sets
+    assert drive.state.gangs.sets
     drive.step(ResumeJob(one))
     blockers = explain(drive.state, one, drive.now).blockers
     assert blockers[0].reason is Reason.MEMORY
@@ -485,7 +486,7 @@ def test_a_pending_job_reports_why_it_is_not_time_sliced_where_others_are(
     drive.go_on()
     number = drive.submit(spec)
     drive.state.put_job(replace(drive.job(number), capabilities=capabilities))
-    drive.state.ranks[number] = 1
+    drive.state.queue.ranks[number] = 1
     lacks, told = told_blockers(drive.state, drive.job(number))
     assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 4, "free": 0})
     assert told.reason is Reason.RANKED
@@ -504,7 +505,7 @@ def test_gangs_over_several_nodes_take_turns_with_each_other() -> None:
     first, second = drive.submitted(job_of(8, GIB), job_of(8, GIB))
     drive.go_on()
     assert drive.go_on() == ["ROW", "ROW"]
-    (node_set,) = drive.state.sets.values()
+    (node_set,) = drive.state.gangs.sets.values()
     assert node_set.nodes == ("n1", "n2")
     assert drive.rows == [[first], [second]]
 

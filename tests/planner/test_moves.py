@@ -13,7 +13,8 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.explain import kept_for, making_room_for
-from ganger_master.core.model import JobSpec, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import MoveChange, SuspendChange
 from ganger_master.estimators.locality import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
@@ -85,7 +86,7 @@ class Moved(Planned):
 
         terms = MigrationTerms(
             policy.placement,
-            tuple(self.state.draining),
+            tuple(self.state.nodes.draining),
             is_strict=policy.order.is_strict,
             per_hour=self.per_hour,
             rated=self.rates,
@@ -204,7 +205,7 @@ def test_when_the_gang_is_gone_no_other_job_moves_for_it() -> None:
     drive.step(CancelJob(large))
     drive.moves(moved)
     assert drive.proposed() == []
-    assert (drive.moving.errands, drive.state.promised) == ((), {})
+    assert (drive.moving.errands, drive.state.queue.promised) == ((), {})
 
 
 def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:
@@ -302,7 +303,7 @@ def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> Non
     third = [number for number in others if drive.node_of(number) == "n3"]
     assert len(third) == 3
     drive.ends(next(number for number in others if drive.node_of(number) == "n2"))
-    assert drive.state.free_devices == 2
+    assert drive.state.nodes.free_devices == 2
     drive.step(DrainNode("n1", "new disk"))
     changes = drive.proposed()
     assert [kind for kind, _ in changes] == ["MOVE"]

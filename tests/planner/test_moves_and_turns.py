@@ -53,7 +53,7 @@ class Shared(Moved):
         )
         if found.changes or self.findings:
             return found
-        terms = MigrationTerms(placement, tuple(self.state.draining), holes=False, rated=self.rates)
+        terms = MigrationTerms(placement, tuple(self.state.nodes.draining), holes=False, rated=self.rates)
         moved, self.moving, self.findings, self.again_s = plan_moves(
             lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NONE_EXCLUDED, False
         )

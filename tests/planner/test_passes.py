@@ -10,10 +10,12 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
+from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob
-from ganger_master.core.model import Capabilities, Gang, JobRecord, JobSpec, JobState, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import Gang, ObservedPhase
+from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
@@ -237,7 +239,7 @@ def test_a_gang_that_waits_too_long_for_one_node_has_what_gets_free_kept_for_it(
     drive = Planned(nodes=2, policy=policy)
     drive.running(job_of(3))
     drive.running(job_of(3))
-    for number in drive.state.live:
+    for number in drive.state.jobs.live:
         # No job can be preempted for it.
         drive.state.put_job(replace(drive.job(number), capabilities=Capabilities(known=True)))
     wide = drive.submit(replace(job_of(2), locality=Locality(widest=LocalityLevel.NODE)))

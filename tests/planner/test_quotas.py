@@ -6,9 +6,11 @@ import pytest
 from core.drive import job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
+from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, told_blockers
-from ganger_master.core.model import Gang, GangPhase, GangRole, JobRecord, JobSpec, JobState, Piece
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.quotas import QuotaUse
 from hypothesis import given

@@ -12,7 +12,8 @@ from core.drive import GIB, Drive, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import JobAnswer, PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
-from ganger_master.core.model import GangIntent, ObservedPhase, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, ObservedPhase
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
@@ -39,7 +40,7 @@ class Planned(Drive):
         if self.policy.places is Places.JOBS:
             # leases without an answer are over, and are given anew
             self.step(Tick())
-            for number in sorted(self.state.turn_of):
+            for number in sorted(self.state.leases.turn_of):
                 self.request(number, *self.places(number))
         else:
             self._propose()
@@ -51,7 +52,7 @@ class Planned(Drive):
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(job, self.state.gangs.get(job.epoch))
-        capacity = Capacity(self.state.devices, 16.0, 64.0 * GIB, 4)
+        capacity = Capacity(self.state.nodes.devices, 16.0, 64.0 * GIB, 4)
         room = CapacityIndex(self.state.view.copy())
         found = plan_by(self.policy, self.policy.aging_order, table, self.now, capacity, room)
         answer = self.step(ProposePlan(found.changes))

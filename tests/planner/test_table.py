@@ -7,7 +7,9 @@ from collections.abc import Collection
 
 import pytest
 from ganger.cluster.resources import LocalityLevel, Role, TaskShape
-from ganger_master.core.model import Gang, GangIntent, GangPhase, GangRole, JobRecord, JobSpec, JobState
+from ganger.job_state import JobState
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.job_table import LiveTable
 from msgspec.structs import replace
 

@@ -15,7 +15,7 @@ from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.planner.context import ClusterChange
 from ganger_master.planner_process.cluster_mirror import ClusterMirror
 from ganger_master.planner_process.run import NoPlannerError, Planner
@@ -70,7 +70,7 @@ def test_it_starts_jobs_that_fit_and_reports_the_order_of_the_others(tmp_path: P
         assert first.blockers[0].message == "the planner of policy las has not ranked it yet"
         async with planning(served):
             state = served.master.writer.state
-            await until(lambda: state_of(served, 1) == "HOLDING" and state.ranks == {2: 1, 3: 2})
+            await until(lambda: state_of(served, 1) == "HOLDING" and state.queue.ranks == {2: 1, 3: 2})
         last = await get(served, 3)
         assert (last.state, last.queue_rank) == (PENDING, 2)
         assert [blocker.reason for blocker in last.blockers] == ["GPUS", "RANKED"]
@@ -106,11 +106,11 @@ def test_a_new_place_is_used_and_a_cancelled_job_leaves_the_line(tmp_path: Path)
             for gpus in (4, 4, 4):
                 await served.submit(spec_of(gpus))
             state = served.master.writer.state
-            await until(lambda: state.ranks == {2: 1, 3: 2})
+            await until(lambda: state.queue.ranks == {2: 1, 3: 2})
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/2"))
-            await until(lambda: state.ranks == {3: 1})
+            await until(lambda: state.queue.ranks == {3: 1})
             await Speaker(served, "n2").join()
-            await until(lambda: state_of(served, 3) == "HOLDING" and state.ranks == {})
+            await until(lambda: state_of(served, 3) == "HOLDING" and state.queue.ranks == {})
 
     on_a_master(tmp_path, story)
 
@@ -122,7 +122,7 @@ def test_a_refused_change_delays_no_other_job_and_is_requested_again(tmp_path: P
             await until(lambda: state_of(served, 1) == "HOLDING")
             # It has not said yet what it can: to stop it is refused.
             await served.submit(spec_of(1))
-            await until(lambda: 2 in served.master.writer.state.ranks)
+            await until(lambda: 2 in served.master.writer.state.queue.ranks)
             (gang,) = (await node.reconcile()).gangs
             running = agent_pb2.ObservedGang(
                 job=gang.job,
@@ -150,14 +150,14 @@ def test_a_job_beyond_its_users_quota_is_in_no_line_and_starts_once_others_of_th
                 await served.submit(spec_of(2))
             state = served.master.writer.state
             if most > 2:
-                await until(lambda: state_of(served, 2) == "HOLDING" and 3 in state.ranks)
+                await until(lambda: state_of(served, 2) == "HOLDING" and 3 in state.queue.ranks)
                 return
             await until(lambda: state_of(served, 1) == "HOLDING")
             assert (await get(served, 2)).blockers[0].reason == "QUOTA"
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))
             await node.reconcile()
             await node.reconcile([])
-            await until(lambda: state_of(served, 2) == "HOLDING" and not state.ranks)
+            await until(lambda: state_of(served, 2) == "HOLDING" and not state.queue.ranks)
             assert state_of(served, 3) == "PENDING"
 
     on_a_master(tmp_path, story, quotas={"*": most})
@@ -170,7 +170,7 @@ def test_where_jobs_share_gpus_it_starts_jobs_that_fit_and_continues_after_a_res
             for _ in range(5):
                 await served.submit(spec_of(1))
             await until(lambda: [state_of(served, number) for number in range(1, 6)].count("HOLDING") == 4)
-            await until(lambda: list(state.ranks.values()) == [1])
+            await until(lambda: list(state.queue.ranks.values()) == [1])
         await Speaker(served, "n2").join()
         async with planning(served):
             await until(lambda: state_of(served, 5) == "HOLDING")
@@ -216,7 +216,7 @@ def test_edf_places_by_deadlines_and_says_whether_they_can_be_met(tmp_path: Path
         ]
         async with planning(served):
             # Whose deadline is first, though it cannot be met; then the other one; then the one without a deadline.
-            await until(lambda: served.master.writer.state.ranks == {2: 1, 1: 2})
+            await until(lambda: served.master.writer.state.queue.ranks == {2: 1, 1: 2})
             assert state_of(served, 3) in ("PENDING", "HOLDING")
 
     on_a_master(tmp_path, story, "edf")

@@ -48,7 +48,7 @@ class Watched(_Replay):
         super()._finish()
         if not hasattr(self, "modes"):
             return
-        self.most = max(self.most, 1.0 - self.state.free_devices / self.state.devices)
+        self.most = max(self.most, 1.0 - self.state.nodes.free_devices / self.state.nodes.devices)
         if self.state.view.mode is not self.modes[-1]:
             self.modes.append(self.state.view.mode)
 

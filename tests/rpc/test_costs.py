@@ -17,7 +17,7 @@ from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_p
 from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.rpc.live_job_messages import signature_of
 from ganger_master.rpc.plan_messages import plan_from_wire
 from google.protobuf.message import Message

@@ -8,23 +8,19 @@ import msgspec
 import pytest
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
+from ganger.job_state import JobState
 from ganger.v1 import job_pb2
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
-from ganger_master.core.model import (
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
+from ganger_master.core.job_model import (
     Agent,
     Capabilities,
     Checkpoint,
     Failure,
-    Gang,
-    GangPhase,
-    GangRole,
     JobMetric,
     JobProgress,
     JobRecord,
     JobSpec,
-    JobState,
-    Piece,
-    Restore,
     SuspendLevel,
 )
 from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire

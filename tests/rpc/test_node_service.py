@@ -12,7 +12,8 @@ from ganger.v1 import node_pb2
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import PageTokenInvalid, from_rpc_error
 from ganger_master.core.commands import OpenSession
-from ganger_master.core.model import Matrix, NodeSet, SuspendLevel
+from ganger_master.core.gang_model import Matrix, NodeSet
+from ganger_master.core.job_model import SuspendLevel
 from rpc.kit import Served, configuration_set, serving
 
 # As many words as a daemon on a GPU server says of itself.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ganger.cluster.resources import LocalityLevel
 from ganger.v1 import job_pb2
 from ganger_master.core.commands import ObservedRows
-from ganger_master.core.model import Gang, GangPhase, GangRole, Matrix, NodeSet, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Matrix, NodeSet
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc.node_messages import node_set_to_wire
 

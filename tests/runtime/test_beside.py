@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger_master.core.model import Counters
+from ganger_master.core.node_model import Counters
 from ganger_master.runtime import database_marks as beside
 from ganger_master.runtime.database_marks import Beside
 

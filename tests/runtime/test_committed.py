@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ganger_master.core.model import Matrix, NodeSet, SuspendLevel
+from ganger_master.core.gang_model import Matrix, NodeSet
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.runtime.publication import Committed, Publication
 
 MATRIX = Matrix(1, ((1,), (2,)), 60.0, SuspendLevel.OFFLOAD)

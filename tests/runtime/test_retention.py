@@ -10,12 +10,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+from ganger.job_state import JobState
 from ganger.v1.job_service_pb2 import CancelJobRequest
 from ganger.wire.times import seconds
 from ganger_master.app import Master
 from ganger_master.config import Config, ConfigError, load
 from ganger_master.core.commands import RecordedEnd
-from ganger_master.core.model import JobState
 from ganger_master.runtime.storage_retention import (
     CHECKPOINTS,
     LOGS,

@@ -11,11 +11,12 @@ import pytest
 from core.drive import SERVER, Drive
 from core.test_time_slices import Turns
 from ganger.cluster.resources import Role, TaskShape
+from ganger.job_state import JobState
 from ganger.wire.errors import Internal, NotReady
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer, CancelJob, Command, Observe, OpenSession, SubmitJob, Tick
-from ganger_master.core.model import JobSpec, JobState
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.codec import Codec
@@ -138,9 +139,9 @@ def test_master_that_starts_shows_every_element_that_its_store_holds() -> None:
     async def story() -> None:
         writer = await started(store)
         shown, kept = writer.committed, drive.state
-        assert shown.sets == kept.sets != {}
+        assert shown.sets == kept.gangs.sets != {}
         assert (shown.jobs, shown.gangs) == (kept.jobs, kept.gangs)
-        assert shown.configuration_sets == kept.configuration_sets
+        assert shown.configuration_sets == kept.nodes.configuration_sets
         assert list(shown.nodes) == list(kept.nodes)
         await writer.close()
 
@@ -157,7 +158,7 @@ def test_commits_that_fail_cost_daemons_neither_session_nor_answers() -> None:
         session = opened.session
         assert await writer.submit(Observe("n1", session, 1, 1)) == Done()
         assert await writer.submit(Answer("n1", session)) == Done()
-        answered = writer.state.last_answer["n1"]
+        answered = writer.state.nodes.last_answer["n1"]
         # Until further notice the disk is full.
         store.failures = 1_000_000
         clock.now += 20.0
@@ -169,7 +170,7 @@ def test_commits_that_fail_cost_daemons_neither_session_nor_answers() -> None:
         node = writer.state.nodes["n1"]
         assert (node.session, node.heard, node.observation) == (session, True, 2)
         assert writer.state.view.row("n1").available
-        assert writer.state.last_answer["n1"] == answered, "its silence is counted on"
+        assert writer.state.nodes.last_answer["n1"] == answered, "its silence is counted on"
         assert await _accepted(writer, Answer("n1", session)) == Done()
         store.failures = 0
         assert await _accepted(writer, submission(7)) == JobAnswer(1)
@@ -210,15 +211,15 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
         writer = Writer(store, CoreSettings(), wall, steady=steady)
         await writer.start()
         assert await writer.submit(submission(1)) == JobAnswer(1)
-        (turn,) = writer.state.turns
+        (turn,) = writer.state.leases
         wall.now += passed + set_by
         steady.now += passed
         # The first one, even if it is the alarm of the node.
         await writer.submit(Tick())
         assert not writer.state.nodes["n1"].lost
-        assert writer.state.last_answer == {"n1": wall.now}
-        assert turn not in writer.state.turns
-        assert writer.state.turns, "its job has another turn, by the new clock"
+        assert writer.state.nodes.last_answer == {"n1": wall.now}
+        assert turn not in writer.state.leases
+        assert writer.state.leases, "its job has another turn, by the new clock"
         # From here on silence is the node's own.
         for _ in range(35):
             wall.now += 20.0
@@ -245,7 +246,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             store.gate.clear()
             submitted = asyncio.ensure_future(writer.submit(submission(1)))
             await asyncio.wait({submitted}, timeout=0.05)
-            (late,) = writer.state.turns.values()
+            (late,) = writer.state.leases.values()
             # What needs no commit is behind one that takes this long.
             answered = writer.submit(Answer("n1", opened.session))
             clock.now = late.expires + 1.0
@@ -260,7 +261,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             (turn,) = batch
             assert (turn.number, turn.turn) == (1, late.turn)
             assert turn.expires == clock.now + CoreSettings().turn_lease_seconds
-            assert writer.state.turns == {turn.turn: turn}
+            assert writer.state.leases == {turn.turn: turn}
         await writer.close()
 
     run(story())
@@ -275,7 +276,7 @@ def test_an_alarm_that_is_due_goes_off_though_a_batch_ends_before_the_loop_comes
         assert isinstance(opened, SessionAnswer)
         assert await writer.submit(Observe("n1", opened.session, 1, 1)) == Done()
         assert await writer.submit(submission(1)) == JobAnswer(1)
-        (turn,) = writer.state.turns.values()
+        (turn,) = writer.state.leases.values()
         clock.now = turn.expires + 1.0
         # Says when to wake up for it: at once.
         await writer.submit(Answer("n1", opened.session))
@@ -288,7 +289,7 @@ def test_an_alarm_that_is_due_goes_off_though_a_batch_ends_before_the_loop_comes
             pass
         await behind
         await asyncio.sleep(0)
-        assert turn.turn not in writer.state.turns
+        assert turn.turn not in writer.state.leases
         await writer.close()
 
     run(story())

@@ -14,11 +14,7 @@ import grimp
 
 ROOT_PACKAGES = ("ganger", "ganger_daemon", "ganger_master")
 # Circles that a later step of docs/design/009-one-scheduler.md takes apart. Delete a line with its circle.
-KNOWN_CIRCLES: frozenset[frozenset[str]] = frozenset(
-    {
-        frozenset({"ganger_master.core.desired_state", "ganger_master.core.state"}),
-    }
-)
+KNOWN_CIRCLES: frozenset[frozenset[str]] = frozenset()
 
 
 def circles(imports: Mapping[str, Collection[str]]) -> list[frozenset[str]]:

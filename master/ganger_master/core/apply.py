@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import (
@@ -30,7 +31,8 @@ from ganger_master.core import (
 )
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.events import Event
-from ganger_master.core.model import JobRecord, JobState, Node
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Node
 from ganger_master.core.state import State
 
 
@@ -110,7 +112,7 @@ def _gang_refused(state: State, event: events.GangRefused) -> None:
 
 
 def _start_offered(state: State, event: events.StartOffered) -> None:
-    state.suggested[event.number] = event.claims
+    state.queue.suggest(event.number, event.claims)
 
 
 def _gang_released(state: State, event: events.GangReleased) -> None:
@@ -145,7 +147,7 @@ def _rows_changed(state: State, event: events.RowsChanged) -> None:
 def _session_opened(state: State, event: events.SessionOpened) -> None:
     request = event.request
     old = state.nodes.get(request.node)
-    if request.configuration_set.name not in state.configuration_sets:
+    if request.configuration_set.name not in state.nodes.configuration_sets:
         state.put_configuration_set(request.configuration_set)
     if old is not None and old.configuration_set != request.configuration_set.name:
         observation.change_hardware(state, old.name, request.configuration_set.name, event.time, event.cause)
@@ -191,7 +193,7 @@ def _node_observed(state: State, event: events.NodeObserved) -> None:
         return
     rollback.note_reported_ids(state, event.report)
     observation.observe(state, event.report, event.time, event.cause)
-    if state.strays_of:
+    if state.nodes.strays_of:
         rollback.follow_ended_strays(state, event.report.node, event.time, event.cause)
 
 
@@ -255,14 +257,13 @@ def _turns_claimed(state: State, event: events.TurnsClaimed) -> None:
 
 
 def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
-    state.ranks = {number: rank for rank, number in enumerate(event.line.numbers, 1)}
-    state.ranked_by = event.line.policy
+    state.queue.rank(event.line.numbers, event.line.policy)
 
 
 def _places_promised(state: State, event: events.PlacesPromised) -> None:
     promised = {one.number: one.claims for one in event.promises if one.number in state.jobs}
-    state.promised = {number: claims for number, claims in promised.items() if state.is_waiting(state.jobs[number])}
-    state.promised_at = event.time
+    waiting = {number: claims for number, claims in promised.items() if state.jobs[number].is_waiting}
+    state.queue.promise(waiting, event.time)
 
 
 def _change_judged(state: State, event: events.ChangeJudged) -> None:
@@ -284,9 +285,9 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     if event.set_by or event.stood_still:
         heartbeats.forgive(state, now, event.set_by)
     if event.looks_again:
-        state.dirty.sets.update(dict.fromkeys(state.sets))
+        state.dirty.sets.update(dict.fromkeys(state.gangs.sets))
     retry.let_go_on(state, now)
-    for number in list(state.running_limited):
+    for number in list(state.jobs.running_limited):
         job = state.jobs[number]
         ends = retry.ends_at(state, job)
         if ends is not None and now >= ends:
@@ -294,13 +295,13 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
             # A gang that has not stepped has nothing to save, and would reach no boundary.
             saves = state.gangs[job.epoch].stepped
             ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
-    for number in list(state.moving):
+    for number in list(state.jobs.moving):
         since = state.gangs[state.jobs[number].next_epoch].since
         if now >= since + state.settings.move_deadline_seconds:
             moves.give_up(state, number, now, event.cause)
-    if state.promised and now >= state.promised_at + state.settings.move_deadline_seconds:
+    if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_seconds:
         # A planner that still keeps them repeats it more often.
-        state.promised = {}
+        state.queue.promise({})
     heartbeats.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
     ending.forget(state, now)
@@ -362,7 +363,7 @@ def settle(state: State, now: float, cause: str) -> None:
             colocation.follow(state)
         if dirty.arrays:
             arrays.follow(state, now)
-        if state.draining and state.counters.restoring is None:
+        if state.nodes.draining and state.counters.restoring is None:
             draining.follow(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
             return

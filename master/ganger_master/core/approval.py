@@ -22,7 +22,8 @@ from msgspec import Struct
 
 from ganger_master.core import colocation, retry
 from ganger_master.core import gang_orders as orders
-from ganger_master.core.model import JobRecord, Node
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Node
 from ganger_master.core.queue import Blocked, ReservedPlaces
 from ganger_master.core.reservations import (
     NOTHING,
@@ -136,7 +137,7 @@ def judge(
     if refusals:
         return CandidateRejection(refusals, ())
     allowed = wanted
-    if state.choosy:
+    if state.nodes.choosy:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
         return CandidateRejection(refusals, ())
@@ -200,7 +201,7 @@ def judge_change(
         shape = job.shape if arena is None else job.shape_with(arena)
     company = colocation.company_of(state, job, claims, agreed_only)
     refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
-    if not refusals and state.promised:
+    if not refusals and state.queue.promised:
         refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
     return refusals
 
@@ -246,7 +247,7 @@ _PATIENT = 1e12
 def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusal, ...]:
     """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: devices to
     judge by; by default those that the job requests."""
-    if job.uid in state.strays_of:
+    if job.uid in state.nodes.strays_of:
         return (_quarantined(state, job),)
     quotas = state.settings.quota_devices
     if not quotas:
@@ -254,7 +255,7 @@ def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusa
     limit = limit_of(quotas, job.user)
     if limit is None:
         return ()
-    held, needed = state.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
+    held, needed = state.jobs.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
     if held + needed <= limit:
         return ()
     figures = {"needed": needed, "held": held, "limit": limit}
@@ -273,7 +274,7 @@ def is_beyond_quota(state: State, job: JobRecord) -> bool:
 
 def _holders(state: State, job: JobRecord) -> str:
     """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
-    shares = state.shares
+    shares = state.jobs.shares
     told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _HOLDERS_SHOWN, job.number)]
     more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
     return ", ".join([*told, f"{more} more jobs"] if more else told)
@@ -281,7 +282,7 @@ def _holders(state: State, job: JobRecord) -> str:
 
 def _quarantined(state: State, job: JobRecord) -> Refusal:
     """Return the refusal of a job whose gang is quarantined: started again, the job would run twice."""
-    names = sorted(state.strays_of[job.uid])
+    names = sorted(state.nodes.strays_of[job.uid])
     epochs = sorted({one.epoch for name in names for one in state.nodes[name].strays if one.uid == job.uid})
     detail = (
         f"{Reason.QUARANTINED.meaning} on {', '.join(names)} (epoch {', '.join(map(str, epochs))}): an operator adopts "
@@ -298,7 +299,7 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
         node = claim.node
         if node not in state.nodes:
             refusals.append(Refusal(Reason.NODE_GONE, node=node))
-        elif node in state.choosy:
+        elif node in state.nodes.choosy:
             reason = _node_rule(job, state.nodes[node], failed)
             if reason is not None:
                 refusals.append(_closed(state, job, node, reason))
@@ -312,7 +313,7 @@ def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
     failed = retry.failed_on(state, job)
     if not failed:
         return ()
-    others = [name for name in state.choosy if _node_rule(job, state.nodes[name], ()) is not None]
+    others = [name for name in state.nodes.choosy if _node_rule(job, state.nodes[name], ()) is not None]
     return failed if retry.could_go_elsewhere(state, job, [*failed, *others]) else ()
 
 
@@ -347,7 +348,7 @@ def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Available nodes the job may not use, with the reason."""
     found = []
     failed = _launch_failed_on(state, job)
-    for name in sorted(state.choosy):
+    for name in sorted(state.nodes.choosy):
         node = state.nodes[name]
         reason = _node_rule(job, node, failed) if node.takes_gangs else None
         if reason is not None:
@@ -369,7 +370,7 @@ def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool =
     """Return what is kept from a job: for the planner's reservations, and for blocked jobs ahead of it in the policy's
     order; out of turn, for all other blocked jobs."""
     by_order = _protected_by_order(state, job, now, out_of_turn)
-    if not state.promised:
+    if not state.queue.promised:
         return by_order
     promised = _promised(state, job)
     nodes = {
@@ -382,7 +383,9 @@ def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool =
 def _promised(state: State, job: JobRecord) -> Protected:
     """Return what the planner keeps for other jobs; it comes before every request."""
     others = [
-        Reservation(f"jobs/{number}", 0, claims) for number, claims in state.promised.items() if number != job.number
+        Reservation(f"jobs/{number}", 0, claims)
+        for number, claims in state.queue.promised.items()
+        if number != job.number
     ]
     return protect(state.view, others)
 
@@ -402,7 +405,7 @@ def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: b
         for other in blocked
         if (state.policy.key(other), other.number) < key or (out_of_turn and other.number != job.number)
     ]
-    if job.number in state.resuming:
+    if job.number in state.queue.resuming:
         # It may hold what they lack: it resumes, or neither ever would.
         others = [other for other in ahead if not lacks_memory(state, other)]
         ahead = [] if state.policy.protects_all and others[:1] != ahead[:1] else others
@@ -416,7 +419,7 @@ def _protected_by_order(state: State, job: JobRecord, now: float, out_of_turn: b
 
 def lacks_memory(state: State, job: JobRecord) -> bool:
     """Return whether a job waits for memory, of nodes or of devices: parked jobs keep some of it."""
-    refusals = state.refusals.get(job.number, ())
+    refusals = state.queue.refusals.get(job.number, ())
     return any(refusal.reason in (Reason.MEMORY, Reason.DEVICE_MEMORY) for refusal in refusals)
 
 
@@ -443,13 +446,13 @@ def _reservations(
 
 
 def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
-    return [job for job in blocked if now >= begins_at(state.conflicts.get(job.number, 0), job.pending_since)]
+    return [job for job in blocked if now >= begins_at(state.queue.conflicts.get(job.number, 0), job.pending_since)]
 
 
 def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
     """Return the reserved places of jobs, searched anew only after a while: a search costs as much as many verdicts."""
     numbers = tuple(job.number for job in waited)
-    kept = state.kept
+    kept = state.queue.kept
     if (
         kept is None
         or kept.numbers != numbers
@@ -460,7 +463,8 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
             for rank, job in enumerate(waited, 1)
         ]
         found = {one.job: one.claims for one in reserve(state.view, wanting)}
-        kept = state.kept = ReservedPlaces(numbers, state.view.version, now, found)
+        kept = ReservedPlaces(numbers, state.view.version, now, found)
+        state.queue.keep_places(kept)
     return kept.places
 
 
@@ -475,24 +479,28 @@ def first_blocked(state: State) -> list[JobRecord]:
 
 
 def _blocked(state: State) -> Blocked:
-    if state.blocked is None:
-        state.blocked = find_blocked(state)
-    return state.blocked
+    blocked = state.queue.blocked
+    if blocked is None:
+        blocked = find_blocked(state)
+        state.queue.note_blocked(blocked)
+    return blocked
 
 
 _NO_BLOCKED: Final = Blocked((), 0.0)
 
 
 def find_blocked(state: State) -> Blocked:
-    """Return the first blocked jobs of the queue, which `state.blocked` caches."""
-    if not state.lacking:
+    """Return the first blocked jobs of the queue, which `state.queue.blocked` caches."""
+    if not state.queue.lacking:
         return _NO_BLOCKED
     blocked: list[JobRecord] = []
-    for number in state.lacking:
+    for number in state.queue.lacking:
         job = state.jobs[number]
-        if number not in state.declined and state.is_waiting(job):
+        if number not in state.queue.declined and job.is_waiting:
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
-    earliest = min([begins_at(state.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0)
+    earliest = min(
+        [begins_at(state.queue.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0
+    )
     return Blocked(tuple([job.number for job in blocked]), earliest)

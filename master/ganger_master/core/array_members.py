@@ -15,7 +15,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ganger_master.core.array_model import MEMBERS_LIMIT
-from ganger_master.core.model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord, JobSpec
 
 
 def members_of(jobs: Mapping[int, JobRecord], array: int) -> list[JobRecord]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
@@ -19,7 +20,7 @@ from ganger_master.core.array_members import Template, bytes_of, members_of
 from ganger_master.core.array_model import LOSS, MEMBERS_LIMIT, RUNGS_LIMIT, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.early_stopping import Contender, EarlyStop, judge
 from ganger_master.core.events import Event
-from ganger_master.core.model import JobMetric, JobProgress, JobRecord, JobSpec, JobState
+from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec
 from ganger_master.core.preconditions import find_job
 from ganger_master.core.state import State
 from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
@@ -41,10 +42,10 @@ _SHOWN: Final = 3
 
 def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
     """Accept all members of an array or none. The same request again gives the same array."""
-    known = state.requests.get((command.user, command.request_id)) if command.request_id else None
+    known = state.jobs.requests.get((command.user, command.request_id)) if command.request_id else None
     if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_seconds:
         return (), _repeated(state, command, state.jobs[known])
-    former = state.former.get((command.user, command.request_id))
+    former = state.jobs.former.get((command.user, command.request_id))
     if former is not None and now - former.time <= state.settings.request_kept_seconds:
         text = f"request id {command.request_id} was accepted as jobs/{former.number}, which is no longer kept"
         return (), Refused("REQUEST_REUSED", text, {"job": f"jobs/{former.number}"})

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, ending, move_sources, moves, retry
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import Act, act_of, is_refused
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobState,
-    LocalityLevel,
-    Restore,
-    SuspendLevel,
-)
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -49,7 +42,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
     """Start a PENDING job: in place from its parked gang, by a move from that, or afresh. Return its epoch."""
     job = state.jobs[number]
     # While the job still waits, and only where its history is read.
-    waited, why = _waited(state, job, claims, now) if state.tells else ({}, "")
+    waited, why = _waited(state, job, claims, now) if state.unstored.is_kept else ({}, "")
     parked = state.gangs.get(job.epoch)
     epoch = job.epoch if parked is not None else state.take_epoch()
     gpus = devices_of(claims)
@@ -76,7 +69,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
     else:
         state.put_job(job)
         epoch = move_sources.go_on_elsewhere(state, job, parked, claims, level, now)
-    if state.tells:
+    if state.unstored.is_kept:
         nodes = " ".join([c.node for c in claims])
         state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
     return epoch
@@ -110,7 +103,7 @@ def suspend(
         waits = job.state is JobState.PENDING
         state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
-    if state.tells:
+    if state.unstored.is_kept:
         state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
 
 
@@ -154,7 +147,7 @@ def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     job = state.jobs.get(number)
     if job is None:
         return False
-    gangs = state.gangs_of_job(number)
+    gangs = state.gangs.of_job(number)
     if len(gangs) > 1 and share_pieces(state, job, gangs):
         return True
     # The acts stand until something changes, and then all of them are computed again.
@@ -240,7 +233,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
         )
         retry.note_launched(state, gang)
         # What it came from may go now.
-        return len(state.gangs_of[job.number]) > 1
+        return len(state.gangs.epochs_of[job.number]) > 1
     return move_sources.reap(state, job, now)
 
 
@@ -250,7 +243,7 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
         return moves.commit(state, job, now, cause)
     move_sources.reap(state, job, now)
     level = gang.park_level
-    if state.tells:
+    if state.unstored.is_kept:
         step = max([piece.stop_step for piece in gang.pieces])
         state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
     if level is SuspendLevel.CHECKPOINT:
@@ -277,7 +270,7 @@ def _end(
 ) -> bool:
     """An attempt whose present gang has come to its end by itself; whether anything may follow from what else the job
     has somewhere. Of nothing nothing follows, so that it becomes that at once."""
-    if orders.is_over(gang) and state.gangs_of[job.number] == [gang.epoch]:
+    if orders.is_over(gang) and state.gangs.epochs_of[job.number] == [gang.epoch]:
         _forget(state, gang, now)
         ending.complete(state, ending.to_end(job, becomes, now, reason, preempted=preempted), (), now, cause)
         return False
@@ -318,7 +311,7 @@ def _waited(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -
         return {}, ""
     figures = {"waited_s": f"{now - job.pending_since:.3f}"}
     refusals = state.blockers_of(job.number)
-    left = [state.left_by[claim.node] for claim in claims if claim.node in state.left_by]
+    left = [state.jobs.left_by[claim.node] for claim in claims if claim.node in state.jobs.left_by]
     after = sorted({number for number, time in left if time >= job.pending_since and number != job.number})
     if after:
         figures["after"] = " ".join([f"jobs/{number}" for number in after[:_NAMED]])
@@ -328,7 +321,7 @@ def _waited(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -
 def _note_left(state: State, gang: Gang, now: float) -> None:
     for piece in gang.pieces:
         if piece.claim.device_mask:
-            state.left_by[piece.claim.node] = (gang.job, now)
+            state.jobs.note_left(piece.claim.node, gang.job, now)
 
 
 def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core.model import Checkpoint, JobRecord
+from ganger_master.core.job_model import Checkpoint, JobRecord
 from ganger_master.core.state import State
 
 # After so many unreadable checkpoints in a row, a job is given no other one.

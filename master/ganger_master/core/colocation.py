@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.commands import ObservedGang
-from ganger_master.core.model import Claim, Gang, GangIntent, JobRecord, ObservedPhase, Piece, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Piece
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.state import State
 
@@ -83,7 +85,7 @@ def kept_of(state: State, claim: Claim, gpu_memory_bytes: int, measured: tuple[i
     """Return the bytes that a gang parked at OFFLOAD with this claim keeps, by device of the node.
 
     gpu_memory_bytes: limit of its job for each device; zero: none. measured: bytes by device; empty: not measured."""
-    configuration_set = state.configuration_sets[state.nodes[claim.node].configuration_set]
+    configuration_set = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
     whole = configuration_set.device_memory_bytes
     found = measured
     if len(found) != configuration_set.devices:
@@ -106,7 +108,7 @@ def kept_memory_of(piece: Piece, observed: ObservedGang) -> int:
 
 def holders_on(state: State, node: str) -> list[tuple[int, Claim]]:
     """Return the numbers of the jobs whose gangs hold something on a node, and their claims, by epoch."""
-    gangs = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
+    gangs = [(state.gangs[epoch], place) for epoch, place in state.gangs.places_on.get(node, {}).items()]
     held = [(gang.job, gang.pieces[place].held) for gang, place in gangs]
     return [(number, claim) for number, claim in held if claim is not None]
 
@@ -176,7 +178,7 @@ def leave(state: State, gang: Gang) -> None:
         if not piece.claim.shared_mask:
             continue
         node = piece.claim.node
-        there = [(state.gangs[epoch], place) for epoch, place in state.gangs_on.get(node, {}).items()]
+        there = [(state.gangs[epoch], place) for epoch, place in state.gangs.places_on.get(node, {}).items()]
         for other, place in there:
             own = other.pieces[place].claim
             others = [one.pieces[at].claim.device_mask for one, at in there if one is not other]
@@ -195,7 +197,7 @@ def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -
     """Return the bytes needed by device of the node; `_NOT_SHARED` for those that may not be shared."""
     devices = state.view.topology(claim.node).devices
     needed: list[list[int]] = [[] for _ in range(devices)]
-    for epoch, place in state.gangs_on.get(claim.node, {}).items():
+    for epoch, place in state.gangs.places_on.get(claim.node, {}).items():
         gang = state.gangs[epoch]
         held = gang.pieces[place].held
         if held is None or not held.device_mask & claim.shared_mask:
@@ -203,7 +205,7 @@ def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -
         other = state.jobs[gang.job]
         size = other.shape.device_memory_bytes
         is_open = gang.job != job.number and other.spec.preemptible and size > 0
-        is_open = is_open and epoch not in state.set_of and not has_two_worlds(state, gang.job)
+        is_open = is_open and epoch not in state.gangs.set_of and not has_two_worlds(state, gang.job)
         for device in bits(held.device_mask & claim.shared_mask):
             agrees = is_open and (not agreed_only or bool(held.shared_mask >> device & 1))
             needed[device].append(size if agrees else _NOT_SHARED)
@@ -212,7 +214,7 @@ def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -
 
 def _others_on(state: State, claim: Claim, epoch: int) -> list[tuple[Gang, Piece]]:
     found = []
-    for other, place in list(state.gangs_on.get(claim.node, {}).items()):
+    for other, place in list(state.gangs.places_on.get(claim.node, {}).items()):
         piece = state.gangs[other].pieces[place]
         if other != epoch and piece.held is not None and piece.held.device_mask & claim.device_mask:
             found.append((state.gangs[other], piece))

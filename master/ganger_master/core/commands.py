@@ -6,25 +6,15 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import Claim, ConfigurationSet
+from ganger.job_state import JobState
 from msgspec import Struct, field
 
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.change_reason import TrialFinding
-from ganger_master.core.model import (
-    Capabilities,
-    Checkpoint,
-    Claim,
-    ConfigurationSet,
-    Counters,
-    JobProgress,
-    JobSpec,
-    JobState,
-    ObservedPhase,
-    Outcome,
-    StoredOrder,
-    SuspendLevel,
-    Update,
-)
+from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
+from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
+from ganger_master.core.node_model import Counters
 from ganger_master.core.plan_changes import PlanChange
 
 
@@ -411,35 +401,23 @@ class Tick(Struct, frozen=True, gc=False):
     told: int | None = None
 
 
-Command: TypeAlias = (
+PlacementCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns
+JobCommand: TypeAlias = (
     SubmitJob
     | CancelJob
     | UpdateJob
-    | UpdateArray
     | SuspendJob
     | ResumeJob
-    | SubmitArray
-    | CancelArray
-    | RecordMetric
     | MoveJob
     | RetuneJob
     | ResizeJob
-    | RequestGang
-    | ReleaseGang
-    | ProposePlan
-    | OpenSession
-    | Observe
-    | Answer
-    | DrainNode
-    | CordonNode
-    | UncordonNode
-    | DeclareLost
-    | RemoveNode
-    | OpenStore
-    | NoteEnds
-    | GoOn
-    | EndQuarantined
-    | AdoptQuarantined
-    | ClaimTurns
-    | Tick
+    | SubmitArray
+    | CancelArray
+    | UpdateArray
+    | RecordMetric
 )
+NodeCommand: TypeAlias = (
+    Observe | Answer | OpenSession | DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
+)
+RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
+Command: TypeAlias = PlacementCommand | JobCommand | NodeCommand | RestoreCommand | Tick

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, assert_never
 
 from ganger.cluster.claims import resplit_cores
-from ganger.cluster.resources import ConfigurationSet
+from ganger.cluster.resources import Claim, ConfigurationSet
+from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -17,7 +17,9 @@ from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import Command
 from ganger_master.core.elastic import check_resize, place_resized
 from ganger_master.core.events import Event
-from ganger_master.core.model import Claim, GangIntent, JobState, Node, SuspendLevel
+from ganger_master.core.gang_model import GangIntent
+from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.node_model import Node
 from ganger_master.core.placement_leases import release_gang, request_gang
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.preconditions import busy, check_move, check_suspend, find_job, not_running, unfinished
@@ -36,18 +38,97 @@ class Decision(Struct, frozen=True, gc=False):
 def decide(state: State, command: Command, now: float) -> Decision:
     if state.counters.restoring is not None and (refused := rollback.refused(state, command)) is not None:
         return Decision((), refused)
-    return _DECIDERS[type(command)](state, command, now)
+    if isinstance(command, commands.PlacementCommand):
+        return _decide_placement(state, command, now)
+    if isinstance(command, commands.NodeCommand):
+        return _decide_node(state, command, now)
+    if isinstance(command, commands.JobCommand):
+        return _decide_job(state, command, now)
+    if isinstance(command, commands.RestoreCommand):
+        return _decide_restore(state, command, now)
+    return _tick(state, command, now)
 
 
-def _from_events(
-    told: Callable[[State, Any, float], tuple[tuple[Event, ...], Answer]],
-) -> Callable[[State, Any, float], Decision]:
-    """Adapt a decision function of another module."""
-    return lambda state, command, now: Decision(*told(state, command, now))
+def _decide_placement(state: State, command: commands.PlacementCommand, now: float) -> Decision:
+    match command:
+        case commands.RequestGang():
+            return Decision(*request_gang(state, command, now))
+        case commands.ReleaseGang():
+            return Decision(*release_gang(state, command, now))
+        case commands.ProposePlan():
+            return Decision(*propose_plan(state, command, now))
+        case commands.ClaimTurns():
+            return _claim_turns(state, command, now)
+        case _:
+            assert_never(command)
+
+
+def _decide_job(state: State, command: commands.JobCommand, now: float) -> Decision:
+    match command:
+        case commands.SubmitJob():
+            return _submit(state, command, now)
+        case commands.CancelJob():
+            return _cancel(state, command, now)
+        case commands.UpdateJob():
+            return Decision(*job_updates.update(state, command, now))
+        case commands.SuspendJob():
+            return _suspend(state, command, now)
+        case commands.ResumeJob():
+            return _resume(state, command, now)
+        case commands.MoveJob():
+            return _move(state, command, now)
+        case commands.RetuneJob():
+            return _retune(state, command, now)
+        case commands.ResizeJob():
+            return _resize(state, command, now)
+        case commands.SubmitArray():
+            return Decision(*arrays.submit(state, command, now))
+        case commands.CancelArray():
+            return Decision(*arrays.cancel(state, command, now))
+        case commands.UpdateArray():
+            return Decision(*job_updates.update_array(state, command, now))
+        case commands.RecordMetric():
+            return Decision(*arrays.record(state, command, now))
+        case _:
+            assert_never(command)
+
+
+def _decide_node(state: State, command: commands.NodeCommand, now: float) -> Decision:
+    match command:
+        case commands.Observe():
+            return _observe(state, command, now)
+        case commands.Answer():
+            return _answer(state, command, now)
+        case commands.OpenSession():
+            return _open_session(state, command, now)
+        case commands.DrainNode() | commands.CordonNode() | commands.UncordonNode():
+            return _mark(state, command, now)
+        case commands.DeclareLost():
+            return _declare_lost(state, command, now)
+        case commands.RemoveNode():
+            return _remove_node(state, command, now)
+        case _:
+            assert_never(command)
+
+
+def _decide_restore(state: State, command: commands.RestoreCommand, now: float) -> Decision:
+    match command:
+        case commands.OpenStore():
+            return Decision(*rollback.decide_open(state, command, now))
+        case commands.NoteEnds():
+            return _note_ends(state, command, now)
+        case commands.GoOn():
+            return Decision(*rollback.decide_go_on(state, command, now))
+        case commands.EndQuarantined():
+            return Decision(*quarantine.decide_end(state, command, now))
+        case commands.AdoptQuarantined():
+            return Decision(*quarantine.decide_adopt(state, command, now))
+        case _:
+            assert_never(command)
 
 
 def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
-    number = state.requests.get((command.user, command.request_id)) if command.request_id else None
+    number = state.jobs.requests.get((command.user, command.request_id)) if command.request_id else None
     if number is not None:
         job = state.jobs[number]
         if now - job.create_time <= state.settings.request_kept_seconds:
@@ -55,7 +136,7 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
                 return Decision((), JobAnswer(number))
             text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
             return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
-    former = state.former.get((command.user, command.request_id))
+    former = state.jobs.former.get((command.user, command.request_id))
     if former is not None and now - former.time <= state.settings.request_kept_seconds:
         name = f"jobs/{former.number}"
         text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"
@@ -131,7 +212,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
         return Decision((), not_running(job, gang))
     if any(piece.gone for piece in gang.pieces):
         return Decision((), busy(job, "a part of it has ended"))
-    if gang.epoch in state.set_of and not command.repin:
+    if gang.epoch in state.gangs.set_of and not command.repin:
         return Decision((), busy(job, "it takes turns with others on its devices, and so do its cores"))
     claims = gang.claims
     if not command.repin:
@@ -161,15 +242,15 @@ def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
 def _open_session(state: State, command: commands.OpenSession, now: float) -> Decision:
     node = state.nodes.get(command.node)
     if node is not None and node.machine_uuid != command.machine_uuid and node.session and not node.lost:
-        silent = now - state.last_answer.get(command.node, 0.0)
-        if silent < state.settings.session_alive_seconds or state.gangs_on.get(command.node):
+        silent = now - state.nodes.last_answer.get(command.node, 0.0)
+        if silent < state.settings.session_alive_seconds or state.gangs.places_on.get(command.node):
             text = (
                 f"nodes/{node.name} belongs to another machine ({node.machine_uuid}) that answered {silent:.0f} s ago; "
                 f"give this daemon another --node name, or, if it takes that one's place, `ganger lost {node.name}`"
             )
             return Decision((), Refused("NODE_NAME_TAKEN", text, {"node": f"nodes/{command.node}"}))
     wanted = command.configuration_set
-    known = state.configuration_sets.get(wanted.name)
+    known = state.nodes.configuration_sets.get(wanted.name)
     if known is not None and known != wanted:
         text = f"configuration set {wanted.name!r} is known with other hardware; choose another name"
         return Decision((), Refused("CONFIGURATION_SET_MISMATCH", text, {"configuration_set": wanted.name}))
@@ -201,7 +282,7 @@ def _check_hardware(state: State, node: Node, command: commands.OpenSession) -> 
     if node.boot_id and command.boot_id and node.boot_id != command.boot_id:
         # Nothing outlives a boot.
         return None
-    there = state.gangs_there(node.name)
+    there = state.gangs.living_on(node.name)
     if not there:
         return None
     jobs = ", ".join(dict.fromkeys(f"jobs/{gang.job}" for gang in there))
@@ -294,7 +375,7 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
     refused = None if node.lost else _check_silent(state, node, now)
     if refused is not None:
         return Decision((), refused)
-    there = state.gangs_there(node.name)
+    there = state.gangs.living_on(node.name)
     if there:
         text = (
             f"jobs/{there[0].job} has a gang on nodes/{node.name}: drain the node and wait, or declare it lost if it "
@@ -305,7 +386,7 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
 
 
 def _check_silent(state: State, node: Node, now: float) -> Refused | None:
-    silent, enough = now - state.last_answer.get(node.name, 0.0), state.settings.session_alive_seconds
+    silent, enough = now - state.nodes.last_answer.get(node.name, 0.0), state.settings.session_alive_seconds
     if not node.session or silent >= enough:
         return None
     remedy = f"stop its daemon, and try again when it has been silent for {enough:g} s"
@@ -349,37 +430,3 @@ def _no_node(name: str) -> Refused:
 
 def _user(user: str) -> str:
     return f"user:{user}"
-
-
-_DECIDERS: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
-    commands.RequestGang: _from_events(request_gang),
-    commands.ReleaseGang: _from_events(release_gang),
-    commands.ProposePlan: _from_events(propose_plan),
-    commands.SubmitArray: _from_events(arrays.submit),
-    commands.CancelArray: _from_events(arrays.cancel),
-    commands.RecordMetric: _from_events(arrays.record),
-    commands.UpdateJob: _from_events(job_updates.update),
-    commands.UpdateArray: _from_events(job_updates.update_array),
-    commands.SubmitJob: _submit,
-    commands.CancelJob: _cancel,
-    commands.SuspendJob: _suspend,
-    commands.ResumeJob: _resume,
-    commands.MoveJob: _move,
-    commands.RetuneJob: _retune,
-    commands.ResizeJob: _resize,
-    commands.OpenSession: _open_session,
-    commands.Observe: _observe,
-    commands.Answer: _answer,
-    commands.DrainNode: _mark,
-    commands.CordonNode: _mark,
-    commands.UncordonNode: _mark,
-    commands.DeclareLost: _declare_lost,
-    commands.RemoveNode: _remove_node,
-    commands.OpenStore: _from_events(rollback.decide_open),
-    commands.NoteEnds: _note_ends,
-    commands.GoOn: _from_events(rollback.decide_go_on),
-    commands.EndQuarantined: _from_events(quarantine.decide_end),
-    commands.AdoptQuarantined: _from_events(quarantine.decide_adopt),
-    commands.ClaimTurns: _claim_turns,
-    commands.Tick: _tick,
-}

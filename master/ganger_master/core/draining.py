@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 
 from ganger_master.core import approval, attempts, moves
 from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    JobRecord,
-    JobState,
-    LocalityLevel,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.state import State
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.
@@ -25,8 +19,8 @@ _REFUSED_SECONDS = 60.0
 
 def follow(state: State, now: float) -> None:
     """Begin to move the next job off a draining node; one at a time, because each changes the free places."""
-    for name in state.draining:
-        for epoch in list(state.gangs_on.get(name, ())):
+    for name in state.nodes.draining:
+        for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
             if gang is not None:
                 _empty(state, state.jobs[gang.job], gang, now, f"drain:{name}")
@@ -39,7 +33,7 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
 
     Empty for a job that is moving away, and for one on no such node."""
     gang = state.gangs.get(job.epoch)
-    node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.draining), "")
+    node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.nodes.draining), "")
     if gang is None or not node or job.next_epoch or job.ending is not None:
         return ()
 
@@ -96,12 +90,12 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
 
 def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """Not looked for at every event: what found none finds none before there is room, but for what time brings."""
-    freed, looked = state.drained_in_vain.get(gang.epoch, (-1, 0.0))
+    freed, looked = state.nodes.drained_in_vain.get(gang.epoch, (-1, 0.0))
     if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_SECONDS:
         return None
     found = approval.find_place(state, job, avoid=_draining_nodes(state))
     if found is None:
-        state.drained_in_vain[gang.epoch] = (state.view.freed, now)
+        state.nodes.note_drained_in_vain(gang.epoch, state.view.freed, now)
     return found
 
 
@@ -125,4 +119,4 @@ def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str
 
 
 def _draining_nodes(state: State) -> frozenset[str]:
-    return frozenset(state.draining)
+    return frozenset(state.nodes.draining)

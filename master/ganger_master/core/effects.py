@@ -13,8 +13,11 @@ from typing import Final
 import msgspec
 from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet, Request
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.node_model import Counters, Element, Node
 
 
 class HistoryRow(Struct, frozen=True, gc=False):
@@ -35,11 +38,11 @@ class Effects(Struct, frozen=True, gc=False):
     history: tuple[HistoryRow, ...] = ()
     # Jobs that changed in a way their watchers see.
     jobs: tuple[int, ...] = ()
-    # Nodes whose wanted set changed: answer their held Reconcile with `desired.desired_of(state, node)`.
+    # Nodes whose wanted set changed: answer their held Reconcile with `state.desired.of(node)`.
     nodes: tuple[str, ...] = ()
     # Nodes whose rows in the view changed.
     rows: tuple[str, ...] = ()
-    # Turns that were given: send them (`state.turns`) to the stream of their scheduler.
+    # Turns that were given: send them (`state.leases`) to the stream of their scheduler.
     turns: tuple[int, ...] = ()
     # Send `Tick` at this time, if nothing wakes the core before; replaces any earlier one. None: unchanged.
     wake_at: float | None = None
@@ -73,6 +76,44 @@ class StoredChanges(Struct, frozen=True, gc=False):
 
     def __bool__(self) -> bool:
         return bool(self.puts or self.removes)
+
+
+class Unstored:
+    """Elements and history that a store does not have yet. is_kept: False where only the decisions matter."""
+
+    def __init__(self, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        # In the order in which they happened.
+        self.history: list[HistoryRow] = []
+        self._puts: dict[tuple[str, str], Element] = {}
+        self._removes: dict[tuple[str, str], None] = {}
+        self._counters_taken: Counters | None = None
+
+    def put(self, key: tuple[str, str], element: Element) -> None:
+        if self.is_kept:
+            self._puts[key] = element
+            self._removes.pop(key, None)
+
+    def remove(self, key: tuple[str, str]) -> None:
+        if self.is_kept:
+            self._puts.pop(key, None)
+            self._removes[key] = None
+
+    def note(self, row: HistoryRow) -> None:
+        self.history.append(row)
+
+    def take_history(self) -> tuple[HistoryRow, ...]:
+        history, self.history = tuple(self.history), []
+        return history
+
+    def take(self, counters: Counters) -> StoredChanges:
+        """Return what became different since the last call. The caller stores it before any effect leaves."""
+        if counters != self._counters_taken:
+            self._counters_taken = replace(counters)
+            self.put(("counters", ""), self._counters_taken)
+        changes = StoredChanges(self._puts, tuple(self._removes))
+        self._puts, self._removes = {}, {}
+        return changes
 
 
 @dataclass(slots=True)

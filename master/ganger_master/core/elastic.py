@@ -14,7 +14,8 @@ from itertools import zip_longest
 from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import GangShape
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders as orders
@@ -23,18 +24,8 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.approval import judge_change, rules
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobState,
-    LocalityLevel,
-    Piece,
-    Restore,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.preconditions import busy, not_running
 from ganger_master.core.state import State
 
@@ -215,7 +206,7 @@ def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim
     ]
     used = max(job.used_device_bytes, job.spec.gpu_memory_bytes)
     for node in common:
-        whole = state.configuration_sets[state.nodes[node].configuration_set].device_memory_bytes
+        whole = state.nodes.configuration_sets[state.nodes[node].configuration_set].device_memory_bytes
         if not used or 2 * (used + min(state.settings.residue_bytes, used)) > MEMORY_SHARE * whole:
             return False
     return True
@@ -228,7 +219,7 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
         return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
-    if gang is not None and gang.epoch in state.set_of:
+    if gang is not None and gang.epoch in state.gangs.set_of:
         return _refused(job, "it takes turns with others on its GPUs, and keeps its size until it has some to itself")
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):

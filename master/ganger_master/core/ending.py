@@ -10,25 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import checkpoints, move_sources, retry
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.array_members import members_of
 from ganger_master.core.array_model import LOSS, Membership
+from ganger_master.core.gang_model import Gang, GangRole, Outcome, OutcomeKind
+from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, Request, SuspendLevel
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.model import (
-    Checkpoint,
-    Failure,
-    Gang,
-    GangRole,
-    JobRecord,
-    JobState,
-    Outcome,
-    OutcomeKind,
-    Request,
-    SuspendLevel,
-)
 from ganger_master.core.state import State
 
 
@@ -36,18 +27,18 @@ def forget(state: State, now: float) -> None:
     """Forget the oldest finished jobs; one that holds something on a lost node stays until that is gone."""
     for number in _going(state):
         _forget_job(state, number, now)
-    while state.former:
-        oldest = next(iter(state.former.values()))
-        if _is_remembered(state, oldest.time, now) and len(state.former) <= state.settings.former_requests_limit:
+    while state.jobs.former:
+        oldest = next(iter(state.jobs.former.values()))
+        if _is_remembered(state, oldest.time, now) and len(state.jobs.former) <= state.settings.former_requests_limit:
             return
         state.forget_request(oldest.user, oldest.request_id)
 
 
 def _going(state: State) -> list[int]:
     """Return the oldest jobs to forget, so that the rest are within the limits on jobs and on bytes."""
-    excess = len(state.finished) - state.settings.finished_jobs_limit
+    excess = len(state.jobs.finished) - state.settings.finished_jobs_limit
     most = state.settings.finished_bytes_limit
-    excess_bytes = 0 if most is None else state.holdings.finished_bytes - most
+    excess_bytes = 0 if most is None else state.jobs.holdings.finished_bytes - most
     going: list[int] = []
     if excess <= 0 and excess_bytes <= 0:
         return going
@@ -55,16 +46,16 @@ def _going(state: State) -> list[int]:
         if len(going) >= excess and excess_bytes <= 0:
             break
         going.append(number)
-        excess_bytes -= state.holdings.bytes_of(number)
+        excess_bytes -= state.jobs.holdings.bytes_of(number)
     return going
 
 
 def _may_go(state: State) -> Iterator[int]:
     """Those that hold nothing any more; of an array, whose members are compared, once all have ended."""
     lives: dict[int, bool] = {}
-    for number in state.finished:
+    for number in state.jobs.finished:
         array = state.jobs[number].spec.array
-        if number in state.gangs_of:
+        if number in state.gangs.epochs_of:
             continue
         if array is not None and array.array not in lives:
             lives[array.array] = any(not job.state.is_finished for job in members_of(state.jobs, array.array))
@@ -75,7 +66,7 @@ def _may_go(state: State) -> Iterator[int]:
 def _forget_job(state: State, number: int, now: float) -> None:
     job = state.jobs[number]
     # After its day an id may be another's.
-    has_id = state.requests.get((job.user, job.request_id)) == number
+    has_id = state.jobs.requests.get((job.user, job.request_id)) == number
     state.forget_job(number)
     if has_id and _is_remembered(state, job.create_time, now):
         state.put_request(Request(number, job.request_id, job.create_time, job.user))
@@ -104,7 +95,7 @@ def end(
     job = state.jobs[number]
     if job.ending is not None and job.ending.is_finished:
         return
-    for gang in state.gangs_of_job(number):
+    for gang in state.gangs.of_job(number):
         if not orders.is_over(gang):
             state.put_gang(orders.stop(gang, now, checkpoint_first))
     state.put_job(to_end(job, becomes, now, reason, failure, preempted))
@@ -238,7 +229,7 @@ def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: f
 
 def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
     """Stop all gangs but a parked source; then the job waits again, or stays suspended if its user wanted that."""
-    sources = [gang for gang in state.gangs_of_job(job.number) if move_sources.is_usable(gang)]
+    sources = [gang for gang in state.gangs.of_job(job.number) if move_sources.is_usable(gang)]
     becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
     end(state, job.number, becomes, now, reason)
     for source in sources:

@@ -12,6 +12,7 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -20,8 +21,10 @@ from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.change_reason import Purpose
 from ganger_master.core.colocation import holders_on
+from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.lifecycle import trouble_of
-from ganger_master.core.model import GangIntent, GangPhase, JobRecord, JobState, Node, NodeState, ObservedPhase
+from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.reservations import NOTHING, Protected, trespass
@@ -132,12 +135,13 @@ class Explanation(Struct, frozen=True, gc=False):
 
 def explain(state: State, number: int, now: float) -> Explanation:
     """Return why a job waits or is suspended, without changing any decision. Raises KeyError for an unknown job."""
-    kept, blocked = state.kept, state.blocked
+    kept, blocked = state.queue.kept, state.queue.blocked
     try:
         return _explain(state, state.jobs[number], now)
     finally:
         # A place found for this answer must not be what is kept for the next request; and the state is as it was.
-        state.kept, state.blocked = kept, blocked
+        state.queue.keep_places(kept)
+        state.queue.note_blocked(blocked)
 
 
 def _explain(state: State, job: JobRecord, now: float) -> Explanation:
@@ -147,7 +151,7 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
         wait = max(0.0, job.again_at - now)
         text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
         return Explanation(told_blockers(state, job), assumption=text)
-    if not state.is_waiting(job):
+    if not job.is_waiting:
         leaving = tuple([as_it_is(state, one) for one in draining.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
@@ -186,7 +190,7 @@ def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     if told and told[0].reason is Reason.QUOTA:
         # Other jobs of its user may have come and gone since.
         return approval.rules(state, job) or told
-    if told or not state.is_planned or not state.is_waiting(job):
+    if told or not state.is_planned or not job.is_waiting:
         return told
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
@@ -207,11 +211,11 @@ def _failing(state: State, job: JobRecord) -> Refusal:
 def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Return the refusal of a job that needs more devices than are free, whatever the order of jobs. It reads no node,
     so that a list of jobs stays cheap."""
-    needed, free = job.gpus, state.free_devices
+    needed, free = job.gpus, state.nodes.free_devices
     if needed <= free:
         return ()
     view, slots = state.view, state.view.slots
-    draining = sum([view.free[slots[name]].bit_count() for name in state.draining if name in slots])
+    draining = sum([view.free[slots[name]].bit_count() for name in state.nodes.draining if name in slots])
     figures = {"needed": needed, "free": free} | ({"draining": draining} if draining else {})
     return (Refusal(Reason.GPUS, figures),)
 
@@ -219,7 +223,7 @@ def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
 def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Return the nodes whose free host memory is too little for a resumed job to share GPUs in turns where it rests."""
     gang = state.gangs.get(job.epoch)
-    if gang is None or not state.sets or job.number not in state.resuming:
+    if gang is None or not state.gangs.sets or job.number not in state.queue.resuming:
         return ()
     found = []
     for piece in gang.pieces:
@@ -236,7 +240,7 @@ def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
 
 def _ranked(state: State, job: JobRecord) -> Refusal:
     """Return what the planner's ranking means for a waiting job."""
-    rank, policy = state.ranks.get(job.number, 0), state.ranked_by or state.settings.policy
+    rank, policy = state.queue.ranks.get(job.number, 0), state.queue.ranked_by or state.settings.policy
     if not rank:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
     why = _takes_no_turns(state, job)
@@ -250,7 +254,7 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
 
 def _takes_no_turns(state: State, job: JobRecord) -> str:
     """Return why a job is not time-sliced where others are; empty if it is not kept from it."""
-    if not state.sets:
+    if not state.gangs.sets:
         return ""
     if not job.spec.preemptible:
         return "it is not to be suspended"
@@ -263,7 +267,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
     """Judge the job as a request of it would be now; its scheduler's own blockers come last."""
     quota = approval.rules(state, job)
     forbidden = approval.forbidden_nodes(state, job)
-    own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.resuming else ()
+    own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.queue.resuming else ()
     view = state.view
     if forbidden or own:
         view = view.copy()
@@ -306,7 +310,7 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
     patience = math.inf if state.silent_after is None else state.silent_after
     cut_off: Mapping[str, float] | None = None
     for name in gang.nodes if gang is not None else ():
-        node, answered = state.nodes.get(name), state.last_answer.get(name)
+        node, answered = state.nodes.get(name), state.nodes.last_answer.get(name)
         silent = 0.0 if answered is None else now - answered
         if node is None or node.lost:
             continue
@@ -443,7 +447,7 @@ class OnTheWay(Struct, frozen=True, gc=False):
 def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
     """Return the jobs that make room for a pending one, by number."""
     found = []
-    for mover in sorted(state.live):
+    for mover in sorted(state.jobs.live):
         job = state.jobs[mover]
         gang = state.gangs.get(job.epoch)
         if gang is None:
@@ -458,4 +462,4 @@ def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
 
 def kept_for(state: State, number: int) -> tuple[str, ...]:
     """Return the nodes of the place that the planner keeps for a job."""
-    return tuple([claim.node for claim in state.promised.get(number, ())])
+    return tuple([claim.node for claim in state.queue.promised.get(number, ())])

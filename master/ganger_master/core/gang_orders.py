@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec.structs import replace
 
-from ganger_master.core.desired_state import threads_of
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    LocalityLevel,
-    ObservedPhase,
-    Piece,
-    Restore,
-    SuspendLevel,
-)
+from ganger_master.core.desired_projection import threads_of
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, Restore
+from ganger_master.core.job_model import SuspendLevel
 
 
 def new_gang(

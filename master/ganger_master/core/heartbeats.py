@@ -50,13 +50,13 @@ _PATIENCE: Final = 2.0
 
 def follow(state: State, now: float, cause: str) -> None:
     """Review all nodes, but only when one of them can have turned silent or be lost."""
-    if state.next_silence_check is None or now < state.next_silence_check:
+    if state.nodes.next_silence_check is None or now < state.nodes.next_silence_check:
         return
     silent_after = math.inf if state.silent_after is None else state.silent_after
     lost_after = math.inf if state.lost_after is None else state.lost_after
     silent, lost, later = [], [], math.inf
     cut_off = fallen_at_once(state, now)
-    for name, answered in state.last_answer.items():
+    for name, answered in state.nodes.last_answer.items():
         node = state.nodes[name]
         if node.lost:
             continue
@@ -73,7 +73,7 @@ def follow(state: State, now: float, cause: str) -> None:
             else:
                 later = min(later, answered + silent_after)
     # The same instant is not yet late: look again just after it.
-    state.next_silence_check = max(later, now) + _TICK_SECONDS if later < math.inf else None
+    state.nodes.check_silence_at(max(later, now) + _TICK_SECONDS if later < math.inf else None)
     for name in sorted(silent):
         state.put_node(replace(state.nodes[name], silent=True))
         why = f"; {suspicion(cut_off[name])}" if name in cut_off else ""
@@ -93,10 +93,10 @@ def fallen_at_once(state: State, now: float) -> Mapping[str, float]:
     nodes = state.nodes
     fallen = {
         name: answered
-        for name, answered in state.last_answer.items()
+        for name, answered in state.nodes.last_answer.items()
         if now > answered + window and not nodes[name].unanswerable
     }
-    known = sum([not nodes[name].lost for name in state.last_answer])
+    known = sum([not nodes[name].lost for name in state.nodes.last_answer])
     calling = known - sum([not nodes[name].lost for name in fallen])
     if len(fallen) < max(_AT_LEAST, calling):
         return {}
@@ -126,7 +126,7 @@ def suspicion(lost_at: float) -> str:
 def note_call(state: State, name: str, now: float) -> None:
     """Start the clock of a node whose daemon has called. If it fell silent with half of the nodes or more, or no node
     called, the clocks of the others start again."""
-    window, before = state.silent_after, state.last_answer.get(name)
+    window, before = state.silent_after, state.nodes.last_answer.get(name)
     if window is not None and (before is None or now > before + window):
         for other in fallen_at_once(state, now):
             state.note_answer(other, now)
@@ -177,12 +177,11 @@ def forgive(state: State, now: float, set_by: float) -> None:
     """Continue as if every node had been answered now; silent nodes stay silent until they call.
 
     set_by: seconds by which the clock was set forward; negative: back."""
-    state.next_silence_check = None
+    state.nodes.check_silence_at(None)
     for node in state.nodes.values():
         if not node.lost:
             state.note_answer(node.name, now)
-    for number in list(state.turn_of):
-        state.drop_turn(number)
+    state.leases.drop_all()
     if set_by:
         _move_times(state, set_by)
 
@@ -191,12 +190,9 @@ def _move_times(state: State, set_by: float) -> None:
     def moved(time: float) -> float:
         return time + set_by if time else 0.0
 
-    state.passed = {number: (version, moved(time)) for number, (version, time) in state.passed.items()}
-    state.returned = {number: moved(time) for number, time in state.returned.items()}
-    # It depends on how long blocked jobs have waited.
-    state.blocked = None
-    state.promised_at = moved(state.promised_at)
-    for number in list(state.live):
+    state.queue.set_clock(moved)
+    state.leases.set_clock(moved)
+    for number in list(state.jobs.live):
         job = state.jobs[number]
         state.put_job(
             replace(

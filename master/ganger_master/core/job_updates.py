@@ -18,7 +18,7 @@ from ganger_master.core.answers import Refused
 from ganger_master.core.array_members import members_of
 from ganger_master.core.arrays import no_array
 from ganger_master.core.events import Event
-from ganger_master.core.model import JobRecord, JobSpec, Submitted, Update, Updated
+from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes
@@ -224,7 +224,7 @@ def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
     if not lasting:
         return _refused_time_sliced(state, job, {aspect.name for aspect in otherwise})
-    if job.start_time or job.checkpoint is not None or state.gangs_of.get(job.number):
+    if job.start_time or job.checkpoint is not None or state.gangs.epochs_of.get(job.number):
         text = (
             f"{job.name} has started: its priority, time limit and name can be changed, "
             f"not its {' and its '.join(lasting)}: cancel it and submit it again"
@@ -263,7 +263,10 @@ def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float,
 
 
 def _refused_time_sliced(state: State, job: JobRecord, names: set[str]) -> Refused | None:
-    if not (job.epoch in state.set_of or job.next_epoch in state.set_of) or not names & {"priority", "time limit"}:
+    if not (job.epoch in state.gangs.set_of or job.next_epoch in state.gangs.set_of) or not names & {
+        "priority",
+        "time limit",
+    }:
         return None
     text = (
         f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "

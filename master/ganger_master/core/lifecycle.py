@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
-from ganger_master.core.model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece
+from ganger_master.core.job_model import SuspendLevel
 
 
 class GangObservation(StrEnum):

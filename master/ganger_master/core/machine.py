@@ -60,9 +60,13 @@ def finish(state: State, now: float) -> Effects:
     state.wake_at = wake
     dirty = state.dirty
     effects = Effects(
-        tuple(state.outbox), tuple(dirty.news), nodes, tuple(dirty.shown), turns, None if is_unchanged else wake
+        state.unstored.take_history(),
+        tuple(dirty.news),
+        nodes,
+        tuple(dirty.shown),
+        turns,
+        None if is_unchanged else wake,
     )
-    state.outbox.clear()
     dirty.news.clear()
     dirty.shown.clear()
     return effects
@@ -72,16 +76,16 @@ def next_wake(state: State, now: float) -> float | None:
     """Return the earliest time at which something happens without a command; None if nothing will."""
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
-    times = [placement_leases.next_time(state, now), state.next_silence_check]
-    if state.running_limited:
-        times += [retry.ends_at(state, state.jobs[number]) for number in state.running_limited]
-    if state.backing_off:
-        times += [state.jobs[number].again_at for number in state.backing_off]
-    if state.moving:
-        moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.moving]
+    times = [placement_leases.next_time(state, now), state.nodes.next_silence_check]
+    if state.jobs.running_limited:
+        times += [retry.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
+    if state.jobs.backing_off:
+        times += [state.jobs[number].again_at for number in state.jobs.backing_off]
+    if state.jobs.moving:
+        moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.jobs.moving]
         times.append(min(moved_since) + state.settings.move_deadline_seconds)
-    if state.promised:
-        times.append(state.promised_at + state.settings.move_deadline_seconds)
+    if state.queue.promised:
+        times.append(state.queue.promised_at + state.settings.move_deadline_seconds)
     return min([time for time in times if time is not None], default=None)
 
 
@@ -91,9 +95,12 @@ def _note_mode(state: State, now: float) -> None:
     if packs == state.counters.packs:
         return
     state.counters.packs = packs
-    held = state.devices - state.free_devices
+    devices = state.nodes.devices
+    held = devices - state.nodes.free_devices
     text = "gangs are packed, to keep holes for large ones" if packs else "gangs are spread apart"
-    state.history(now, "cluster", "mode_changed", "load", text, mode=state.view.mode.name, held=held, of=state.devices)
+    state.history(
+        now, "cluster", "mode_changed", "load", text, mode=state.view.mode.name, held=held, of=state.nodes.devices
+    )
 
 
 def _complete(state: State, answer: Answer) -> Answer:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Restore
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.lifecycle import GangObservation, observation_of
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobState,
-    LocalityLevel,
-    Restore,
-)
 from ganger_master.core.state import State
 
 
@@ -54,7 +47,7 @@ def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) 
 
 def reap(state: State, job: JobRecord, now: float) -> bool:
     """Stop the sources of a job whose new gang has stepped; return whether there were any."""
-    sources = [other for other in state.gangs_of_job(job.number) if other.role is GangRole.SOURCE]
+    sources = [other for other in state.gangs.of_job(job.number) if other.role is GangRole.SOURCE]
     for source in sources:
         state.put_gang(orders.stop(source, now))
     return bool(sources)
@@ -77,7 +70,7 @@ def is_superseded(state: State, gang: Gang) -> bool:
 def has_two_worlds(state: State, number: int) -> bool:
     """Return whether an elastic job has two worlds, also while the old one is only stopping. Only one of them holds
     their common devices, so a gang that joined those would not be known to the other."""
-    return any(one.resizes and one.restore.parked_epoch in state.gangs for one in state.gangs_of_job(number))
+    return any(one.resizes and one.restore.parked_epoch in state.gangs for one in state.gangs.of_job(number))
 
 
 def can_go_back(gang: Gang) -> bool:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import ending, move_sources, retry
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobState,
-    LocalityLevel,
-    ObservedPhase,
-    Piece,
-    SuspendLevel,
-)
 from ganger_master.core.move_sources import can_go_back
 from ganger_master.core.state import State
 
@@ -182,7 +173,7 @@ def pause(state: State, gang: Gang, now: float) -> float:
 
 def run_after_all(state: State, gang: Gang, now: float) -> None:
     state.put_gang(orders.run(gang, now))
-    node_set = state.sets.get(state.set_of.get(gang.epoch, 0))
+    node_set = state.gangs.sets.get(state.gangs.set_of.get(gang.epoch, 0))
     if node_set is None or len(gang.pieces) == 1 or gang.epoch not in node_set.newest.epochs:
         return
     newest = node_set.newest

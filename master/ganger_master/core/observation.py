@@ -12,20 +12,9 @@ from ganger_master.core import arrays, checkpoints, quarantine
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
-from ganger_master.core.model import (
-    Capabilities,
-    Checkpoint,
-    Gang,
-    GangIntent,
-    GangRole,
-    JobProgress,
-    Node,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    Piece,
-    Stray,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
+from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress
+from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 
 
@@ -38,7 +27,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
     for observed in sorted(report.gangs, key=_epoch_of) if len(report.gangs) > 1 else report.gangs:
         seen.add(observed.epoch)
         gang = state.gangs.get(observed.epoch)
-        before = state.last_said.get((report.node, observed.epoch))
+        before = state.gangs.last_reports.get((report.node, observed.epoch))
         if gang is not None and before is not None and before[1] is gang and before[2] is state.jobs[gang.job]:
             said = before[0]
             if said is observed or said == observed:
@@ -58,9 +47,9 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
         else:
-            state.last_said[report.node, observed.epoch] = (observed, state.gangs[gang.epoch], state.jobs[gang.job])
+            state.gangs.note_report(report.node, observed, state.gangs[gang.epoch], state.jobs[gang.job])
     # A daemon that has applied no desired state yet cannot have ended what it does not report.
-    for epoch in sorted(state.gangs_on.get(report.node, ())) if report.desired_version else ():
+    for epoch in sorted(state.gangs.places_on.get(report.node, ())) if report.desired_version else ():
         if epoch not in seen:
             _observe_absence(state, state.gangs[epoch], report)
     _note_quarantine(state, node, strays, now, cause)
@@ -139,7 +128,7 @@ def change_hardware(state: State, name: str, wanted: str, now: float, cause: str
 
 def _lose_parts(state: State, name: str, message: str) -> None:
     outcome = Outcome(OutcomeKind.UNKNOWN, message=message)
-    for epoch in sorted(state.gangs_on.get(name, ())):
+    for epoch in sorted(state.gangs.places_on.get(name, ())):
         gang = state.gangs[epoch]
         piece = gang.piece(name)
         if piece is not None and not piece.gone:
@@ -148,7 +137,7 @@ def _lose_parts(state: State, name: str, message: str) -> None:
 
 def give_up(state: State, name: str) -> None:
     """Release the pieces of parts that were lost with a node that does not come back."""
-    for epoch in sorted(state.gangs_on.get(name, ())):
+    for epoch in sorted(state.gangs.places_on.get(name, ())):
         gang = state.gangs[epoch]
         piece = gang.piece(name)
         if piece is not None and piece.lost:
@@ -226,7 +215,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         return
     fresh, peak = job, observed.peak_device_bytes
     if peak:
-        used = min(peak, state.configuration_sets[node.configuration_set].device_memory_bytes or peak)
+        used = min(peak, state.nodes.configuration_sets[node.configuration_set].device_memory_bytes or peak)
         fresh = replace(
             job,
             peak_device_bytes=max(job.peak_device_bytes, peak),

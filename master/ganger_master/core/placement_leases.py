@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events
@@ -31,7 +32,7 @@ from ganger_master.core.approval import (
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.elastic import rests_for_any_size, shape_for
 from ganger_master.core.events import Event, GangRefused
-from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.queue import WAITS_FOR_PIECES, GrantedLease
 from ganger_master.core.state import State
@@ -47,16 +48,16 @@ _LASTING_SECONDS = 1.0
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Give leases while there are any to give; return their numbers."""
-    if len(state.turns) >= state.settings.turns_at_once or not state.waiting:
+    if len(state.leases) >= state.settings.turns_at_once or not state.queue.waiting:
         return ()
     return _by_plan(state, now) if state.is_planned else _by_order(state, now)
 
 
 def _by_plan(state: State, now: float) -> tuple[int, ...]:
     """Give leases to jobs that a plan starts, in the order of its ranking."""
-    offered = sorted(state.suggested, key=lambda number: (state.ranks.get(number, 0), number))
-    chosen = offered[: state.settings.turns_at_once - len(state.turns)]
-    return tuple([_give(state, state.jobs[number], now, state.suggested.pop(number)) for number in chosen])
+    offered = sorted(state.queue.suggested, key=lambda number: (state.queue.ranks.get(number, 0), number))
+    chosen = offered[: state.settings.turns_at_once - len(state.leases)]
+    return tuple([_give(state, state.jobs[number], now, state.queue.take_suggestion(number)) for number in chosen])
 
 
 def _by_order(state: State, now: float) -> tuple[int, ...]:
@@ -69,9 +70,9 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
     vain: set[GangShape] = set()
     asking, ahead = _asking(state), 0
     for number in _window(state):
-        if len(state.turns) >= most:
+        if len(state.leases) >= most:
             break
-        if number in state.turn_of:
+        if number in state.leases.turn_of:
             if _keeps_all(state, number):
                 break
             ahead += state.jobs[number].gpus
@@ -85,7 +86,7 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
             vain.add(job.shape)
             continue
         # Parked jobs may fit where others do not: they hold a part of what they need.
-        is_known = number in state.refusals and number not in state.declined and not job.epoch
+        is_known = number in state.queue.refusals and number not in state.queue.declined and not job.epoch
         if is_known and (_is_too_large(state, job, ahead) or (vain and job.shape in vain)):
             # A job ahead requested the same shape in vain.
             if state.policy.protects_all and _holds_up(state, number):
@@ -100,19 +101,19 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
         ahead += job.gpus
         if _keeps_all(state, number):
             break
-    if state.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
+    if state.queue.resuming and any(lacks_memory(state, job) for job in first_blocked(state)):
         # Resuming jobs hold some of that memory, so they get a lease whatever jobs are before them.
         given.extend(
             _give(state, state.jobs[number], now)
-            for number in islice(state.resuming, WINDOW)
-            if number not in state.turn_of and _may_ask(state, number, now) and len(state.turns) < most
+            for number in islice(state.queue.resuming, WINDOW)
+            if number not in state.leases.turn_of and _may_ask(state, number, now) and len(state.leases) < most
         )
     return tuple(given)
 
 
 def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...] = ()) -> int:
     turn = GrantedLease(
-        turn=state.next_turn,
+        turn=state.leases.next_turn,
         number=job.number,
         revision=job.revision,
         rank=state.queue_rank(job.number),
@@ -122,9 +123,7 @@ def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...]
         reserved_nodes=() if suggested else _reserved_nodes(state, job, now),
         suggested=suggested,
     )
-    state.next_turn += 1
-    state.turns[turn.turn] = turn
-    state.turn_of[job.number] = turn.turn
+    state.leases.put(turn)
     return turn.turn
 
 
@@ -132,9 +131,9 @@ def scheduler_of(state: State, job: JobRecord) -> str:
     """Return the id of the scheduler whose stream claimed the job; "" for the default hosts.
 
     A scheduler that was named at submission has a few leases of time to connect."""
-    if state.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
+    if state.leases.lost_turns.get(job.number, 0) >= state.settings.lost_turns_allowed:
         return ""
-    return state.claimed_by.get(job.number, job.spec.scheduler)
+    return state.leases.claimed_by.get(job.number, job.spec.scheduler)
 
 
 def offer_start(
@@ -142,7 +141,7 @@ def offer_start(
 ) -> tuple[Event, ...] | Refusal:
     """Return what offers a plan's place to the job's own scheduler: nothing while it holds a lease, a refusal for some
     seconds after it has passed one."""
-    if job.number in state.turn_of:
+    if job.number in state.leases.turn_of:
         return ()
     if not _may_ask(state, job.number, now):
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its scheduler has passed its last lease")
@@ -151,7 +150,7 @@ def offer_start(
 
 def valid_turn(state: State, number: int, turn: int, now: float) -> GrantedLease | None:
     """Return the job's lease of that number, unless it has expired."""
-    held = state.turns.get(turn)
+    held = state.leases.get(turn)
     return held if held is not None and held.number == number and now <= held.expires else None
 
 
@@ -159,16 +158,16 @@ def expire(state: State, now: float, told: int | None = None) -> None:
     """Take back leases that were not used; their jobs get another one, behind jobs that have had none yet.
 
     told: the last lease that was sent. Leases after it begin now at the earliest."""
-    for number in [number for number in state.turns if told is not None and number > told]:
-        turn = state.turns[number]
-        state.turns[number] = replace(turn, expires=now + state.settings.turn_lease_seconds)
-    for turn in [turn for turn in state.turns.values() if now > turn.expires]:
+    for number in [number for number in state.leases if told is not None and number > told]:
+        turn = state.leases[number]
+        state.leases.put(replace(turn, expires=now + state.settings.turn_lease_seconds))
+    for turn in [turn for turn in state.leases.values() if now > turn.expires]:
         _lose(state, turn)
 
 
 def note_approved(state: State, number: int) -> None:
-    state.drop_turn(number)
-    state.lost_turns.pop(number, None)
+    state.leases.drop(number)
+    state.leases.forgive(number)
 
 
 def note_refused(state: State, event: GangRefused) -> None:
@@ -177,10 +176,10 @@ def note_refused(state: State, event: GangRefused) -> None:
     A request without the job's lease does not change the lease.
     """
     is_mistake = bool(event.refusals) and event.refusals[0].reason.kind is RefusalKind.MISTAKE
-    turn = state.turns.get(state.turn_of.get(event.number, 0))
+    turn = state.leases.of_job(event.number)
     in_turn = turn is not None and turn.turn == event.turn
     # A mistake in a request without the lease does not replace a blocker that is known.
-    if (in_turn or not is_mistake) and state.refusals.get(event.number) != event.refusals:
+    if (in_turn or not is_mistake) and state.queue.refusals.get(event.number) != event.refusals:
         state.note_refusals(event.number, event.refusals)
         state.dirty.news[event.number] = None
     if turn is None or not in_turn:
@@ -190,17 +189,17 @@ def note_refused(state: State, event: GangRefused) -> None:
         _lose(state, turn)
         if not turn.scheduler:
             # The default host gives no other answer before something changes.
-            state.passed[event.number] = (state.view.version, event.time)
+            state.queue.note_passed(event.number, state.view.version, event.time)
         return
-    state.lost_turns.pop(event.number, None)
+    state.leases.forgive(event.number)
     if event.turn_kept:
-        state.turns[turn.turn] = replace(turn, tries=turn.tries + 1)
+        state.leases.put(replace(turn, tries=turn.tries + 1))
         return
-    state.note_conflicts(event.number, turn.tries + 1)
+    state.queue.note_conflicts(event.number, turn.tries + 1)
     # A scheduler that passes again on the same old view would decide the same at once.
-    before, last = state.passed.get(event.number, (0, 0.0))
+    before, last = state.queue.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
-    state.passed[event.number] = (version, event.time)
+    state.queue.note_passed(event.number, version, event.time)
     if version >= state.view.freed:
         _note_declined(state, turn, event, last)
     _take_back(state, event.number)
@@ -209,23 +208,21 @@ def note_refused(state: State, event: GangRefused) -> None:
 def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
     """Apply a lease stream that opened or closed: it gets the leases of jobs that it claims, leases it leaves behind
     expire at once, and leases that no host received begin anew."""
-    for number in [number for number, owner in state.claimed_by.items() if owner == claim.scheduler]:
-        del state.claimed_by[number]
+    state.leases.give_up_claims(claim.scheduler)
     if claim.connected:
         for number in claim.jobs:
             if number in state.jobs:
-                state.claimed_by[number] = claim.scheduler
-                lost = state.lost_turns.get(number, 0)
+                state.leases.claim(number, claim.scheduler)
+                lost = state.leases.lost_turns.get(number, 0)
                 if (
                     lost >= state.settings.lost_turns_allowed
-                    and now >= state.returned.get(number, 0.0) + _RETURN_SECONDS
+                    and now >= state.leases.returned.get(number, 0.0) + _RETURN_SECONDS
                 ):
                     # A turn to show that it is back, which one that dies again and again does not.
-                    state.lost_turns[number] = state.settings.lost_turns_allowed - 1
-                    state.returned[number] = now
-    stale = [turn for turn in state.turns.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
+                    state.leases.try_again(number, state.settings.lost_turns_allowed, now)
+    stale = [turn for turn in state.leases.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
     if claim.alone:
-        stale = [*stale, *[turn for turn in state.turns.values() if not turn.scheduler and turn not in stale]]
+        stale = [*stale, *[turn for turn in state.leases.values() if not turn.scheduler and turn not in stale]]
     for turn in stale:
         _take_back(state, turn.number)
 
@@ -236,16 +233,16 @@ _RETURN_SECONDS = 10.0
 
 def next_time(state: State, now: float) -> float | None:
     """Return when a lease expires, or a job that found no place may get one again; None if neither is due."""
-    if not (state.turns or state.passed or state.aside):
+    if not (state.leases or state.queue.passed or state.queue.aside):
         return None
     # Expired leases count, too: only a tick takes them back, and until then they may block all jobs behind.
-    times = [turn.expires + _JUST_AFTER for turn in state.turns.values()]
-    if len(state.aside) > ASIDE and (time := state.aside_at + _LASTING_SECONDS) > now:
+    times = [turn.expires + _JUST_AFTER for turn in state.leases.values()]
+    if len(state.queue.aside) > ASIDE and (time := state.queue.aside_at + _LASTING_SECONDS) > now:
         times.append(time)
-    left = len(state.passed)
+    left = len(state.queue.passed)
     if left:
         for number in _window(state):
-            if number in state.passed:
+            if number in state.queue.passed:
                 time = _next_lease_at(state, number)
                 # A job whose time has passed waits for a lease to become free.
                 if time > now:
@@ -262,33 +259,31 @@ _JUST_AFTER = 0.001
 
 def _take_back(state: State, number: int) -> None:
     """Drop the job's lease. A planner plans anew for it: nothing else of the job has changed."""
-    state.drop_turn(number)
+    state.leases.drop(number)
     if state.is_planned:
         state.dirty.news[number] = None
 
 
 def _lose(state: State, turn: GrantedLease) -> None:
     _take_back(state, turn.number)
-    state.lost_turns[turn.number] = state.lost_turns.get(turn.number, 0) + 1
+    state.leases.note_lost(turn.number)
 
 
 def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: float) -> None:
     """Record that a job's scheduler left a place unused, by choice or for a locality wish. No place is kept for such a
     job: it would block all jobs behind it for as long as its scheduler likes."""
-    number, declined, job = event.number, state.declined, state.jobs[event.number]
+    number, declined, job = event.number, state.queue.declined, state.jobs[event.number]
     locality = job.spec.locality
     is_patient = locality.wish is not None and event.time < job.pending_since + locality.patience_seconds
     if number in declined:
         if turn.scheduler and not declined[number]:
             return
-        del declined[number]
-        state.blocked = None
+        state.queue.note_declined(number, None)
     elif event.time < last + _LOOKED_SECONDS:
         return
     # Places are kept only for the jobs ahead of all others.
     if (turn.scheduler or is_patient) and job in first_blocked(state) and has_place(state, job, event.time):
-        declined[number] = is_patient
-        state.blocked = None
+        state.queue.note_declined(number, is_patient)
 
 
 # A search for a place costs as much as many verdicts.
@@ -303,15 +298,15 @@ def _reserved_nodes(state: State, job: JobRecord, now: float) -> tuple[str, ...]
 
 def _has_room_beside(state: State, job: JobRecord, asking: int) -> bool:
     """Return whether another job may request now: a strict queue allows several only with ample room for all."""
-    if not state.turns or not state.policy.protects_all:
+    if not state.leases or not state.policy.protects_all:
         return True
-    return _AMPLE * (asking + job.gpus) <= state.free_devices
+    return _AMPLE * (asking + job.gpus) <= state.nodes.free_devices
 
 
 def _keeps_all(state: State, number: int) -> bool:
     """Return whether jobs behind this one must wait for its request: its last refusal stands until then. Where memory
     is short, parked jobs may resume all the same."""
-    return state.policy.protects_all and not state.resuming and _holds_up(state, number)
+    return state.policy.protects_all and not state.queue.resuming and _holds_up(state, number)
 
 
 # Free devices per requested device: with fewer, fragmentation makes a place unlikely.
@@ -321,14 +316,14 @@ _AMPLE = 2
 def _window(state: State) -> Iterator[int]:
     """Yield the numbers of the first waiting jobs, and of some jobs that are passed over. Those and holders of leases
     do not count towards the limit, so that they delay no other job."""
-    looked_at, aside, since = 0, state.aside, state.aside_from
-    places = state.front.places()
+    looked_at, aside, since = 0, state.queue.aside, state.queue.aside_from
+    places = state.queue.front.places()
     if aside:
         first, others = islice(aside.places(), ASIDE), islice(aside.places(), max(since, ASIDE), since + ASIDE)
         places = merge(places, first, others)
     for *_, number in places:
         yield number
-        if number not in aside and number not in state.turn_of:
+        if number not in aside and number not in state.leases.turn_of:
             looked_at += 1
             if looked_at >= WINDOW:
                 return
@@ -336,25 +331,25 @@ def _window(state: State) -> Iterator[int]:
 
 def _turn_aside(state: State, now: float) -> None:
     """Rotate the jobs that are passed over, if they are too many to consider all of them."""
-    if len(state.aside) <= ASIDE:
-        state.aside_from = 0
-    elif not 0.0 <= now - state.aside_at < _LASTING_SECONDS:
-        since = state.aside_from + ASIDE
-        state.aside_from, state.aside_at = since if since < len(state.aside) else ASIDE, now
+    if len(state.queue.aside) <= ASIDE:
+        state.queue.look_aside(0)
+    elif not 0.0 <= now - state.queue.aside_at < _LASTING_SECONDS:
+        since = state.queue.aside_from + ASIDE
+        state.queue.look_aside(since if since < len(state.queue.aside) else ASIDE, now)
 
 
 def _lasts(state: State, number: int) -> bool:
-    return number in state.aside
+    return number in state.queue.aside
 
 
 def _holds_up(state: State, number: int) -> bool:
     """Return whether a strict queue keeps all pieces for this job, so that no job behind it can be granted any."""
-    return number in state.lacking and number not in state.declined
+    return number in state.queue.lacking and number not in state.queue.declined
 
 
 def _asking(state: State) -> int:
     """Return the devices that the holders of leases may request."""
-    return sum([state.jobs[turn.number].gpus for turn in state.turns.values()])
+    return sum([state.jobs[turn.number].gpus for turn in state.leases.values()])
 
 
 def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
@@ -363,9 +358,9 @@ def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
     For a job that blocks a strict queue and must be on one node, the largest node counts. (Other jobs are refused three
     times before room is kept for them.) Jobs with a scheduler of their own get a lease all the same: the answer shows
     that the scheduler is connected."""
-    lacks = job.gpus > state.free_devices - ahead
+    lacks = job.gpus > state.nodes.free_devices - ahead
     if not lacks and state.policy.protects_all and job.shape.locality.widest <= LocalityLevel.NODE:
-        lacks = job.gpus > state.largest_free and _holds_up(state, job.number)
+        lacks = job.gpus > state.nodes.largest_free and _holds_up(state, job.number)
     return lacks and not scheduler_of(state, job)
 
 
@@ -376,16 +371,16 @@ def _is_spent(state: State, job: JobRecord) -> bool:
 
 def _lasting_leases(state: State) -> int:
     """Return how many leases are held by jobs whose last refusal lasts."""
-    return sum([_lasts(state, turn.number) for turn in state.turns.values()])
+    return sum([_lasts(state, turn.number) for turn in state.leases.values()])
 
 
 def _may_ask(state: State, number: int, now: float) -> bool:
-    return number not in state.passed or now >= _next_lease_at(state, number)
+    return number not in state.queue.passed or now >= _next_lease_at(state, number)
 
 
 def _next_lease_at(state: State, number: int) -> float:
     """Return when a job that passed may get another lease: on another view, or later, when its patience has changed."""
-    version, time = state.passed[number]
+    version, time = state.queue.passed[number]
     if version >= state.view.freed:
         return time + state.settings.turn_again_seconds
     return time + _LASTING_SECONDS if _lasts(state, number) else time
@@ -471,7 +466,7 @@ def _check_request(state: State, job: JobRecord, command: commands.RequestGang) 
     if command.revision != job.revision:
         figures = {"revision": job.revision, "given": command.revision}
         return Refusal(Reason.STALE_REVISION, figures, job=job.name)
-    if not state.is_waiting(job):
+    if not job.is_waiting:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail=f"the job is {job.state.value} and waits for no gang")
     return None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias, assert_never
 
+from ganger.cluster.resources import Claim
 from msgspec import Struct
 
 from ganger_master.core.change_reason import NO_PURPOSE, Purpose
-from ganger_master.core.model import Claim, SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
 
 
 class _JobChange(Struct, frozen=True, gc=False):

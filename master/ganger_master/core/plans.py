@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 
 from ganger_master.core import answers, commands, events
 from ganger_master.core import gang_orders as orders
@@ -25,7 +27,8 @@ from ganger_master.core.elastic import (
     taken_by,
 )
 from ganger_master.core.events import Event
-from ganger_master.core.model import Claim, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.gang_model import GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.placement_leases import offer_start, scheduler_of
 from ganger_master.core.plan_changes import (
     CoresChange,
@@ -319,7 +322,7 @@ def _judge_change(state: State, change: SingleChange, proposer: str, now: float)
 def _judge_start(
     state: State, job: JobRecord, change: StartChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
-    if not state.is_waiting(job) or not change.claims:
+    if not job.is_waiting or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     shape = shape_for(job, change.claims, rests_for_any_size(state, job))
     if isinstance(shape, Refusal):
@@ -367,7 +370,7 @@ def _judge_cores(
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
-    if gang.epoch in state.set_of:
+    if gang.epoch in state.gangs.set_of:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="it takes turns, and so do its cores")
     if any(piece.gone for piece in gang.pieces):
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="a part of it has ended")

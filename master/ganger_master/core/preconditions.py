@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
+
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import find_place, judge_change
 from ganger_master.core.array_members import members_of
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import Claim, Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.state import State
 
@@ -55,7 +59,7 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
         if present and job.state is JobState.SUSPENDED:
             return SuspendLevel.NONE
         order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
-        may_offload, may_pause = has_arenas(gang), gang.epoch not in state.set_of
+        may_offload, may_pause = has_arenas(gang), gang.epoch not in state.gangs.set_of
         possible = order[0 if may_offload else 1 : 3 if may_pause else 2]
         chosen = next((one for one in possible if offered.offers(one)), SuspendLevel.NONE)
         if chosen is SuspendLevel.NONE:
@@ -63,7 +67,7 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
         return chosen
     if not offered.offers(level):
         return _unavailable(job, level.name)
-    if level is SuspendLevel.PAUSE and gang.epoch in state.set_of:
+    if level is SuspendLevel.PAUSE and gang.epoch in state.gangs.set_of:
         text = (
             f"{job.name} takes turns with others on its devices, and a paused job keeps them: use OFFLOAD or CHECKPOINT"
         )
@@ -124,7 +128,7 @@ def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
     """Return the text about gangs that are still stopping on these nodes; empty if there are none."""
     found: dict[str, list[str]] = {}
     for node in sorted(nodes):
-        for epoch in state.gangs_on.get(node, {}):
+        for epoch in state.gangs.places_on.get(node, {}):
             gang = state.gangs[epoch]
             if gang.intent is GangIntent.STOP:
                 name = f"what {job.name} was moved from" if gang.job == job.number else f"jobs/{gang.job}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events
@@ -17,21 +19,10 @@ from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
 from ganger_master.core.approval import level_of
 from ganger_master.core.colocation import holders_on, kept_of
 from ganger_master.core.commands import ObservedGang
-from ganger_master.core.desired_state import threads_of
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    JobState,
-    ObservedPhase,
-    Piece,
-    StoredOrder,
-    Stray,
-    SuspendLevel,
-)
+from ganger_master.core.desired_projection import threads_of
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, StoredOrder
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.node_model import Stray
 from ganger_master.core.state import State
 
 # More ranges are joined, the oldest first. Epochs between them then count as skipped, too, and are not stopped.
@@ -90,7 +81,7 @@ def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray
 def quarantined_parts(state: State, uid: str, epoch: int) -> dict[str, Stray]:
     """Return the parts of a quarantined gang, by node; none if it is not quarantined."""
     parts: dict[str, Stray] = {}
-    for name in sorted(state.strays_of.get(uid, ())):
+    for name in sorted(state.nodes.strays_of.get(uid, ())):
         for stray in state.nodes[name].strays:
             if _is_gang(stray, uid, epoch) and stray.quarantined:
                 parts[name] = stray
@@ -100,7 +91,7 @@ def quarantined_parts(state: State, uid: str, epoch: int) -> dict[str, Stray]:
 def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
     """Return the nodes of a job's living gangs that are quarantined or being ended by an operator, by epoch."""
     epochs: dict[int, list[str]] = {}
-    for name in sorted(state.strays_of.get(uid, ())):
+    for name in sorted(state.nodes.strays_of.get(uid, ())):
         for stray in state.nodes[name].strays:
             if stray.uid == uid and stray.holds_back and stray.phase is not ObservedPhase.ENDED:
                 epochs.setdefault(stray.epoch, []).append(name)
@@ -158,7 +149,7 @@ def end(state: State, event: events.QuarantineEnded) -> None:
 
 def dismiss(state: State, uid: str, epoch: int) -> None:
     """Acknowledge a gang that has ended on all its nodes, so that these forget it."""
-    for name in sorted(state.strays_of.get(uid, ())):
+    for name in sorted(state.nodes.strays_of.get(uid, ())):
         node = state.nodes[name]
         if any(_is_gang(stray, uid, epoch) for stray in node.strays):
             strays = tuple([stray for stray in node.strays if not _is_gang(stray, uid, epoch)])
@@ -284,7 +275,7 @@ def _refusal_by_order(state: State, job: JobRecord, newest: StoredOrder, parts: 
 def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
     """Return why claims name hardware that their nodes do not have; empty if the nodes have it."""
     for claim in claims:
-        kind = state.configuration_sets[state.nodes[claim.node].configuration_set]
+        kind = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
         if claim.device_mask >> kind.devices or len(claim.millicores) > len(kind.sockets):
             return f"nodes/{claim.node} has other hardware by now"
     return ""
@@ -295,8 +286,8 @@ def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
     if not job.spec.accepts(gang.devices):
         return f"it has {gang.devices} devices, which {job.name} does not accept"
     for claim in [piece.held for piece in gang.pieces if piece.held is not None]:
-        kind = state.configuration_sets[state.nodes[claim.node].configuration_set]
-        held = state.held_on(claim.node)
+        kind = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
+        held = state.gangs.held_on(claim.node)
         if any(claim.device_mask & other.device_mask & ~(claim.shared_mask & other.shared_mask) for other in held):
             return f"another gang is given a device of it on nodes/{claim.node}"
         other = _other_on(state, job, claim)
@@ -317,8 +308,8 @@ def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
 
 def _crowded_device(state: State, job: JobRecord, claim: Claim) -> int | None:
     """Return a device whose memory is too small for what gangs at rest keep there and what another gang needs."""
-    whole = state.configuration_sets[state.nodes[claim.node].configuration_set].device_memory_bytes
-    at_rest = [one.parked_bytes for one in [*state.held_on(claim.node), claim] if one.parked_bytes]
+    whole = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set].device_memory_bytes
+    at_rest = [one.parked_bytes for one in [*state.gangs.held_on(claim.node), claim] if one.parked_bytes]
     if not at_rest or not whole:
         return None
     holders = [*holders_on(state, claim.node), (job.number, claim)]

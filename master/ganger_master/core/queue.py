@@ -1,9 +1,9 @@
-"""The queue of waiting jobs in the policy's order, and subsets of it."""
+"""The queue of waiting jobs in the policy's order with subsets of it, and the placement leases of its jobs."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Final, TypeAlias
 
@@ -174,3 +174,194 @@ class QueueSubset:
 
     def places(self) -> Iterator[Place]:
         return self._order.places()
+
+
+class JobQueue:
+    """The waiting jobs, and what a restart loses of them: refusals, and the planner's ranking.
+
+    front: all waiting jobs except those that are aside. aside: jobs whose last refusal depends on no other job;
+    aside_from: the offset of those that are considered now; aside_at: since when. lacking: jobs whose last refusal was
+    a lack of pieces. resuming: jobs that are parked somewhere, and keep memory there. passed: jobs that were refused or
+    passed at a view version, and when: they get no lease until the view changes or time passes. declined: jobs whose
+    schedulers left places unused, which keep no room, while they wait or (True) for a locality wish. conflicts: refused
+    tries. blocked: what `approval` found, until a refusal or a conflict comes or goes. kept: the places that are
+    reserved for blocked jobs. ranks, ranked_by: the planner's last ranking, and its policy. promised: places that the
+    planner keeps for waiting jobs; promised_at: when it last reported them. suggested: places of a plan for jobs with a
+    scheduler of their own, until these jobs get a lease.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = Waiting()
+        self.front = Waiting()
+        self.aside = QueueSubset()
+        self.aside_from = 0
+        self.aside_at = 0.0
+        self.lacking = QueueSubset()
+        self.resuming: dict[int, None] = {}
+        self.refusals: dict[int, tuple[Refusal, ...]] = {}
+        self.conflicts: dict[int, int] = {}
+        self.passed: dict[int, tuple[int, float]] = {}
+        self.declined: dict[int, bool] = {}
+        self.blocked: Blocked | None = None
+        self.kept: ReservedPlaces | None = None
+        self.ranks: dict[int, int] = {}
+        self.ranked_by = ""
+        self.promised: dict[int, tuple[Claim, ...]] = {}
+        self.promised_at = 0.0
+        self.suggested: dict[int, tuple[Claim, ...]] = {}
+
+    def join(self, place: Place) -> None:
+        if place[-1] in self.refusals:
+            self.blocked = None
+        self.waiting.add(place)
+        if place[-1] not in self.aside:
+            self.front.add(place)
+
+    def leave(self, place: Place) -> None:
+        number = place[-1]
+        self.waiting.remove(place)
+        if number not in self.aside:
+            self.front.remove(place)
+        self.forget_refusals(number)
+        for known in (self.conflicts, self.passed, self.declined, self.promised, self.suggested):
+            if known:
+                known.pop(number, None)
+
+    def note_refusals(self, place: Place, refusals: tuple[Refusal, ...], waits: bool, is_strict: bool) -> None:
+        """Record why the last request of a job was refused. waits: it is in the queue. is_strict: see `is_lasting`."""
+        number = place[-1]
+        self.refusals[number] = refusals
+        self.lacking.note(place, is_lack(refusals))
+        lasts = is_lasting(refusals, is_strict)
+        if lasts != (number in self.aside) and waits:
+            (self.front.remove if lasts else self.front.add)(place)
+        self.aside.note(place, lasts)
+
+    def forget_refusals(self, number: int) -> None:
+        self.lacking.forget(number)
+        self.aside.forget(number)
+        if self.refusals.pop(number, None) is not None and self.blocked is not None and number in self.blocked.numbers:
+            self.blocked = None
+
+    def note_conflicts(self, number: int, count: int) -> None:
+        self.conflicts[number] = self.conflicts.get(number, 0) + count
+        self.blocked = None
+
+    def note_passed(self, number: int, view_version: int, now: float) -> None:
+        self.passed[number] = (view_version, now)
+
+    def note_declined(self, number: int, is_patient: bool | None) -> None:
+        """Record that a job's scheduler left a place unused; None: it is asked anew."""
+        if is_patient is None:
+            del self.declined[number]
+        else:
+            self.declined[number] = is_patient
+        self.blocked = None
+
+    def note_blocked(self, blocked: Blocked | None) -> None:
+        self.blocked = blocked
+
+    def keep_places(self, kept: ReservedPlaces | None) -> None:
+        self.kept = kept
+
+    def look_aside(self, offset: int, now: float | None = None) -> None:
+        """Consider the jobs that are aside from this offset on; now: since when, None: unchanged."""
+        self.aside_from = offset
+        if now is not None:
+            self.aside_at = now
+
+    def rank(self, numbers: tuple[int, ...], policy: str) -> None:
+        self.ranks = {number: rank for rank, number in enumerate(numbers, 1)}
+        self.ranked_by = policy
+
+    def promise(self, places: dict[int, tuple[Claim, ...]], now: float | None = None) -> None:
+        """Replace the places that the planner keeps; now: when it reported them, None: it did not."""
+        self.promised = places
+        if now is not None:
+            self.promised_at = now
+
+    def suggest(self, number: int, place: tuple[Claim, ...]) -> None:
+        self.suggested[number] = place
+
+    def take_suggestion(self, number: int) -> tuple[Claim, ...]:
+        return self.suggested.pop(number)
+
+    def list_resuming(self, number: int, belongs: bool) -> None:
+        if belongs:
+            self.resuming[number] = None
+        else:
+            self.resuming.pop(number, None)
+
+    def set_clock(self, moved: Callable[[float], float]) -> None:
+        """Replace times by `moved` ones."""
+        self.passed = {number: (version, moved(time)) for number, (version, time) in self.passed.items()}
+        # It depends on how long blocked jobs have waited.
+        self.blocked = None
+        self.promised_at = moved(self.promised_at)
+
+
+class LeaseTable(dict[int, GrantedLease]):
+    """The placement leases by their own number.
+
+    turn_of: by job. lost_turns: leases of a job that expired unused. returned: when a scheduler that had lost its
+    leases last came back, by job. claimed_by: the stream that claims a job.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn_of: dict[int, int] = {}
+        self.next_turn = 1
+        self.lost_turns: dict[int, int] = {}
+        self.returned: dict[int, float] = {}
+        self.claimed_by: dict[int, str] = {}
+
+    def put(self, lease: GrantedLease) -> None:
+        self[lease.turn] = lease
+        self.turn_of[lease.number] = lease.turn
+        self.next_turn = max(self.next_turn, lease.turn + 1)
+
+    def of_job(self, number: int) -> GrantedLease | None:
+        return self.get(self.turn_of.get(number, 0))
+
+    def drop(self, number: int) -> None:
+        """Take the job's lease back, if it has one."""
+        turn = self.turn_of.pop(number, None)
+        if turn is not None:
+            del self[turn]
+
+    def drop_all(self) -> None:
+        self.turn_of.clear()
+        self.clear()
+
+    def leave(self, number: int) -> None:
+        """Take the lease of a job back that leaves the queue."""
+        self.drop(number)
+        self.returned.pop(number, None)
+
+    def forget_job(self, number: int) -> None:
+        self.claimed_by.pop(number, None)
+        self.lost_turns.pop(number, None)
+
+    def note_lost(self, number: int) -> None:
+        """Record that the job's lease was not used as it should have been."""
+        self.lost_turns[number] = self.lost_turns.get(number, 0) + 1
+
+    def forgive(self, number: int) -> None:
+        """Count no lost leases of a job any more."""
+        self.lost_turns.pop(number, None)
+
+    def try_again(self, number: int, allowed: int, now: float) -> None:
+        """Let the scheduler of a job, which came back, lose one lease before its leases go to another."""
+        self.lost_turns[number] = allowed - 1
+        self.returned[number] = now
+
+    def claim(self, number: int, scheduler: str) -> None:
+        self.claimed_by[number] = scheduler
+
+    def give_up_claims(self, scheduler: str) -> None:
+        for number in [number for number, owner in self.claimed_by.items() if owner == scheduler]:
+            del self.claimed_by[number]
+
+    def set_clock(self, moved: Callable[[float], float]) -> None:
+        """Replace times by `moved` ones."""
+        self.returned = {number: moved(time) for number, time in self.returned.items()}

@@ -18,20 +18,12 @@ from typing import Final
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.search import PlacementRequest
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
+from ganger_master.core.gang_model import Gang, GangIntent, GangRole, OutcomeKind, Piece
+from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import bad_outcome
-from ganger_master.core.model import (
-    Failure,
-    Gang,
-    GangIntent,
-    GangRole,
-    JobRecord,
-    JobState,
-    OutcomeKind,
-    Piece,
-    SuspendLevel,
-)
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -109,7 +101,7 @@ def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
 
 def let_go_on(state: State, now: float) -> None:
     """Requeue jobs whose backoff is over."""
-    for number in list(state.backing_off):
+    for number in list(state.jobs.backing_off):
         job = state.jobs[number]
         # A clock that was set back must not prolong it.
         is_beyond = job.again_at - now > state.settings.restart_delay_most_seconds

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -20,21 +21,9 @@ from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Answer, Done, Refused
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, RecordedEnd
 from ganger_master.core.desired_state import undescribed
-from ganger_master.core.model import (
-    Failure,
-    Gang,
-    GangIntent,
-    JobRecord,
-    JobState,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    PendingRestore,
-    Piece,
-    StoredOrder,
-    Stray,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece, StoredOrder
+from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
+from ganger_master.core.node_model import PendingRestore, Stray
 from ganger_master.core.quarantine import END_UNKNOWN
 from ganger_master.core.state import State
 
@@ -117,9 +106,8 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     counters.restoring = PendingRestore(event.time, event.why)
     state.reports.clear()
     state.ends = None
-    for number in list(state.turn_of):
-        state.drop_turn(number)
-    state.promised = {}
+    state.leases.drop_all()
+    state.queue.promise({})
     for node in list(state.nodes.values()):
         # Each daemon that has received orders is to report anew what it has.
         state.put_node(replace(node, session="", heard=False, silent=False))
@@ -310,9 +298,11 @@ def is_as_stored(
         return False
     if any(node not in gang.nodes for node in parts):
         return False
-    if alive.keys() - set(state.gangs_of.get(job.number, ())):
+    if alive.keys() - set(state.gangs.epochs_of.get(job.number, ())):
         return False
-    if epoch not in state.set_of and any(part.told is not None and part.told.is_sliced for part in parts.values()):
+    if epoch not in state.gangs.set_of and any(
+        part.told is not None and part.told.is_sliced for part in parts.values()
+    ):
         return False
     return all(part.master_sequence <= gang.master_sequence for part in parts.values())
 
@@ -346,7 +336,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     _note_stopped(state, alive, over, reports)
     verdicts = {
         number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
-        for number in list(state.live)
+        for number in list(state.jobs.live)
         for uid in (state.jobs[number].uid,)
     }
     _forget_changed_sets(state, reports, alive, verdicts)
@@ -362,11 +352,11 @@ def settle(state: State, event: events.RestoreSettled) -> None:
             ending.end(state, number, verdict.state, now, verdict.by, failure)
         elif isinstance(verdict, AskVerdict):
             _suspend(state, job, now, cause)
-    for number in list(state.live):
+    for number in list(state.jobs.live):
         job = state.jobs[number]
         state.put_job(replace(job, revision=job.revision + _REVISIONS_SKIPPED))
     state.counters.restoring, state.reports, state.ends = None, {}, None
-    state.next_silence_check = now
+    state.nodes.check_silence_at(now)
     for name, report in reports.items():
         state.dirty.wants[name] = []
         observation.observe(state, replace(report, finished=()), now, cause)
@@ -397,7 +387,7 @@ def _note_checkpoints(
     state: State, alive: Mapping[str, _LiveGangs], over: Mapping[str, _EndedGangs], now: float
 ) -> None:
     """Note the newest complete checkpoint of each job, whichever attempt wrote it."""
-    for number in list(state.live):
+    for number in list(state.jobs.live):
         job = state.jobs[number]
         known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
         known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
@@ -411,7 +401,7 @@ def _forget_changed_sets(
 ) -> None:
     """Forget time-slice groups that were changed since the copy was made, and mark their gangs for quarantine. Daemons
     keep such gangs off each other's devices."""
-    for number, node_set in list(state.sets.items()):
+    for number, node_set in list(state.gangs.sets.items()):
         seen = [rows for name, report in reports.items() for rows in report.rows if rows.node_set == number]
         if all(rows.known <= node_set.newest.version for rows in seen):
             continue
@@ -435,7 +425,7 @@ def _release_gangs(
             continue
         job = state.jobs[number]
         taken = verdict.epoch if isinstance(verdict, AdoptVerdict) else 0
-        for gang in state.gangs_of_job(number):
+        for gang in state.gangs.of_job(number):
             there = alive.get(job.uid, {}).get(gang.epoch, {})
             if gang.epoch == taken:
                 # Its parts are found anew.

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Final
 
 from ganger.cluster.refusals import Refusal
-from ganger.cluster.resources import ConfigurationSet
+from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.cluster.view import LoadMode
 from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
-from ganger_master.core.desired_state import GangMember, Party, Projected, project
+from ganger_master.core.desired_projection import GangMember, Party, Projected
+from ganger_master.core.desired_state import project
 from ganger_master.core.effects import ELEMENT_TYPES, Dirty
-from ganger_master.core.model import Claim, Counters, Element, Gang, JobRecord, Node, NodeSet, Request
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -94,52 +98,61 @@ class Image(Struct, frozen=True, gc=False):
     wake_at: float | None = None
 
 
-# Attributes of a state that are in its image as they are: numbers and the like, dictionaries, keys of dictionaries that
-# serve as sets, and values of dictionaries.
+# Attributes of a state and its parts that are in its image as they are: numbers and the like, dictionaries, keys of
+# dictionaries that serve as sets, and values of dictionaries.
 _SAME = (
     "started",
-    "devices",
-    "free_devices",
-    "next_silence_check",
-    "blocked",
-    "kept",
-    "next_turn",
-    "ranked_by",
-    "promised_at",
-    "aside_from",
-    "aside_at",
+    "nodes.devices",
+    "nodes.free_devices",
+    "nodes.next_silence_check",
+    "queue.blocked",
+    "queue.kept",
+    "leases.next_turn",
+    "queue.ranked_by",
+    "queue.promised_at",
+    "queue.aside_from",
+    "queue.aside_at",
     "wake_at",
     "ends",
 )
 _MAPPINGS = (
     "reports",
-    "last_answer",
-    "left_by",
-    "drained_in_vain",
-    "refusals",
-    "conflicts",
-    "passed",
-    "declined",
-    "lost_turns",
-    "returned",
-    "claimed_by",
-    "ranks",
-    "promised",
-    "suggested",
+    "nodes.last_answer",
+    "jobs.left_by",
+    "nodes.drained_in_vain",
+    "queue.refusals",
+    "queue.conflicts",
+    "queue.passed",
+    "queue.declined",
+    "leases.lost_turns",
+    "leases.returned",
+    "leases.claimed_by",
+    "queue.ranks",
+    "queue.promised",
+    "queue.suggested",
 )
-_SETS = ("finished", "resuming", "running_limited", "moving", "backing_off", "draining", "choosy", "unheard")
-_VALUES = ("nodes", "jobs", "gangs", "sets", "former", "turns")
+_SETS = (
+    "jobs.finished",
+    "queue.resuming",
+    "jobs.running_limited",
+    "jobs.moving",
+    "jobs.backing_off",
+    "nodes.draining",
+    "nodes.choosy",
+    "nodes.unheard",
+)
+_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former")
 
 
 def image_of(state: State) -> Image:
     """Return a state as plain values. Call between batches: after `take_changes`, before the next command."""
     dirty = state.dirty
-    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, state.outbox)
+    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, state.unstored.history)
     assert not any(open_ends), "an image of a state in mid-batch"
-    parts: dict[str, object] = {name: getattr(state, name) for name in _SAME}
-    parts.update({name: dict(getattr(state, name)) for name in _MAPPINGS})
-    parts.update({name: tuple(getattr(state, name)) for name in _SETS})
-    parts.update({name: tuple(getattr(state, name).values()) for name in _VALUES})
+    parts: dict[str, object] = {_field(path): attrgetter(path)(state) for path in _SAME}
+    parts.update({_field(path): dict(attrgetter(path)(state)) for path in _MAPPINGS})
+    parts.update({_field(path): tuple(attrgetter(path)(state)) for path in _SETS})
+    parts.update({_field(path): tuple(attrgetter(path)(state).values()) for path in _VALUES})
     return Image(
         settings=state.settings,
         counters=replace(state.counters),
@@ -147,8 +160,9 @@ def image_of(state: State) -> Image:
         desired={name: desired.version for name, desired in state.desired.items()},
         told=tuple(_sent_members(state)),
         last_said=tuple(_last_reports(state)),
-        requested=tuple(state.requests.values()),
-        rows_seen=tuple([(node, seen) for (_, node), seen in state.rows_seen.items()]),
+        turns=tuple(state.leases.values()),
+        requested=tuple(state.jobs.requests.values()),
+        rows_seen=tuple([(node, seen) for (_, node), seen in state.gangs.rows_seen.items()]),
         **parts,  # type: ignore[arg-type]  # as the lists of names say
     )
 
@@ -157,70 +171,85 @@ def state_of(image: Image) -> State:
     """KeyError, ValueError or AssertionError if its parts do not go together."""
     state = State(image.settings, image.started)
     state.view = view_of_image(image.view)
-    state.configuration_sets = dict(state.view.sets)
+    state.nodes.configuration_sets = dict(state.view.sets)
     state.counters = replace(image.counters)
-    for name in _SAME:
-        setattr(state, name, getattr(image, name))
-    for name in _MAPPINGS:
-        setattr(state, name, dict(getattr(image, name)))
-    for name in _SETS:
-        setattr(state, name, dict.fromkeys(getattr(image, name)))
-    state.nodes = {node.name: node for node in image.nodes}
-    state.jobs = {job.number: job for job in image.jobs}
-    state.gangs = {gang.epoch: gang for gang in image.gangs}
+    for path in _SAME:
+        setattr(_owner(state, path), _field(path), getattr(image, _field(path)))
+    for path in _MAPPINGS:
+        setattr(_owner(state, path), _field(path), dict(getattr(image, _field(path))))
+    for path in _SETS:
+        setattr(_owner(state, path), _field(path), dict.fromkeys(getattr(image, _field(path))))
+    state.nodes.update({node.name: node for node in image.nodes})
+    state.jobs.update({job.number: job for job in image.jobs})
+    state.gangs.update({gang.epoch: gang for gang in image.gangs})
     for node_set in image.sets:
         state.put_set(node_set)
-    state.rows_seen = {(seen.node_set, node): seen for node, seen in image.rows_seen}
+    for node, seen in image.rows_seen:
+        state.gangs.note_rows(node, seen)
     requested = [state.jobs[number] for number in image.requested]
-    state.requests = {(job.user, job.request_id): job.number for job in requested}
-    state.former = {(request.user, request.request_id): request for request in image.former}
-    state.turns = {turn.turn: turn for turn in image.turns}
-    state.turn_of = {turn.number: turn.turn for turn in image.turns}
+    state.jobs.requests.update({(job.user, job.request_id): job.number for job in requested})
+    for request in image.former:
+        state.jobs.put_request(request)
+    for turn in image.turns:
+        state.leases.put(turn)
     _index(state)
+    # Jobs that joined the queue have discarded it.
+    state.queue.note_blocked(image.blocked)
     for name, version in image.desired.items():
         state.desired[name] = project(state, state.nodes[name], version)
     for told in image.told:
         _restore_sent(state, told)
     for name, said in image.last_said:
         gang = state.gangs[said.epoch]
-        state.last_said[name, said.epoch] = (said, gang, state.jobs[gang.job])
+        state.gangs.note_report(name, said, gang, state.jobs[gang.job])
     state.take_changes()
     state.dirty = Dirty()
     return state
+
+
+def _field(path: str) -> str:
+    """Return the name that an attribute of a state has in its image."""
+    return path.rpartition(".")[2]
+
+
+def _owner(state: State, path: str) -> object:
+    """Return the part of a state that has an attribute, or the state."""
+    part = path.rpartition(".")[0]
+    return attrgetter(part)(state) if part else state
 
 
 def _index(state: State) -> None:
     """What follows from jobs, gangs, nodes and the view."""
     view = state.view
     free = [mask.bit_count() for mask, available in zip(view.free, view.available, strict=True) if mask and available]
-    state.nodes_with = dict(Counter(free))
-    state.gangs_on = {name: {} for name in state.nodes}
+    state.nodes.nodes_with = dict(Counter(free))
     for node in state.nodes.values():
-        state.index_strays(None, node)
+        state.nodes.index_strays(None, node)
+        state.gangs.places_on.setdefault(node.name, {})
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]
-        state.gangs_of.setdefault(gang.job, []).append(epoch)
+        state.gangs.index(gang)
         for place, piece in enumerate(gang.pieces):
-            state.gangs_on.setdefault(piece.claim.node, {})[epoch] = place
+            state.gangs.place(piece.claim.node, epoch, place)
     for job in state.jobs.values():
-        state.holdings.note(None, job)
+        state.jobs.holdings.note(None, job)
         if not job.state.is_finished:
-            state.live[job.number] = None
-        if state.is_waiting(job):
-            in_line = (*state.policy.key(job), job.number)
-            state.waiting.add(in_line)
-            state.front.add(in_line)
+            state.jobs.live[job.number] = None
+        if job.is_waiting:
+            state.queue.join((*state.policy.key(job), job.number))
         if state.settings.quota_devices:
-            state.shares.charge(job.number, job.user, state.charged_for(job))
-    for number in state.refusals:
-        state.note_lack(number)
+            state.jobs.shares.charge(job.number, job.user, state.charged_for(job))
+    for number, refusals in state.queue.refusals.items():
+        job = state.jobs[number]
+        at = (*state.policy.key(job), number)
+        state.queue.note_refusals(at, refusals, job.is_waiting, state.policy.protects_all)
 
 
 def _sent_members(state: State) -> Iterator[SentMembers]:
-    for name, projected in state.projected.items():
+    for name, projected in state.desired.projected.items():
         for epoch, one in projected.items():
             party = one.party
-            if party is not state.parties.get(epoch) or not _is_fresh(state, party):
+            if party is not state.desired.parties.get(epoch) or not _is_fresh(state, party):
                 source = party.source
                 yield SentMembers(name, epoch, party.members, None if source is None else source.members)
 
@@ -230,7 +259,7 @@ def _is_fresh(state: State, party: Party) -> bool:
     parked = party.gang.restore.parked_epoch
     if parked in state.gangs:
         source = party.source
-        if source is None or source is not state.parties.get(parked) or not _is_fresh(state, source):
+        if source is None or source is not state.desired.parties.get(parked) or not _is_fresh(state, source):
             return False
     elif party.source is not None:
         return False
@@ -250,14 +279,14 @@ def _restore_sent(state: State, told: SentMembers) -> None:
     nodes = [None] * len(gang.pieces)
     source = None if told.source is None else Party(gang, job, settings, nodes, None, told.source)
     party = Party(gang, job, settings, nodes, source, told.members)
-    state.projected[told.node][told.epoch] = Projected(party, state.gangs_on[told.node][told.epoch])
+    state.desired.projected[told.node][told.epoch] = Projected(party, state.gangs.places_on[told.node][told.epoch])
     before = state.desired[told.node]
-    wanted = tuple(state.projected[told.node].values())
+    wanted = tuple(state.desired.projected[told.node].values())
     state.desired[told.node] = replace(before, wanted=wanted)
 
 
 def _last_reports(state: State) -> Iterator[tuple[str, ObservedGang]]:
-    for (name, epoch), (said, gang, job) in sorted(state.last_said.items(), key=lambda item: item[0]):
+    for (name, epoch), (said, gang, job) in sorted(state.gangs.last_reports.items(), key=lambda item: item[0]):
         if state.gangs.get(epoch) is gang and state.jobs.get(gang.job) is job:
             yield name, said
 
@@ -290,18 +319,19 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
         state.put_gang(gang)
     for job in sorted((j for j in by_kind["job"] if isinstance(j, JobRecord)), key=lambda job: job.number):
         state.put_job(job)
-    state.finished = dict.fromkeys(sorted(state.finished, key=lambda number: state.jobs[number].end_time))
+    state.jobs.order_finished()
     for node_set in by_kind["node_set"]:
         assert isinstance(node_set, NodeSet)
         state.put_set(node_set)
     for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
-        state.former[request.user, request.request_id] = request
+        state.jobs.put_request(request)
     for name in sorted(state.nodes):
         node = state.nodes[name]
         state.refresh_row(name)
         state.desired[name] = project(state, node, state.counters.desired_version)
     if former is not None:
-        state.rows_seen = {key: rows for key, rows in former.rows_seen.items() if key[0] in state.sets}
+        for (_, name), rows in former.gangs.rows_seen.items():
+            state.gangs.note_rows(name, rows)
     state.take_changes()
     state.dirty = Dirty()
     return state
@@ -320,6 +350,6 @@ def _put_node(state: State, node: Node, now: float, former: State | None) -> Non
         node = replace(node, observation=known.observation, applied_version=known.applied_version, silent=known.silent)
     state.put_node(node)
     if not node.lost:
-        state.note_answer(node.name, former.last_answer.get(node.name, now))
+        state.note_answer(node.name, former.nodes.last_answer.get(node.name, now))
         # Some may be silent for longer than the first: the next tick reviews all.
-        state.next_silence_check = now
+        state.nodes.check_silence_at(now)

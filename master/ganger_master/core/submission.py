@@ -8,7 +8,7 @@ from ganger.cluster.impossible import impossible
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.array_members import bytes_of
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 
@@ -48,8 +48,8 @@ def check_submission(state: State, spec: JobSpec, user: str) -> Refused | None:
 
 def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> Refused | None:
     """Return why so many jobs of this kind may not wait, or could never run; None if they may."""
-    if len(state.waiting) + jobs > state.settings.jobs_waiting_limit:
-        return Refused("QUEUE_FULL", f"{len(state.waiting)} jobs wait already; cancel some or try later")
+    if len(state.queue.waiting) + jobs > state.settings.jobs_waiting_limit:
+        return Refused("QUEUE_FULL", f"{len(state.queue.waiting)} jobs wait already; cancel some or try later")
     return check_possible(state, spec) or _check_quota(state, spec, user)
 
 
@@ -69,7 +69,7 @@ def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
 
 def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused | None:
     """Return why the user may not submit so many more jobs, whose specs take so many bytes; None if it may."""
-    settings, held = state.settings, state.holdings
+    settings, held = state.settings, state.jobs.holdings
     pending, most = held.pending[user], settings.pending_jobs_per_user
     if pending + jobs > most:
         text = (

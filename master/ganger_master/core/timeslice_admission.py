@@ -13,6 +13,7 @@ from typing import Final, NoReturn, TypeAlias
 
 from ganger.cluster.fit import MEMORY_SHARE, fit
 from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.topology import bits
 from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
@@ -22,17 +23,8 @@ from ganger_master.core import gang_orders as orders
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.elastic import shape_for
-from ganger_master.core.model import (
-    Claim,
-    Gang,
-    GangIntent,
-    GangPhase,
-    GangRole,
-    JobRecord,
-    LocalityLevel,
-    NodeSet,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, NodeSet
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import PlanChange, SliceChange
@@ -118,7 +110,7 @@ def _common(change: SliceChange) -> tuple[int, float, SuspendLevel]:
 
 def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: float) -> events.RowsChanged:
     first = changes[0]
-    before = state.sets.get(first.node_set)
+    before = state.gangs.sets.get(first.node_set)
     if first.node_set and before is None:
         _refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
     if before is not None and before.coming is not None:
@@ -246,7 +238,7 @@ def _is_launched_in_part(state: State, gang: Gang) -> bool:
     Time slices that begin then are a deadlock: the parts that are there reach no boundary without the others, which
     wait for their slice."""
     is_new = gang.phase is GangPhase.STARTING and not gang.stepped
-    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.set_of
+    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.gangs.set_of
 
 
 def _rests_by_plan(gang: Gang) -> bool:
@@ -285,9 +277,9 @@ def _member(state: State, change: SliceChange, before: NodeSet | None) -> _Membe
     """Return the member that a change proposes for the set `before` (None: a new set). Raises _RefusedError."""
     job = _may_take_turns(state, change)
     gang = state.gangs.get(job.epoch)
-    if state.is_waiting(job) and gang is not None:
+    if job.is_waiting and gang is not None:
         return _resting(state, change, job, gang)
-    if state.is_waiting(job):
+    if job.is_waiting:
         if not change.claims:
             _refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
         if any(claim.shared_mask for claim in change.claims):
@@ -328,7 +320,7 @@ def _running(state: State, change: SliceChange, job: JobRecord, gang: Gang | Non
         _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
     if change.claims and not orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
-    of = state.set_of.get(gang.epoch)
+    of = state.gangs.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):
         _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
     return _Member(change, job, gang, gang.claims, gang.level)
@@ -379,7 +371,7 @@ def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Me
             node = state.nodes.get(claim.node)
             if node is None:
                 _refuse(number, Reason.NODE_GONE, node=claim.node)
-            of = state.set_on.get(claim.node)
+            of = state.gangs.set_on.get(claim.node)
             if of is not None and (before is None or of != before.number):
                 _refuse(number, Reason.WRONG_STATE, {"node_set": of}, claim.node, "node sets have no node in common")
             if node.capabilities.get(CAPABILITY) != "yes":

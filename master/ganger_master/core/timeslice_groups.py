@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import attempts, colocation, ending, moves, placement_leases
 from ganger_master.core import gang_orders as orders
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.events import RowsChanged
-from ganger_master.core.model import Claim, Gang, GangIntent, JobState, LocalityLevel, Matrix, NodeSet, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, Matrix, NodeSet, Piece
 from ganger_master.core.state import State
 
 Cores: TypeAlias = tuple[int, ...]
@@ -63,13 +65,13 @@ def change(state: State, event: RowsChanged) -> None:
     for number, (claims, level, purpose) in event.moves.items():
         for claim in claims:
             state.dirty.rows[claim.node] = None
-        if state.is_waiting(state.jobs[number]):
+        if state.jobs[number].is_waiting:
             _start_again(state, number, claims, level, now, cause)
         else:
             moves.begin(state, number, claims, level, now, cause, purpose)
     epochs = _epochs_of(state, event)
     nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
-    before = state.sets.get(event.number)
+    before = state.gangs.sets.get(event.number)
     if before is None:
         number = state.counters.next_set
         state.counters.next_set += 1
@@ -104,7 +106,7 @@ def _alone(state: State, gang: Gang) -> Gang:
 
 def _go_on(state: State, number: int, now: float, cause: str) -> None:
     job = state.jobs[number]
-    if state.is_waiting(job):
+    if job.is_waiting:
         gang = state.gangs[job.epoch]
         _start_again(state, number, gang.claims, gang.level, now, cause)
     else:
@@ -136,7 +138,7 @@ def follow(state: State, now: float, cause: str) -> None:
     while state.dirty.sets:
         number = next(iter(state.dirty.sets))
         del state.dirty.sets[number]
-        if number in state.sets:
+        if number in state.gangs.sets:
             _review(state, number, now, cause)
 
 
@@ -159,10 +161,10 @@ def members(state: State, node_set: NodeSet) -> list[int]:
 
 def slowest_switch(state: State, number: int) -> float:
     """Return the seconds of the last slice switch on the slowest node of a group; zero if none was measured."""
-    node_set = state.sets.get(number)
+    node_set = state.gangs.sets.get(number)
     if node_set is None:
         return 0.0
-    seen = [state.rows_seen.get((number, node)) for node in node_set.nodes]
+    seen = [state.gangs.rows_seen.get((number, node)) for node in node_set.nodes]
     return max([one.switch_seconds for one in seen if one is not None], default=0.0)
 
 
@@ -178,8 +180,8 @@ def is_free_of_turns(claims: Iterable[Sequence[Claim]]) -> bool:
 
 
 def _review(state: State, number: int, now: float, cause: str) -> None:
-    _give_up_unable(state, state.sets[number], now, cause)
-    node_set = state.sets[number]
+    _give_up_unable(state, state.gangs.sets[number], now, cause)
+    node_set = state.gangs.sets[number]
     coming = node_set.coming
     if coming is not None and all(_is_active(state, number, node, coming.version) for node in node_set.nodes):
         node_set = replace(node_set, active=coming, coming=None)
@@ -214,13 +216,13 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
     unable = {
         epoch
         for node in node_set.nodes
-        if (seen := state.rows_seen.get((node_set.number, node))) is not None
+        if (seen := state.gangs.rows_seen.get((node_set.number, node))) is not None
         for epoch in seen.unable
-        if epoch in state.gangs_on.get(node, ())
+        if epoch in state.gangs.places_on.get(node, ())
     }
     for epoch in sorted(unable):
         gang = state.gangs.get(epoch)
-        if gang is None or gang.intent is not GangIntent.RUN or state.set_of.get(epoch) != node_set.number:
+        if gang is None or gang.intent is not GangIntent.RUN or state.gangs.set_of.get(epoch) != node_set.number:
             continue
         job = state.jobs[gang.job]
         if job.ending is None:
@@ -231,7 +233,7 @@ def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> 
 
 
 def _is_active(state: State, number: int, node: str, version: int) -> bool:
-    seen = state.rows_seen.get((number, node))
+    seen = state.gangs.rows_seen.get((number, node))
     return _is_lost(state, node) or (seen is not None and seen.version >= version)
 
 

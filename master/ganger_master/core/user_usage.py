@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ganger.job_state import JobState
+
 from ganger_master.core.array_members import bytes_of
-from ganger_master.core.model import JobRecord, JobSpec, JobState
+from ganger_master.core.job_model import JobRecord, JobSpec
 
 # Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024

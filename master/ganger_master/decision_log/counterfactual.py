@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import msgspec
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.job_state import JobState
 from msgspec import Struct
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
-from ganger_master.core.model import JobState
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of

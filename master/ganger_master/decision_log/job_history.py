@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ganger.cluster.refusals import Refusal
+from ganger.cluster.resources import Claim
+from ganger.job_state import JobState
 from msgspec import Struct
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.commands import Command
 from ganger_master.core.explain import explain
-from ganger_master.core.model import Claim, JobRecord, JobState
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
@@ -135,7 +137,7 @@ class Story:
         match command:
             case commands.RequestGang(number=requested) if requested == number:
                 scheduler = command.scheduler or "the default scheduler"
-                turn = state.turns.get(command.turn)
+                turn = state.leases.get(command.turn)
                 late = "" if turn is not None or not command.turn else ", which it no longer has"
                 how = f"in turn {command.turn}{late}" if command.turn else "out of turn"
                 text = f"{scheduler} {'asks' if command.candidates else 'passes'} {how}, {_free_in_all(state)}"
@@ -245,7 +247,7 @@ def _free(state: State, number: int, name: str) -> Free:
 
 
 def _held(state: State, number: int, name: str) -> Iterator[Held]:
-    for epoch, place in state.gangs_on.get(name, {}).items():
+    for epoch, place in state.gangs.places_on.get(name, {}).items():
         gang = state.gangs[epoch]
         held = gang.pieces[place].held
         if held is not None and gang.job != number:
@@ -257,12 +259,12 @@ def _bits(mask: int) -> tuple[int, ...]:
 
 
 def _free_in_all(state: State) -> str:
-    return f"{state.free_devices} of {state.devices} GPUs free in all"
+    return f"{state.nodes.free_devices} of {state.nodes.devices} GPUs free in all"
 
 
 def _stands(state: State, job: JobRecord, now: float) -> str:
-    if state.is_waiting(job):
-        return f"it waits for {max(0.0, now - job.pending_since):.0f} s, {len(state.waiting)} wait in all"
+    if job.is_waiting:
+        return f"it waits for {max(0.0, now - job.pending_since):.0f} s, {len(state.queue.waiting)} wait in all"
     if job.state.is_finished:
         return f"it has ended: {job.state.value.lower()}"
     gang = state.gangs.get(job.epoch)

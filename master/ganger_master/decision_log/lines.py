@@ -22,7 +22,9 @@ from msgspec import Raw, Struct
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
-from ganger_master.core.model import Gang, JobRecord, Node, Request
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.node_model import Node
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state_image import Image
 

@@ -16,7 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Command, OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.state_image import Image
 
 # One of each length in UTF-8.

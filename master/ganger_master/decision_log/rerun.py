@@ -155,7 +155,7 @@ class Rerun:
             yield Differs(number, line.time, "the end of a batch", _text(line.effects), _failed(error))
             return
         state.take_changes()
-        turns = tuple([state.turns[turn] for turn in effects.turns if turn in state.turns])
+        turns = tuple([state.leases[turn] for turn in effects.turns if turn in state.leases])
         yield Drawn(number, line.time, effects, turns)
         for name in effects.__struct_fields__:
             recorded, now = getattr(line.effects, name), getattr(effects, name)

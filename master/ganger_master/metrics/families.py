@@ -15,9 +15,12 @@ from typing import Any
 
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import ConfigurationSet, NodeRow
+from ganger.job_state import JobState
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
-from ganger_master.core.model import Gang, GangPhase, JobRecord, JobState, Node, NodeState, OutcomeKind
+from ganger_master.core.gang_model import Gang, GangPhase, OutcomeKind
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Node, NodeState
 from ganger_master.metrics.counters import Distribution, MasterCounters
 from ganger_master.runtime.writer import Writer
 
@@ -56,8 +59,8 @@ def take(writer: Writer, daemons: int, now: float) -> Snapshot:
         rows=dict(committed.rows),
         configuration_sets=dict(committed.configuration_sets),
         node_sets=len(committed.sets),
-        blockers=tuple([refusals[0].reason.name for refusals in state.refusals.values() if refusals]),
-        answered=dict(state.last_answer),
+        blockers=tuple([refusals[0].reason.name for refusals in state.queue.refusals.values() if refusals]),
+        answered=dict(state.nodes.last_answer),
         daemons=daemons,
         approved=committed.counters.approved,
         meter=deepcopy(writer.meter),

@@ -12,8 +12,10 @@ from statistics import fmean
 from typing import Final, TypeAlias
 
 from ganger.cluster.topology import bits
+from ganger.job_state import JobState
 
-from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
+from ganger_master.core.gang_model import Gang, GangIntent
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
 

@@ -22,7 +22,8 @@ from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.model import GangIntent, JobRecord
+from ganger_master.core.gang_model import GangIntent
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, PlanChange
 from ganger_master.planner.context import PlanContext, PlanOutcome

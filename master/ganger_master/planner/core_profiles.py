@@ -26,8 +26,10 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 
-from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
+from ganger_master.core.gang_model import Gang, GangIntent
+from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, sweet_point_bracket
 from ganger_master.estimators.cpu_design import next_probe
 from ganger_master.planner.windows import ProgressSample, RateWindows

@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from ganger.cluster.fit import memory_beside
-from ganger.cluster.resources import GangShape
+from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.model import Claim, Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.policies.timeslice_fairness import Seat
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are

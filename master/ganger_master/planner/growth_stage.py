@@ -22,7 +22,8 @@ from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.elastic import tasks_divide
-from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, ResizeChange
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held

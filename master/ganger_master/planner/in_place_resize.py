@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.elastic import tasks_divide
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, Piece
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.job_table import LiveTable
 
 Claims: TypeAlias = tuple[Claim, ...]

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from ganger.cluster.topology import bits
+from ganger.job_state import JobState
 
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobSpec, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.retry import is_backing_off
 from ganger_master.planner.device_groups import Mates, mates_of
 from ganger_master.planner.quotas import QuotaUse

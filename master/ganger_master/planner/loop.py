@@ -11,10 +11,10 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.job_state import JobState
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Promise
-from ganger_master.core.model import JobState
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.context import (
     ClusterChange,

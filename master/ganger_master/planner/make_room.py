@@ -18,7 +18,8 @@ from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MakeRoomLook, MigrationContext
 from ganger_master.planner.migration_plans import MigrationPlan, is_waiting

@@ -23,13 +23,15 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from msgspec import structs
 
 from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, SliceChange, StartChange
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from ganger.cluster.view import View
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner import colocation_rates as together
 from ganger_master.planner import core_profiles as measured
 from ganger_master.planner import job_estimates as foreseen

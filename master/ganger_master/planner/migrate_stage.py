@@ -20,7 +20,8 @@ from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import MoveChange, ResumeChange, StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, PlanOutcome

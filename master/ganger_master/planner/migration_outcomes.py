@@ -18,8 +18,9 @@ from ganger.cluster.trial import Claims
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, TrialFinding
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free

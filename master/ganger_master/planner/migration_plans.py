@@ -15,10 +15,12 @@ from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim
 from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 
 from ganger_master.core.change_reason import Goal, Purpose
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
 

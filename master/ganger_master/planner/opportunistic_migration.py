@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Final
 
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.fitting import NOT_FITTED
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.planner.job_table import is_shared

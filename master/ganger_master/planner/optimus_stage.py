@@ -37,7 +37,8 @@ from msgspec.structs import replace as replace_of
 
 from ganger_master.core.change_reason import Goal
 from ganger_master.core.elastic import devices_of
-from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.in_place_resize import (
     NOTHING_UNDER_WAY,

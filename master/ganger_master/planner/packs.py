@@ -19,11 +19,13 @@ from ganger.cluster.claims import resplit_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from msgspec import structs
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.model import Gang, GangIntent, GangPhase, JobRecord, JobState, SuspendLevel
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import CoresChange, MoveChange, PlanChange, SuspendChange
 from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # Modules of special passes load only for their policies: the import takes longer than many passes.
     from ganger.cluster.resources import GangShape
 
-    from ganger_master.core.model import JobRecord
+    from ganger_master.core.job_model import JobRecord
     from ganger_master.planner.in_place_resize import Resizing
     from ganger_master.policies.tunings.demand import Known
 

@@ -20,8 +20,9 @@ from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.gang_orders import same_place
-from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner.device_groups import Unit
 from ganger_master.planner.job_table import LiveTable

@@ -20,7 +20,8 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.device_groups import units
 from ganger_master.planner.in_place_resize import Resizing

@@ -11,7 +11,7 @@ from math import inf
 from typing import Final, assert_never
 
 from ganger_master.core.change_reason import Goal
-from ganger_master.core.model import SuspendLevel
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,

@@ -10,7 +10,7 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import GangShape
 
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.device_groups import Unit, units
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
-from ganger_master.core.model import Gang, GangIntent, JobRecord, JobState
+from ganger.job_state import JobState
+
+from ganger_master.core.gang_model import Gang, GangIntent
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.trial_test import FIRST_WINDOWS

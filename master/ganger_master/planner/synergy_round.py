@@ -16,7 +16,8 @@ import numpy as np
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 
-from ganger_master.core.model import Gang, JobRecord, SuspendLevel
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs, asked, choose

@@ -11,7 +11,8 @@ from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.device_groups import ALONE, Mates, Unit
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable

@@ -18,7 +18,7 @@ from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.trial import Trial
 
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.place_stage import nodes_for

@@ -13,7 +13,8 @@ from typing import Final, TypeAlias
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
-from ganger_master.core.model import Gang, GangPhase, JobRecord
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import PlanChange, claims_in
 from ganger_master.planner.device_groups import seat_of

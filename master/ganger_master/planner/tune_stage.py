@@ -15,7 +15,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 
 # Millicores and bytes of each claim.

@@ -24,7 +24,8 @@ from ganger.cluster.resources import Claim, ConfigurationSet, GangShape
 from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.plan import PlanDraft, plan

@@ -11,7 +11,8 @@ from ganger.v1 import job_pb2, scheduling_pb2
 from ganger.wire import resource_names as names
 from ganger.wire import times
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import ClusterChange
 from ganger_master.planner.measurements import ProgressReport
 from ganger_master.rpc.live_job_messages import live_job_from_wire

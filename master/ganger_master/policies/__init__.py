@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.orders.aging import with_aging
 from ganger_master.policies.orders.registry import FIFO_BACKFILL, ORDERS, order_named

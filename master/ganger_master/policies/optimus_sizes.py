@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.policies.job_facts import Flags, Floats, Integers

@@ -10,7 +10,7 @@ from ganger.wire import errors
 from ganger.wire.roles import CallerIdentity
 from google.protobuf.message import Message
 
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 
 
 def _fields(names: str) -> frozenset[str]:

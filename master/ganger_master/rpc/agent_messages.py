@@ -17,18 +17,10 @@ from ganger.wire import resource_names as names
 from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
-from ganger_master.core.desired_state import DesiredGang, DesiredRows, DesiredSet, GangMember
+from ganger_master.core.desired_projection import DesiredGang, DesiredRows, DesiredSet, GangMember
 from ganger_master.core.effects import cut
-from ganger_master.core.model import (
-    Capabilities,
-    GangIntent,
-    JobSpec,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    Restore,
-    StoredOrder,
-)
+from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
+from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.

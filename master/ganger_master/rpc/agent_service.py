@@ -21,8 +21,8 @@ from ganger_master.core import commands
 from ganger_master.core.answers import Done, SessionAnswer
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.arrays import has_climbed, report_of, rule_of
-from ganger_master.core.desired_state import DesiredSet
-from ganger_master.core.model import JobRecord
+from ganger_master.core.desired_projection import DesiredSet
+from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.agent_messages import ObservedParts
 from ganger_master.rpc.answer_messages import expect

@@ -18,7 +18,9 @@ from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
 from ganger_master.core.array_members import members_of
 from ganger_master.core.arrays import no_array
 from ganger_master.core.explain import as_it_is, told_blockers
-from ganger_master.core.model import Gang, JobRecord, Node, NodeState
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import no_job
 from ganger_master.core.retry import visible_to
 from ganger_master.core.timeslice_groups import has_turn
@@ -106,7 +108,9 @@ class Shown:
     def _has_turn(self, gang: Gang | None) -> bool | None:
         node_set = None if gang is None else self._writer.committed.sets.get(gang.node_set)
         return (
-            None if gang is None or node_set is None else has_turn(node_set, self._writer.state.rows_seen, gang.epoch)
+            None
+            if gang is None or node_set is None
+            else has_turn(node_set, self._writer.state.gangs.rows_seen, gang.epoch)
         )
 
     def members(self, array: int) -> list[JobRecord]:
@@ -136,7 +140,7 @@ class Shown:
             )
         node = self.node_named(name)
         row = self._writer.committed.rows.get(name)
-        seen = self._writer.state.last_answer.get(name)
+        seen = self._writer.state.nodes.last_answer.get(name)
         cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
         reasons = (
             refusal.text or _silent_why(node, cut_off.get(name)),
@@ -171,7 +175,7 @@ class Shown:
         if not node.heard:
             return ""
         jobs: dict[str, list[int]] = {}
-        for gang in self._writer.state.gangs_there(node.name):
+        for gang in self._writer.state.gangs.living_on(node.name):
             for piece in gang.pieces:
                 code = piece.trouble.partition(":")[0]
                 if piece.claim.node == node.name and code.startswith("STORAGE_"):

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 
 import numpy as np
 from ganger.cluster.view import View
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, JobRecord, JobState
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies.deadlines import DeadlineVerdict, Newcomer, advice

@@ -8,29 +8,28 @@ from typing import Any, Final
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Locality
+from ganger.job_state import JobState
 from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
 from ganger_master.core.array_members import resolved
-from ganger_master.core.desired_state import ranks_by_claim
+from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.effects import cut
-from ganger_master.core.lifecycle import trouble_of
-from ganger_master.core.model import (
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import (
     Agent,
     Capabilities,
     Checkpoint,
     Failure,
-    Gang,
-    GangPhase,
     JobProgress,
     JobRecord,
     JobSpec,
-    JobState,
     SuspendLevel,
     Update,
 )
+from ganger_master.core.lifecycle import trouble_of
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress_board import Sample
 

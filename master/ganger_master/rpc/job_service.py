@@ -20,7 +20,7 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.array_members import members_of
 from ganger_master.core.effects import cut
 from ganger_master.core.explain import explain, kept_for, making_room_for
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.policies.orders.registry import EDF
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.access import array_outline, check_jobs, check_owner, outline

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from ganger.cluster.resources import LocalityLevel, Role
+from ganger.job_state import JobState
 from ganger.v1 import job_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -18,7 +19,8 @@ from ganger.wire import times
 from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec.structs import replace
 
-from ganger_master.core.model import Gang, GangIntent, GangPhase, GangRole, JobRecord, JobSpec, JobState, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.rpc import job_messages
 
 _STATES: Final = job_messages.STATES_FROM_WIRE

@@ -22,8 +22,8 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.roles import CallerRole
 from ganger.wire.tls import trouble_with
 
-from ganger_master.core.desired_state import ranks_by_claim
-from ganger_master.core.model import JobRecord
+from ganger_master.core.desired_projection import ranks_by_claim
+from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc.answer_messages import Shown
 from ganger_master.runtime.writer import Writer
 

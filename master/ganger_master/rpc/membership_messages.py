@@ -10,7 +10,7 @@ from ganger.v1 import array_pb2, job_pb2
 from ganger.wire.errors import SpecInvalid, Violation
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
-from ganger_master.core.model import JobMetric, JobRecord
+from ganger_master.core.job_model import JobMetric, JobRecord
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
 _KINDS_FROM_WIRE: Final = {number: kind for kind, number in _KINDS.items()}

@@ -13,7 +13,8 @@ from ganger.wire import times
 
 from ganger_master.core import quarantine
 from ganger_master.core.commands import ObservedRows
-from ganger_master.core.model import Gang, NodeSet, Stray
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.node_model import Stray
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import running_row
 from ganger_master.rpc.job_messages import level_to_wire
@@ -54,8 +55,8 @@ _CHARACTERS_MOST = 200
 def gangs_to_wire(state: State) -> Iterator[node_pb2.QuarantinedGang]:
     """Yield all quarantined gangs, by job and epoch."""
     parts: dict[tuple[int, str, int], dict[str, Stray]] = {}
-    for uid in state.strays_of:
-        for name in sorted(state.strays_of[uid]):
+    for uid in state.nodes.strays_of:
+        for name in sorted(state.nodes.strays_of[uid]):
             for stray in state.nodes[name].strays:
                 if stray.uid == uid and stray.quarantined:
                     parts.setdefault((stray.job, uid, stray.epoch), {})[name] = stray

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ganger.cluster.view import LoadMode
+from ganger.job_state import JobState
 from ganger.v1 import node_pb2, node_pb2_grpc
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
@@ -20,7 +21,6 @@ from ganger.wire.servers import Callers
 
 from ganger_master.core import commands, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
-from ganger_master.core.model import JobState
 from ganger_master.decision_log import recorder
 from ganger_master.rpc import node_messages
 from ganger_master.rpc.answer_messages import Shown, expect
@@ -101,7 +101,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         for number in sorted(committed.sets):
             node_set = committed.sets.get(number)
             if (1, number) > place and node_set is not None:
-                yield node_set_to_wire(node_set, committed.gangs, self._writer.state.rows_seen)
+                yield node_set_to_wire(node_set, committed.gangs, self._writer.state.gangs.rows_seen)
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:
         return self._shown.node(names.parse_node_name(request.name), self._callers.of(context))

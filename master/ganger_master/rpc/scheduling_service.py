@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.retry import is_backing_off
@@ -144,7 +144,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     time=times.timestamp(self._clock()),
                     policy=self._writer.state.settings.policy,
                     plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
-                    draining=[names.node_name(node) for node in self._writer.state.draining],
+                    draining=[names.node_name(node) for node in self._writer.state.nodes.draining],
                     changing_node_sets=[
                         names.node_set_name(one.number) for one in committed.sets.values() if one.coming is not None
                     ],
@@ -304,7 +304,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 " take turns"
             )
         for claim in [claim for change in plan.changes for claim in claims_in(change) if claim.shared_mask]:
-            for epoch in state.gangs_on.get(claim.node, ()):
+            for epoch in state.gangs.places_on.get(claim.node, ()):
                 piece = state.gangs[epoch].piece(claim.node)
                 if piece is not None and piece.claim.device_mask & claim.shared_mask:
                     check_jobs(caller, self._shown, (state.gangs[epoch].job,))

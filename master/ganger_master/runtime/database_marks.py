@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from ganger.job_state import JobState
 
 from ganger_master.core.commands import Marks, RecordedEnd
-from ganger_master.core.model import Counters, Element, JobRecord, JobState
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Counters, Element
 
 log = logging.getLogger(__name__)
 

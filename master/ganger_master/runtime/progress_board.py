@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ganger_master.core.model import JobMetric
+from ganger_master.core.job_model import JobMetric
 
 
 @dataclass(frozen=True, slots=True)

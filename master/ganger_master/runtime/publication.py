@@ -17,8 +17,10 @@ from typing import Final
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
 
-from ganger_master.core.desired_state import DesiredSet
-from ganger_master.core.model import Counters, Element, Gang, JobRecord, Node, NodeSet
+from ganger_master.core.desired_projection import DesiredSet
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Counters, Element, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from ganger_master.core.commands import RecordedEnd
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.runtime.database_marks import ended_of, text_of
 
 LOGS: Final = "logs"

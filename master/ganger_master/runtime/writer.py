@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command, OpenStore, Tick
-from ganger_master.core.desired_state import desired_of
 from ganger_master.core.effects import Effects
 from ganger_master.core.heartbeats import ClockReading, noticed
 from ganger_master.core.queue import GrantedLease
@@ -305,15 +304,15 @@ class Writer:
         publication = Publication(
             puts=changes.puts,
             removes=changes.removes,
-            desired={node: desired_of(state, node) for node in effects.nodes},
+            desired={node: state.desired.of(node) for node in effects.nodes},
             rows=[state.view.row(node) for node in effects.rows],
             view_version=state.view.version,
             jobs=effects.jobs,
-            devices=state.devices,
-            free_devices=state.free_devices,
+            devices=state.nodes.devices,
+            free_devices=state.nodes.free_devices,
             mode=state.view.mode,
         )
-        turns = [state.turns[turn] for turn in effects.turns if turn in state.turns]
+        turns = [state.leases[turn] for turn in effects.turns if turn in state.leases]
         if self._recording is not None:
             self._recording.batch(now, effects, turns)
         if self._recording_next is not None or self._recording_ends:
@@ -401,7 +400,7 @@ class Writer:
             self.tell(Tick(told=self._told))
         self._told = turns[-1].turn
         # The current version of each lease that still exists.
-        self.lease_streams.give([held for turn in turns if (held := self.state.turns.get(turn.turn)) is not None])
+        self.lease_streams.give([held for turn in turns if (held := self.state.leases.get(turn.turn)) is not None])
 
     def _set_alarm(self, time: float) -> None:
         """Replace the alarm, unless it is due: frequent batches would otherwise postpone it for ever, and its tick
@@ -511,17 +510,17 @@ class Writer:
         self.committed.reset(
             [
                 replace(state.counters),
-                *state.configuration_sets.values(),
+                *state.nodes.configuration_sets.values(),
                 *state.nodes.values(),
                 *state.jobs.values(),
                 *state.gangs.values(),
-                *state.sets.values(),
+                *state.gangs.sets.values(),
             ],
-            {node: desired_of(state, node) for node in state.nodes},
+            {node: state.desired.of(node) for node in state.nodes},
             [state.view.row(node) for node in state.nodes],
             state.view.version,
-            state.devices,
-            state.free_devices,
+            state.nodes.devices,
+            state.nodes.free_devices,
             state.view.mode,
         )
         self._is_ready = self.fenced is None

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from ganger.cluster.impossible import impossible
 
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.submission import violations_of
 from ganger_master.core.user_usage import limit_of
 from ganger_master.quotas import ALL_OTHER_USERS, as_settings

@@ -10,7 +10,7 @@ import numpy as np
 from ganger.cluster.resources import Locality, LocalityLevel, Role, Socket, TaskShape
 from msgspec import structs
 
-from ganger_master.core.model import JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Workload
 

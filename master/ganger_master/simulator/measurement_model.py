@@ -21,7 +21,8 @@ from statistics import median
 
 import numpy as np
 
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import Curve, LossPoint
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.job_estimates import FitCache

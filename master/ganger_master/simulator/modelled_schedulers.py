@@ -8,7 +8,7 @@ from ganger.scheduling.job_scheduler import DefaultScheduler, PlacementLease, Pr
 
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
-from ganger_master.core.model import JobRecord
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State
@@ -28,7 +28,7 @@ class ModelledSchedulers:
 
     def take(self, turns: Iterable[int], now: float) -> None:
         for number in turns:
-            lease = self._state.turns.get(number)
+            lease = self._state.leases.get(number)
             if lease is not None:
                 self._ask(lease, now)
 
@@ -39,15 +39,15 @@ class ModelledSchedulers:
         further batches are futile until resources are released, so no tick is needed.
         """
         state = self._state
-        if len(state.aside) <= ASIDE:
+        if len(state.queue.aside) <= ASIDE:
             return wake
         if state.view.freed != self._freed:
-            self._freed, self._looked_at, self._looks = state.view.freed, state.aside_at, 0
+            self._freed, self._looked_at, self._looks = state.view.freed, state.queue.aside_at, 0
             return state.wake_at
-        if state.aside_at != self._looked_at:
-            self._looked_at = state.aside_at
+        if state.queue.aside_at != self._looked_at:
+            self._looked_at = state.queue.aside_at
             self._looks += 1
-        is_vain = not state.turns and self._looks > len(state.aside) // ASIDE + 1
+        is_vain = not state.leases and self._looks > len(state.queue.aside) // ASIDE + 1
         return None if is_vain else wake
 
     def _ask(self, lease: Lease, now: float) -> None:

@@ -65,7 +65,7 @@ class Moves:
     def _terms(self) -> MigrationTerms:
         return MigrationTerms(
             self._placement,
-            draining=tuple(self._state.draining),
+            draining=tuple(self._state.nodes.draining),
             is_strict=self._is_strict,
             per_hour=self._per_hour,
         )

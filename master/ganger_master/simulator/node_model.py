@@ -11,17 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ganger_master.core.commands import Command, Observe, ObservedGang, ObservedRows
-from ganger_master.core.model import (
-    Capabilities,
-    Checkpoint,
-    Gang,
-    GangIntent,
-    JobRecord,
-    ObservedPhase,
-    Outcome,
-    OutcomeKind,
-    SuspendLevel,
-)
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.job_model import Capabilities, Checkpoint, JobRecord, SuspendLevel
 from ganger_master.core.state import State
 from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.replay import Clock
@@ -127,14 +118,14 @@ class NodeModel:
     def switch_s(self) -> float:
         """Seconds from the order that stops one gang until the next one trains in its place."""
         costs = self._costs
-        if any(made.device_memory_bytes for made in self._state.configuration_sets.values()):
+        if any(made.device_memory_bytes for made in self._state.nodes.configuration_sets.values()):
             return costs.offload_s + costs.restore_s
         # Without a known size of device memory no arena is reserved, and gangs park on storage.
         return costs.suspend_s + costs.start_s + costs.resume_s
 
     def follow(self, number: int) -> None:
         """Apply the current desired state of the job's gangs."""
-        for epoch in self._state.gangs_of.get(number, ()):
+        for epoch in self._state.gangs.epochs_of.get(number, ()):
             gang = self._state.gangs[epoch]
             followed = self._followed.get(epoch)
             if (gang.node_set and gang.intent is _RUN) or (followed is not None and followed.group):
@@ -155,7 +146,7 @@ class NodeModel:
         while self._touched:
             number = next(iter(self._touched))
             del self._touched[number]
-            group, node_set = self._groups[number], self._state.sets.get(number)
+            group, node_set = self._groups[number], self._state.gangs.sets.get(number)
             if node_set is None or not group.parts:
                 self._looks[number] += 1
                 if not group.parts:
@@ -270,7 +261,7 @@ class NodeModel:
             self._take_out(followed)
             followed.held_since = now
             self._gone(followed, OutcomeKind.DONE)
-        node_set = self._state.sets.get(group.number)
+        node_set = self._state.gangs.sets.get(group.number)
         if node_set is not None and group.position.version != version:
             position = group.position
             for node in node_set.nodes:
@@ -449,7 +440,7 @@ class NodeModel:
         for node, observed in reports.items():
             self.report_of(node, tuple(observed.values()))
             # A gang that has left its group makes another matrix.
-            number = self._state.set_on.get(node)
+            number = self._state.gangs.set_on.get(node)
             if number in self._groups:
                 self._touched[number] = None
         for node, seen in rows.items():

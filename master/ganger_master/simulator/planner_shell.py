@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.job_state import JobState
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
 from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Command
-from ganger_master.core.model import JobRecord, JobState
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.planner.job_table import LiveTable
@@ -251,8 +252,8 @@ class Planning:
     def _first_of_queue(self) -> list[JobRecord]:
         """Return the jobs that an order by arrival starts on the free GPUs."""
         state, found = self._state, []
-        free, least = state.free_devices, self.table.least_waiting_gpus
-        for number in state.waiting:
+        free, least = state.nodes.free_devices, self.table.least_waiting_gpus
+        for number in state.queue.waiting:
             if free < least:
                 break
             job = state.jobs[number]
@@ -267,9 +268,9 @@ class Planning:
         """Return whether too few GPUs are free in all for a plan that can only start jobs."""
         state = self._state
         if not (self._order.is_strict and self._order.by_arrival):
-            return not self.table.has_waiting or self.table.least_waiting_gpus > state.free_devices
-        first = next(iter(state.waiting), None)
-        return first is None or state.jobs[first].gpus > state.free_devices
+            return not self.table.has_waiting or self.table.least_waiting_gpus > state.nodes.free_devices
+        first = next(iter(state.queue.waiting), None)
+        return first is None or state.jobs[first].gpus > state.nodes.free_devices
 
     def _is_futile(self) -> bool:
         """Return whether a plan that may not preempt would start no job and the next plan is already scheduled."""

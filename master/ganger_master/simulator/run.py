@@ -14,7 +14,7 @@ from ganger.cluster.preferences import BY_COUNTS
 from ganger_master.core import colocation, commands, machine, timeslice_admission
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import Command
-from ganger_master.core.model import Gang
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named

@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 
-from ganger_master.core.model import Gang, GangIntent, GangPhase
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.state import State
 from ganger_master.simulator.report.figures import demand_of
 from ganger_master.simulator.report.outcomes import Outcomes, outcomes
@@ -117,8 +117,8 @@ class Meters:
 
     def read(self, now: float) -> None:
         state = self._state
-        self._used.record(now, state.devices - state.free_devices)
-        self._waiting.record(now, len(state.waiting))
+        self._used.record(now, state.nodes.devices - state.nodes.free_devices)
+        self._waiting.record(now, len(state.queue.waiting))
         if now < self._next_look or self._demand is None:
             return
         self._next_look = now + self._every

@@ -73,8 +73,8 @@ class Sharing:
             NONE_EXCLUDED.resting(kept_out),
             turn_s=self.quantum_s(switch_s),
             received_s=self._received_s(),
-            draining=tuple(self._state.draining),
-            changing=[number for number, one in self._state.sets.items() if one.coming is not None],
+            draining=tuple(self._state.nodes.draining),
+            changing=[number for number, one in self._state.gangs.sets.items() if one.coming is not None],
             errands=errands,
         )
         self.next_look_s = found.next_change_s

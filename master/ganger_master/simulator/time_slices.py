@@ -23,7 +23,7 @@ from ganger.protocol.slice_rotation import (
     time_to_receive,
 )
 
-from ganger_master.core.model import Matrix
+from ganger_master.core.gang_model import Matrix
 
 _MEMBER: Final = "all nodes"
 # Sums of seconds are equal but for rounding.

@@ -38,7 +38,7 @@ from ganger.cluster.fit import share_of_cores, share_of_memory
 from ganger.cluster.resources import Claim, ConfigurationSet, LocalityLevel
 from msgspec import structs
 
-from ganger_master.core.model import Gang
+from ganger_master.core.gang_model import Gang
 from ganger_master.estimators.interference import Pressure
 from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from ganger_master.policies.job_facts import Flags, Floats, Integers

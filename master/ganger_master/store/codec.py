@@ -10,20 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
+from ganger.cluster.resources import ConfigurationSet
 from msgspec.structs import replace
 
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.model import (
-    ConfigurationSet,
-    Counters,
-    Element,
-    Gang,
-    JobRecord,
-    JobSpec,
-    Node,
-    NodeSet,
-    Request,
-)
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.job_model import JobRecord, JobSpec, Request
+from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.store.contract import HistoryEntry, Problem, Row, StoreBatch, StoredRow, StoreError
 
 # Kind of an element, as the core names it, to the table that keeps it.

@@ -140,7 +140,7 @@ def test_every_elastic_job_ends_in_sizes_that_it_accepts_and_nothing_is_promised
     assert outcomes.finished.all()
     # An end is an instant, in which a gang of sixteen does up to sixteen times as much as one.
     assert replay.work.remaining(np.arange(len(rows)), replay.clock.now) == pytest.approx(0.0, abs=16 * INSTANT_S)
-    assert replay.state.free_devices == SERVERS.gpus
+    assert replay.state.nodes.free_devices == SERVERS.gpus
 
 
 def busy(seed: int, **columns: object) -> Workload:

@@ -145,7 +145,7 @@ def test_every_job_ends_in_sizes_that_it_accepts_and_nothing_is_promised_twice(
     assert replay.ledger.outcomes().finished.all()
     # Times are whole microseconds, of several times as much work where a job has more GPUs.
     assert replay.work.remaining(np.arange(len(rows)), replay.clock.now) == pytest.approx(0.0, abs=1e-5)
-    assert replay.state.free_devices == 8
+    assert replay.state.nodes.free_devices == 8
 
 
 def test_the_same_run_comes_out_the_same_and_in_rounds_too() -> None:

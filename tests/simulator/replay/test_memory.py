@@ -21,7 +21,7 @@ def held(replay: _Replay) -> Iterator[tuple[str, int]]:
     """Every container of the core and of the modelled nodes and schedulers, and how much is in it; queues have limits
     of their own."""
     state = replay.state
-    core = (state, state.view, state.waiting, state.lacking)
+    core = (state, state.view, state.queue.waiting, state.queue.lacking)
     for part in (*core, replay.nodes, replay.turns, replay.planning.table, replay.clock):
         for name, value in vars(part).items():
             if isinstance(value, Sized) and not isinstance(value, deque):

@@ -127,5 +127,5 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
         ends.append(outcomes.end_s)
         assert replay.planning.moves is not None
         errands = replay.planning.moves.moving.errands
-        assert all(not one.legs or one.waiting not in replay.state.live for one in errands)
+        assert all(not one.legs or one.waiting not in replay.state.jobs.live for one in errands)
     assert np.array_equal(ends[0], ends[1])

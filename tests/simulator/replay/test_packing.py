@@ -8,7 +8,8 @@ from unittest.mock import patch
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.view import View
-from ganger_master.core.model import Gang, JobRecord
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange
 from ganger_master.planner import packs as of_packs
 from ganger_master.planner.packs import Colocations, JobRates, is_settled, whole_again

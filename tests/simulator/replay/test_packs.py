@@ -83,7 +83,7 @@ def test_a_job_alone_on_its_gpu_again_has_its_cores_again() -> None:
     while replay.clock.next_time() is not None and len(packs_of(replay).packs):
         replay.clock.run_instant()
         replay._settle()
-    left = replay.state.gangs[replay.state.jobs[next(iter(replay.state.live))].epoch]
+    left = replay.state.gangs[replay.state.jobs[next(iter(replay.state.jobs.live))].epoch]
     # Three cores go with a GPU of these servers.
     assert sum(left.claims[0].millicores) == 3_000
 
@@ -149,7 +149,7 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
 
     run_until(lambda: any(pack.is_kept for pack in packs_of(replay).packs))
     (pack,) = packs_of(replay).packs
-    replay.send(CancelJob(next(number for number in sorted(replay.state.live) if number not in pack.numbers)))
+    replay.send(CancelJob(next(number for number in sorted(replay.state.jobs.live) if number not in pack.numbers)))
     until = replay.clock.now + 3_000.0
     replay.clock.at(until, lambda: None)
     run_until(lambda: replay.clock.now >= until)
@@ -159,7 +159,7 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
 def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_that_is_kept() -> None:
     replay = after_room_appeared("rhn")
     assert packs_of(replay).packs == ()
-    gangs = [replay.state.gangs[replay.state.jobs[number].epoch] for number in replay.state.live]
+    gangs = [replay.state.gangs[replay.state.jobs[number].epoch] for number in replay.state.jobs.live]
     assert len(gangs) == 4
     assert not any(claim.shared_mask for gang in gangs for claim in gang.claims)
     assert len({(claim.node, claim.device_mask) for gang in gangs for claim in gang.claims}) == 4

@@ -53,7 +53,7 @@ class Watched(_Replay):
         super()._finish()
         found = violations(self.state)
         assert not found, found
-        for number in self.state.live:
+        for number in self.state.jobs.live:
             gang = self.state.gangs.get(self.state.jobs[number].epoch)
             # Whole, or not at all.
             held = [piece.held is not None for piece in gang.pieces] if gang is not None else []
@@ -77,8 +77,8 @@ def test_every_job_ends_and_nothing_is_promised_twice(
     else:
         # Jobs that share a GPU are slower.
         assert (served >= outcomes.duration_s - 1e-3).all()
-    assert not replay.state.live
-    assert replay.state.free_devices == SERVERS.gpus
+    assert not replay.state.jobs.live
+    assert replay.state.nodes.free_devices == SERVERS.gpus
 
 
 # Under gandiva no job waits for others to end: jobs are time-sliced.

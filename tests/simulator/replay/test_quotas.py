@@ -44,7 +44,7 @@ class Bounded(Watched):
     def _finish(self) -> None:
         super()._finish()
         held: Counter[str] = Counter()
-        for number in self.state.live:
+        for number in self.state.jobs.live:
             job = self.state.jobs[number]
             gangs = [self.state.gangs[epoch] for epoch in (job.epoch, job.next_epoch) if epoch in self.state.gangs]
             held[job.user] += max([gang.devices for gang in gangs], default=0)
@@ -84,7 +84,7 @@ def test_no_user_holds_more_than_its_quota_and_every_job_ends(
     replay = Bounded(jobs_of(rows, 4, elastic), possible(policy, way), WAYS[way], quotas)
     replay.run()
     assert replay.ledger.outcomes().finished.all()
-    assert not replay.state.shares.held
+    assert not replay.state.jobs.shares.held
 
 
 def crowd(seed: int, jobs: int = 40) -> Workload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger.cluster.resources import Claim, LocalityLevel
-from ganger_master.core.model import Gang, GangPhase, GangRole, Piece
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
 from ganger_master.simulator.traces.workload import workload
 from ganger_master.simulator.true_rates import TrueRates, without_arenas

@@ -14,7 +14,7 @@ class _Heard(_Replay):
     def __init__(self, policy: str, tells: bool) -> None:
         self.said: list[tuple[float, Command]] = []
         super().__init__(crowd(), servers_from_flags(nodes=3, gpus_per_node=4), policy, ReplayOptions(), None)
-        self.state.tells = tells
+        self.state.unstored.is_kept = tells
 
     def send(self, command: Command) -> object:
         self.said.append((self.clock.now, command))

@@ -75,9 +75,9 @@ def looked_for_in_the_whole_window(state: State, now: float) -> float | None:
     passed = [
         placement_leases._next_lease_at(state, number)
         for number in placement_leases._window(state)
-        if number in state.passed
+        if number in state.queue.passed
     ]
-    leases = [turn.expires + placement_leases._JUST_AFTER for turn in state.turns.values()]
+    leases = [turn.expires + placement_leases._JUST_AFTER for turn in state.leases.values()]
     return min([*leases, *[time for time in passed if time > now]], default=None)
 
 

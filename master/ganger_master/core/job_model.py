@@ -1,0 +1,348 @@
+"""Jobs as frozen plain values: the spec of a user, the record of the master, and what both are made of.
+
+Times are Unix seconds, memory is bytes, cores are millicores, node and job names are bare ("n1", number 7): the wire's
+"nodes/n1" and "jobs/7" are made by the rpc layer. `msgspec.json` encodes and decodes every value without hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+from typing import Final
+
+from ganger.cluster.resources import GangShape, Locality, Role
+from ganger.job_state import JobState
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
+
+from ganger_master.core.array_model import Membership
+
+
+class SuspendLevel(IntEnum):
+    """Higher levels keep less."""
+
+    NONE = 0
+    PAUSE = 1
+    OFFLOAD = 2
+    CHECKPOINT = 3
+
+
+class Agent(StrEnum):
+    AUTOMATIC = "AUTOMATIC"
+    NONE = "NONE"
+
+
+_ANYWHERE: Final = Locality()
+
+
+class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A user's request; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
+
+    command: tuple[str, ...]
+    roles: tuple[Role, ...]
+    display_name: str = ""
+    working_directory: str = "/"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    device_type: str = ""
+    locality: Locality = _ANYWHERE
+    nodes: int = 0
+    priority: int = 0
+    time_limit_seconds: float | None = None
+    gpu_memory_bytes: int = 0
+    max_failures: int = 0
+    scheduler: str = ""
+    preemptible: bool = True
+    # An elastic job also runs with other numbers of devices, whole tasks, in this range; both zero: it is none.
+    gpus_min: int = 0
+    gpus_max: int = 0
+    # Zero takes the cluster's default, negative none.
+    checkpoint_interval_seconds: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    agent: Agent = Agent.AUTOMATIC
+    # Unix seconds by which it should have ended; zero: whenever.
+    deadline: float = 0.0
+    # Whether it may be moved for others, or to be closer together.
+    movable: bool = True
+    # Its share of what it has to share with others, to that of a job of weight 1.
+    weight: float = 1.0
+    # Its owner counts it as converged once its loss falls by less than this part of the largest decrease in each of
+    # that many passes over the data; zero: not given.
+    least_decrease: float = 0.0
+    converged_passes: int = 1
+    # Whether its only task has the variables of torchrun, too.
+    distributed: bool = False
+    # Set by the master.
+    array: Membership | None = None
+
+    @property
+    def gpus(self) -> int:
+        # Asked for all the time, and most jobs have one role.
+        if len(self.roles) == 1:
+            return self.roles[0].tasks * self.roles[0].shape.gpus
+        return sum([role.tasks * role.shape.gpus for role in self.roles])
+
+    @property
+    def tasks(self) -> int:
+        return sum([role.tasks for role in self.roles])
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.gpus_max > 0
+
+    def accepts(self, gpus: int) -> bool:
+        """Return whether its gang may have so many devices."""
+        if not self.is_elastic:
+            return gpus == self.gpus
+        return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
+
+    def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0) -> GangShape:
+        """With so many devices, which it must accept; zero: with as many as its roles name."""
+        named, roles = self.gpu_memory_bytes, self.roles
+        needed = named if named > used_device_bytes else used_device_bytes
+        if gpus:
+            roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
+        return GangShape(roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
+
+
+class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The suspend levels that a job offers. All fields are meaningless until `known`.
+
+    `missing`: why a level is not offered, by its name; under MOVE why the job cannot move, under TURNS why it cannot be
+    time-sliced. `resize`: its state can be restored by another number of ranks, which must divide `resize_divides`
+    (zero: any). `presumed`: no agent has reported yet, perhaps because it is only starting. `withdrawn`: the part of
+    `missing` that failed once and is not offered again, whatever the ranks of a later attempt report.
+    """
+
+    pause: bool = False
+    offload: bool = False
+    checkpoint: bool = False
+    missing: Mapping[str, str] = field(default_factory=dict)
+    known: bool = False
+    resize: bool = False
+    resize_divides: int = 0
+    presumed: bool = False
+    withdrawn: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def no_turns(self) -> str:
+        """Return why it cannot be time-sliced although it can be suspended; empty if it can."""
+        return self.missing.get("TURNS", "")
+
+    def without_turns(self, why: str) -> Capabilities:
+        return replace(self, missing={**self.missing, "TURNS": why}) if why else self
+
+    def without(self, failed: Mapping[str, str]) -> Capabilities:
+        """`failed`: names as in `missing`, and why each is not offered again."""
+        withdrawn = {**failed, **self.withdrawn}
+        if not withdrawn:
+            return self
+        return replace(
+            self,
+            pause=self.pause and "PAUSE" not in withdrawn,
+            offload=self.offload and "OFFLOAD" not in withdrawn,
+            checkpoint=self.checkpoint and "CHECKPOINT" not in withdrawn,
+            resize=self.resize and "RESIZE" not in withdrawn,
+            missing={**self.missing, **withdrawn},
+            withdrawn=withdrawn,
+        )
+
+    def offers(self, level: SuspendLevel) -> bool:
+        match level:
+            case SuspendLevel.PAUSE:
+                return self.pause
+            case SuspendLevel.OFFLOAD:
+                return self.offload
+            case SuspendLevel.CHECKPOINT:
+                return self.checkpoint
+            case SuspendLevel.NONE:
+                return False
+
+
+class Checkpoint(Struct, frozen=True, gc=False, omit_defaults=True):
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int = 0
+    create_time: float = 0.0
+
+
+class JobMetric(Struct, frozen=True, gc=False):
+    """A value that a job reported under a name; None: not a number. `step`: boundaries passed by then."""
+
+    name: str
+    value: float | None
+    step: int = 0
+
+
+class JobProgress(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The progress of an attempt when it was parked or ended. Without a `loss` the job reported no number."""
+
+    epoch: int
+    step: int
+    samples: int = 0
+    loss: float | None = None
+    time: float = 0.0
+    # Of the attempt, from its first step to its last.
+    data_wait_share: float = 0.0
+    metrics: tuple[JobMetric, ...] = ()
+
+
+class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
+    """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
+
+    reason: str
+    message: str = ""
+    exit_code: int = 0
+    rank: int = 0
+    epoch: int = 0
+
+
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
+_PENDING: Final = JobState.PENDING
+
+
+class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
+    number: int
+    uid: str
+    user: str
+    spec: JobSpec
+    create_time: float
+    request_id: str = ""
+    state: JobState = JobState.PENDING
+    revision: int = 1
+    # Since when it waits, for policies and estimates; zero when it does not.
+    pending_since: float = 0.0
+    # First step of the first attempt; zero before.
+    start_time: float = 0.0
+    end_time: float = 0.0
+    # Running time of former stretches, and since when the present one lasts (zero: not running).
+    run_seconds: float = 0.0
+    running_since: float = 0.0
+    # The gang that may step, and the destination of a move in progress; zero for none.
+    epoch: int = 0
+    next_epoch: int = 0
+    # Devices of its newest gang, where that are not as many as its roles name; else zero.
+    gpus_given: int = 0
+    failures: int = 0
+    # Failures in a row that came soon, and the end of the backoff for them; zero: it waits only for a place.
+    failed_in_row: int = 0
+    again_at: float = 0.0
+    preemptions: int = 0
+    # Moves given up since the last successful one: bounds how often a drain tries again.
+    moves_aborted: int = 0
+    # How long its last move made it stand still; zero if it was never moved.
+    move_pause_seconds: float = 0.0
+    # Failed starts since the last step, and the nodes that failed at them.
+    launch_failures: int = 0
+    launch_failed_on: tuple[str, ...] = ()
+    # The newest epoch a committed move left behind: it and older ones never step again.
+    moved_from: int = 0
+    checkpoint: Checkpoint | None = None
+    # The one before it, for when it turns out to be damaged; daemons keep the files of both.
+    checkpoint_before: Checkpoint | None = None
+    # Paths of those that could not be read, so that none is believed again; until an attempt has one of its own.
+    unreadable: tuple[str, ...] = ()
+    capabilities: Capabilities = Capabilities()
+    peak_device_bytes: int = 0
+    # The same, but no more than the devices it ran on have: what others must leave it.
+    used_device_bytes: int = 0
+    # Progress of the newest attempt that has ended. That of a running one is measured, and not stored.
+    progress: JobProgress | None = None
+    # The level at which a user's suspend has parked it; NONE until it is parked.
+    suspended_level: SuspendLevel = SuspendLevel.NONE
+    # The state that it gets once its gangs are gone; None while it is not ending.
+    ending: JobState | None = None
+    failure: Failure | None = None
+    reason: str = ""
+    # What went wrong last without ending it, until the next suspend, move or checkpoint.
+    trouble: str = ""
+    # A member of an array that waits until another has ended: no place is sought for it.
+    held: bool = False
+    # What it had reported at the rungs of its array's stop rule; None is no number.
+    rungs: tuple[float | None, ...] = ()
+    # For an updated job: the values as submitted, and its newest updates that had request ids.
+    submitted: Submitted | None = None
+    updates: tuple[Updated, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"jobs/{self.number}"
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the job is in the queue: no gang, no end, no backoff, and not held by its array."""
+        is_free = self.ending is None and self.next_epoch == 0
+        return self.state is _PENDING and is_free and not self.held and not self.again_at
+
+    @property
+    def submitted_spec(self) -> JobSpec:
+        """Without what was updated since."""
+        return self.spec if self.submitted is None else replace(self.spec, **asdict(self.submitted))
+
+    @property
+    def arena_bytes_per_device(self) -> int:
+        """What OFFLOAD needs in host memory: the peak of a device plus a tenth; zero while no peak is known."""
+        peak, named = self.peak_device_bytes, self.spec.gpu_memory_bytes
+        if named > peak:
+            peak = named
+        return peak + peak // 10
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether it can continue only with as many devices as before: by its place or its checkpoint."""
+        return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.resize)
+
+    @property
+    def gpus(self) -> int:
+        """Devices of the gang that it has or asks for."""
+        return self.gpus_given if self.gpus_given and self.is_bound else self.spec.gpus
+
+    @property
+    def shape(self) -> GangShape:
+        """Return the shape that it requests now: by its spec, and by its measured memory."""
+        return self.shape_with(self.arena_bytes_per_device)
+
+    def shape_with(self, arena_bytes_per_device: int) -> GangShape:
+        given = self.gpus_given if self.gpus_given and self.is_bound else 0
+        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, given)
+
+
+class Update(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The changes of an update; None: unchanged. A time limit of zero takes it away; zero cores (of each GPU) and
+    bytes (of each task) leave them to the scheduler."""
+
+    display_name: str | None = None
+    priority: int | None = None
+    time_limit_seconds: float | None = None
+    device_type: str | None = None
+    locality: Locality | None = None
+    memory_bytes: int | None = None
+    millicores_per_gpu: int | None = None
+
+
+class Updated(Struct, frozen=True, gc=False):
+    """An update that was carried out, with its request id, so that a repetition changes nothing."""
+
+    request_id: str
+    update: Update
+
+
+class Submitted(Struct, frozen=True, gc=False):
+    """The updatable values of a job's spec as submitted, by which a repeated submission is recognised."""
+
+    display_name: str
+    priority: int
+    time_limit_seconds: float | None
+    device_type: str
+    locality: Locality
+    roles: tuple[Role, ...]
+
+
+class Request(Struct, frozen=True, gc=False):
+    """The request id of a forgotten job: it is not accepted a second time."""
+
+    number: int
+    request_id: str
+    # When the job was submitted, and its user: each user has ids of its own.
+    time: float
+    user: str = ""

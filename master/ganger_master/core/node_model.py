@@ -1,0 +1,152 @@
+"""Nodes, counters, and the union of all elements of the state. Units as in `job_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+from ganger.cluster.resources import ConfigurationSet
+from msgspec import Struct, field
+
+from ganger_master.core.gang_model import Gang, NodeSet, ObservedPhase, Outcome, StoredOrder
+from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
+
+
+class NodeState(StrEnum):
+    UNKNOWN = "UNKNOWN"
+    READY = "READY"
+    SILENT = "SILENT"
+    CORDONED = "CORDONED"
+    DRAINING = "DRAINING"
+    LOST = "LOST"
+
+
+class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
+    """A gang reported by a node that the master does not want there.
+
+    `quarantined` ones (unknown job, epoch from the future) are left alone and hold their devices until they end or an
+    operator decides; others are older epochs and are stopped. What it was found as stands until it is gone.
+    """
+
+    job: int
+    uid: str
+    epoch: int
+    device_mask: int
+    master_sequence: int
+    quarantined: bool
+    note: str = ""
+    phase: ObservedPhase = ObservedPhase.NONE
+    # Once the daemon has sent it.
+    told: StoredOrder | None = None
+    # The level at which it is parked.
+    level: SuspendLevel = SuspendLevel.NONE
+    stop_step: int = 0
+    residue_bytes: tuple[int, ...] = ()
+    # How it ended.
+    outcome: Outcome = Outcome()
+    # An operator has ordered its end.
+    is_ordered: bool = False
+    kept_memory_bytes: int = 0
+
+    @property
+    def holds_back(self) -> bool:
+        """True if its job must not start beside it."""
+        return self.quarantined or self.is_ordered
+
+
+class Node(Struct, frozen=True, gc=False, omit_defaults=True):
+    name: str
+    machine_uuid: str
+    configuration_set: str
+    rack: str = ""
+    fabric: str = ""
+    peer_address: str = ""
+    stream_address: str = ""
+    capabilities: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    boot_id: str = ""
+    session: str = ""
+    # The present session has sent its complete observed set.
+    heard: bool = False
+    # Its daemon has not called for longer than one without news does.
+    silent: bool = False
+    # Why calls of its daemon cannot be answered; empty when they can.
+    unanswerable: str = ""
+    # Lost until it opens a session again.
+    lost: bool = False
+    cordoned: bool = False
+    draining: bool = False
+    state_reason: str = ""
+    device_faults: Mapping[int, str] = field(default_factory=dict)
+    storage_proved: bool = False
+    # Of the newest report that was applied.
+    observation: int = 0
+    applied_version: int = 0
+    strays: tuple[Stray, ...] = ()
+    # Ended gangs in the newest report whose outcome is kept: the daemon may forget them.
+    acknowledged: tuple[int, ...] = ()
+    # Gangs in a row that could not be launched here, since its session began or an operator uncordoned it, and the
+    # message of the last failure.
+    launch_failures: int = 0
+    launch_failure: str = ""
+    create_time: float = 0.0
+
+    @property
+    def state(self) -> NodeState:
+        if self.lost:
+            return NodeState.LOST
+        if not self.heard:
+            return NodeState.UNKNOWN
+        if self.silent or self.unanswerable:
+            return NodeState.SILENT
+        if self.draining:
+            return NodeState.DRAINING
+        return NodeState.CORDONED if self.cordoned else NodeState.READY
+
+    @property
+    def takes_gangs(self) -> bool:
+        return self.heard and not (self.lost or self.silent or self.unanswerable or self.draining or self.cordoned)
+
+    @property
+    def is_choosy(self) -> bool:
+        """Return whether there may be jobs that it cannot take, whatever is free."""
+        is_closed_to_some = not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
+        return is_closed_to_some or self.launch_failures > 0
+
+
+class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
+    """The database is an older copy of what this cluster had. Until all nodes have reported what they run, nothing is
+    started, stopped or changed. `why`: what revealed it, as a text for people."""
+
+    since: float
+    why: str
+
+
+class Counters(Struct):
+    """The next ids and versions, none of which is given twice. An epoch alone names a gang: it is unique.
+
+    The one element that its state changes in place, because nearly every event counts something: what leaves the state
+    is a copy.
+    """
+
+    next_job: int = 1
+    next_epoch: int = 1
+    next_event: int = 1
+    next_session: int = 1
+    next_set: int = 1
+    view_version: int = 0
+    # Of the newest set of gangs that any node is to want.
+    desired_version: int = 0
+    approved: int = 0
+    # Gangs are packed, not spread apart: what the load made of it last.
+    packs: bool = False
+    storage_token: str = ""
+    # Name of this database and of all its copies. Daemons and the file beside it record its next ids under this name.
+    store: str = ""
+    # Epochs [first, end) that were given after this copy was made, or by another master: ascending.
+    skipped_epochs: tuple[tuple[int, int], ...] = ()
+    restoring: PendingRestore | None = None
+
+
+Element: TypeAlias = JobRecord | Request | Gang | Node | NodeSet | ConfigurationSet | Counters
