@@ -18,6 +18,8 @@ from ganger.wire.errors import SpecInvalid, Violation
 
 MEMBERS_LIMIT = 1_000
 _KEYS = ("grid", "list", "indices", "at_once", "stop")
+# Fields of a rule that are not named as the key that users write.
+_RULE_FIELDS = {"first": "first_rung", "every": "rung_interval"}
 _STOP_KEYS = ("rule", "metric", "goal", "resource", "first", "factor", "every", "bound")
 # Of steps or another resource, as the master has it.
 _LARGEST = 1e15
@@ -128,7 +130,7 @@ def _fill(request: CreateArrayRequest, array: Any) -> None:
     if violations:
         raise _WrongError(violations)
     request.members.extend(members or ())
-    request.at_once = at_once or 0
+    request.max_concurrent = at_once or 0
     if rule is not None:
         request.rule.CopyFrom(rule)
 
@@ -227,7 +229,8 @@ def _rule(value: Any) -> StopRule:
     if wrong:
         raise _WrongError(wrong)
     kind = StopRule.Kind.Value(f"KIND_{rule.upper()}")
-    return StopRule(kind=kind, maximise=goal == "max", **names, **numbers)  # type: ignore[arg-type]  # by name
+    fields = {_RULE_FIELDS.get(key, key): number for key, number in numbers.items()}
+    return StopRule(kind=kind, higher_is_better=goal == "max", **names, **fields)  # type: ignore[arg-type]  # by name
 
 
 def _name(value: Any) -> str:

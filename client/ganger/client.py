@@ -183,7 +183,7 @@ class Client:
             states=states,
             user=user,
             array=_array(array) if array else "",
-            fold_arrays=fold_arrays,
+            without_members=fold_arrays,
             display_name=name,
             labels=labels or {},
         )
@@ -275,7 +275,7 @@ class Client:
 
     def repin_job(self, job: str | int) -> job_pb2.Job:
         """Moves the job to other cores of the same number, live. Changes no bit of its results."""
-        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=self._name(job), repin=True))
+        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=self._name(job), is_repin=True))
 
     def explain_job(self, job: str | int) -> job_service_pb2.Explanation:
         return self._call(self._jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name=self._name(job)))
@@ -406,7 +406,7 @@ class Client:
     ) -> node_pb2.Recording:
         """Lets the master write down what it decides, and waits until that has ended. The file is on its machine."""
         request = node_pb2.RecordDecisionsRequest(
-            duration=times.duration(seconds), most_bytes=most_bytes, with_environment=with_environment
+            duration=times.duration(seconds), max_bytes=most_bytes, with_environment=with_environment
         )
         return self._call(lambda asked: self._nodes.RecordDecisions(asked, timeout=seconds + _PUBLISH_S), request)
 

@@ -151,7 +151,8 @@ def test_what_was_given_back_is_not_shown_as_held(call: Call, master: CannedMast
 def test_why_puts_the_true_blocker_first_and_says_when(call: Call, master: CannedMaster, capsys: Output) -> None:
     master.explanation.job.CopyFrom(job_pb2.Job(name="jobs/4", state=job_pb2.Job.STATE_PENDING, queue_rank=2))
     master.explanation.blockers.add(reason="GPUS", message="not enough free devices", figures={"needed": 8})
-    master.explanation.start_after_seconds, master.explanation.start_before_seconds = 60, 7_200
+    master.explanation.start_after.CopyFrom(times.duration(60))
+    master.explanation.start_before.CopyFrom(times.duration(7_200))
     master.explanation.assumption = "if jobs/3 ends by its time limit"
     assert call("why", "4") == 0
     first, second, third, last = capsys.readouterr().out.splitlines()
@@ -328,8 +329,8 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
         sockets=[resources_pb2.Socket(millicores=8_000)],
         memory_bytes=1 << 30,
     )
-    row = node_pb2.NodeRow(node="nodes/n1", free_mask=0b0011, free_millicores=[4_000], free_memory_bytes=1 << 29)
-    node = node_pb2.Node(name="nodes/n1", state=node_pb2.Node.STATE_READY, configuration_set="v4", row=row)
+    row = node_pb2.NodeState(node="nodes/n1", free_mask=0b0011, free_millicores=[4_000], free_memory_bytes=1 << 29)
+    node = node_pb2.Node(name="nodes/n1", state=node_pb2.Node.STATE_READY, configuration_set="v4", view_entry=row)
     master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
     assert call("nodes") == 0
     line = " ".join(capsys.readouterr().out.splitlines()[1].split())
@@ -401,7 +402,7 @@ def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it
     for name, second in times_of.items():
         getattr(job, f"{name}_time").CopyFrom(times.timestamp(second))
     if run_s:
-        job.run.CopyFrom(times.duration(run_s))
+        job.run_duration.CopyFrom(times.duration(run_s))
     assert job_table.elapsed(job, now=150.0) == shown
 
 

@@ -54,7 +54,7 @@ def test_a_suspend_that_keeps_a_gpu_names_a_level_that_frees_it_only_where_the_j
     job.gang.parked_level = job_pb2.SUSPEND_LEVEL_PAUSE
     del job.gang.claims[1:]
     job.gang.claims[0].device_mask = 1
-    job.capabilities.CopyFrom(job_pb2.Capabilities(pause=True, **dict.fromkeys(offered, True)))
+    job.capabilities.CopyFrom(job_pb2.Capabilities(can_pause=True, **{f"can_{level}": True for level in offered}))
     assert call("suspend", "1", "--level", "pause") == 0
     assert capsys.readouterr().out.endswith(f", and keeps its GPU{advice}\n")
 
@@ -123,7 +123,7 @@ def test_a_move_to_a_node_that_does_not_exist_is_refused_before_the_job_has_repo
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:
     job = running_job(master)
-    job.capabilities.presumed = True
+    job.capabilities.is_presumed = True
     job.start_time.GetCurrentTime()
     master.failing = NodeNotFound("there is no nodes/n9")
     assert call("move", "1", "--to", "n9") == 3
@@ -135,7 +135,7 @@ def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one
     call: Call, master: CannedMaster
 ) -> None:
     job = running_job(master)
-    job.capabilities.presumed = True
+    job.capabilities.is_presumed = True
     job.start_time.GetCurrentTime()
     looks = 0
 
@@ -143,7 +143,7 @@ def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one
         nonlocal looks
         looks += 1
         if looks == 3:
-            job.capabilities.presumed = False
+            job.capabilities.is_presumed = False
 
     def looks_before_the_order() -> int:
         kinds = [type(request).__name__ for request in master.requests]
@@ -154,7 +154,7 @@ def test_a_suspend_waits_for_an_agent_that_has_not_spoken_up_yet_but_not_for_one
     assert call("suspend", "1", "--level", "offload") == 0
     assert looks_before_the_order() == 3
     job.state, job.gang.phase = job_pb2.Job.STATE_HOLDING, job_pb2.Gang.PHASE_RUNNING
-    job.capabilities.presumed = True
+    job.capabilities.is_presumed = True
     job.start_time.FromSeconds(1_000)
     assert call("suspend", "1", "--level", "offload") == 0
     assert looks_before_the_order() == 1

@@ -21,7 +21,7 @@ def ended(**fields: object) -> job_pb2.Job:
 
 def test_a_job_that_has_ended_says_what_became_of_its_time() -> None:
     job = ended(progress=job_pb2.Progress(step=72_000, data_wait_share=0.04))
-    job.run.FromSeconds(7_200)
+    job.run_duration.FromSeconds(7_200)
     assert job_table.efficiency(job) == (
         "ran 2h of 2h 30m since its submission; 72000 steps, 10/s; waited for data 4% of the last attempt; 8 GPU-hours"
     )
@@ -30,13 +30,13 @@ def test_a_job_that_has_ended_says_what_became_of_its_time() -> None:
 def test_a_job_that_never_ran_or_still_runs_says_nothing_of_it() -> None:
     assert job_table.efficiency(ended()) == ""
     job = ended()
-    job.run.FromSeconds(7_200)
+    job.run_duration.FromSeconds(7_200)
     job.state = job_pb2.Job.STATE_HOLDING
     assert job_table.efficiency(job) == ""
 
 
 def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
-    job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(concern="no step for 5m"))
+    job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(stall_reason="no step for 5m"))
     job.gang.claims.add(node="nodes/n1", device_mask=3)
     assert job_table.note(job) == "n1[0-1] (no step for 5m)"
 
@@ -62,27 +62,27 @@ def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     )
     job.capabilities.missing["RESIZE"] = "it does not attach"
     assert job_table.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
-    job.capabilities.resize = True
+    job.capabilities.can_resize = True
     assert job_table.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
-    job.gang.turn = job_pb2.Gang.TURN_RUNS
+    job.gang.slice_state = job_pb2.Gang.SLICE_STATE_ACTIVE
     assert job_table.sizes_text(job).endswith("grows and shrinks once it has GPUs to itself, without turns")
 
 
 @pytest.mark.parametrize(
     ("phase", "turn", "text"),
     [
-        ("RUNNING", "RUNS", "running, in turn"),
-        ("RUNNING", "WAITS", "waiting for its turn"),
-        ("STARTING", "WAITS", "waiting for its turn"),
-        ("STARTING", "RUNS", "starting"),
+        ("RUNNING", "ACTIVE", "running, in turn"),
+        ("RUNNING", "INACTIVE", "waiting for its turn"),
+        ("STARTING", "INACTIVE", "waiting for its turn"),
+        ("STARTING", "ACTIVE", "starting"),
         ("RUNNING", "UNSPECIFIED", "running"),
-        ("STOPPING", "WAITS", "stopping"),
+        ("STOPPING", "INACTIVE", "stopping"),
     ],
 )
 def test_a_job_in_turns_says_whether_it_has_the_turn(phase: str, turn: str, text: str) -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING)
     job.gang.phase = job_pb2.Gang.Phase.Value(f"PHASE_{phase}")
-    job.gang.turn = job_pb2.Gang.Turn.Value(f"TURN_{turn}")
+    job.gang.slice_state = job_pb2.Gang.SliceState.Value(f"SLICE_STATE_{turn}")
     assert job_table.state_text(job) == text
 
 

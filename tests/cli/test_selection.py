@@ -150,7 +150,7 @@ def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Ca
 def test_suspend_at_pause_reports_that_the_job_keeps_its_gpus(call: Call, master: CannedMaster, capsys: Output) -> None:
     job = running_job(master)
     job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_PARKED, job_pb2.SUSPEND_LEVEL_PAUSE
-    job.capabilities.pause = job.capabilities.offload = True
+    job.capabilities.can_pause = job.capabilities.can_offload = True
     assert call("suspend", "1", "--level", "pause") == 0
     assert "and keeps its 3 GPUs: `ganger suspend 1 --level offload` frees them" in capsys.readouterr().out
 
@@ -171,6 +171,6 @@ def test_a_waiting_order_reports_what_it_waits_for(
 ) -> None:
     job = running_job(master)
     job.gang.phase, job.gang.stop_step = job_pb2.Gang.Phase.Value(f"PHASE_{phase}"), stop_step
-    job.capabilities.presumed = presumed
+    job.capabilities.is_presumed = presumed
     job.progress.step_time.FromSeconds(1_000)
     assert told in obstacle(job, now=1_007.0)

@@ -40,13 +40,13 @@ def test_without_a_terminal_top_prints_once(call: Call, master: CannedMaster, ca
 
 
 def test_top_draws_rows_of_turns_and_the_last_changes(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master).gang.beside.append("jobs/9")
+    running_job(master).gang.colocated_jobs.append("jobs/9")
     node_set = master.nodes.node_sets.add(name="nodeSets/1", nodes=["nodes/n1", "nodes/n2"], leader="nodes/n1")
     node_set.quantum.FromSeconds(60)
     node_set.level = job_pb2.SUSPEND_LEVEL_OFFLOAD
-    node_set.rows.add(jobs=["jobs/1", "jobs/9"])
+    node_set.slices.add(jobs=["jobs/1", "jobs/9"])
     # it moves from one GPU of the row to another
-    node_set.rows.add(jobs=["jobs/4", "jobs/4"])
+    node_set.slices.add(jobs=["jobs/4", "jobs/4"])
     told = (("gang_running", {}), ("move_begun", {"goal": "HOLE", "nodes": "n2"}), ("change_kept", {"gain": "1.42"}))
     master.events = [
         job_pb2.Event(

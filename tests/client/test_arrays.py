@@ -40,7 +40,7 @@ def test_a_grid_is_every_combination_and_the_last_parameter_changes_fastest() ->
         {"lr": "0.01", "batch": "64"},
     ]
     assert [member.index for member in request.members] == [0, 1, 2, 3]
-    assert request.at_once == 3
+    assert request.max_concurrent == 3
     assert list(request.spec.command) == ["train", "{lr}"]
 
 
@@ -48,14 +48,14 @@ def test_indices_are_written_as_slurm_users_do() -> None:
     for text, indices in (("0-3", [0, 1, 2, 3]), ("1-9:4", [1, 5, 9]), ("7,2", [7, 2]), ("5", [5])):
         request = made(flags(f"{text}%2"))
         assert [member.index for member in request.members] == indices
-        assert request.at_once == 2
+        assert request.max_concurrent == 2
 
 
 def test_flags_win_over_the_file_and_keep_what_they_do_not_name() -> None:
     present = {"grid": {"lr": [0.1, 0.2], "batch": [1]}, "at_once": 5, "stop": {"rule": "asha", "first": 3}}
     request = made(flags("lr=9", present=present))
     assert parameters(request) == [{"lr": "9", "batch": "1"}]
-    assert (request.at_once, request.rule.kind, request.rule.first) == (5, StopRule.KIND_ASHA, 3)
+    assert (request.max_concurrent, request.rule.kind, request.rule.first) == (5, StopRule.KIND_ASHA, 3)
 
 
 def test_a_list_names_each_member() -> None:
@@ -65,7 +65,12 @@ def test_a_list_names_each_member() -> None:
 def test_a_stop_rule_is_written_in_one_word() -> None:
     rule = made(flags("0-1", stop="threshold,metric=accuracy,goal=max,first=5,resource=epoch,bound=0.2")).rule
     assert rule == StopRule(
-        kind=StopRule.KIND_THRESHOLD, metric="accuracy", maximise=True, resource="epoch", first=5, bound=0.2
+        kind=StopRule.KIND_THRESHOLD,
+        metric="accuracy",
+        higher_is_better=True,
+        resource="epoch",
+        first_rung=5,
+        bound=0.2,
     )
 
 

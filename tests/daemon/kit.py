@@ -101,7 +101,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         async with self.changed:
             book.reports += 1
             book.missed = tuple(request.missing_specs)
-            if request.continues:
+            if request.has_more:
                 book.parts.extend(request.gangs)
                 return agent_pb2.ReconcileResponse(observation=request.observation)
             if request.changed:

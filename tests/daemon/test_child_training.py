@@ -57,9 +57,9 @@ def test_pause_freezes_every_process_and_the_rest_is_refused_with_the_reason(tmp
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=_command(tmp_path, kind))
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, _offers_by_child, patience=60)
-        assert running.capabilities.pause
-        assert not running.capabilities.offload
-        assert not running.capabilities.checkpoint
+        assert running.capabilities.can_pause
+        assert not running.capabilities.can_offload
+        assert not running.capabilities.can_checkpoint
         assert not running.capabilities_presumed
         pid = running.ranks[0].pid
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, intent=Intents.INTENT_PARK, level=1))

@@ -11,7 +11,7 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger_daemon.node.gang_set import GangSet
 
-ROWS = agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)
+ROWS = agent_pb2.DesiredSlices(node_set=9, version=2, slices=[agent_pb2.Slice(epochs=[7])], set_epoch=1)
 WANTED = agent_pb2.DesiredGang(
     job="jobs/1",
     job_uid="uid",
@@ -30,7 +30,7 @@ class Recorded(GangSet):
         self.said: list[int] = []
 
     async def known(self) -> int:
-        answer = await self.rotation.receive_order(peer_pb2.RowOrder(node_set=9, ask=True))
+        answer = await self.rotation.receive_order(peer_pb2.SliceOrder(node_set=9, is_query=True))
         return int(answer.known_version)
 
     async def _act(self, action: object, messages: object) -> None:

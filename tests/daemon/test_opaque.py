@@ -74,9 +74,9 @@ def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_can
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)
-        assert running.capabilities.pause
-        assert not running.capabilities.offload
-        assert not running.capabilities.checkpoint
+        assert running.capabilities.can_pause
+        assert not running.capabilities.can_offload
+        assert not running.capabilities.can_checkpoint
         assert set(running.capabilities.missing) == {"OFFLOAD", "CHECKPOINT"}
         pid = running.ranks[0].pid
         for sequence in (2, 4):
@@ -102,7 +102,7 @@ def test_several_processes_without_an_agent_on_one_node_are_paused_together_by_f
         gang = made.gang({"n1": [0, 1]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
-        assert running.capabilities.pause
+        assert running.capabilities.can_pause
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert parked.level == job_pb2.SUSPEND_LEVEL_PAUSE
@@ -121,7 +121,7 @@ def test_processes_without_an_agent_on_several_nodes_cannot_be_paused_and_the_re
         for node in placement:
             await made.master.want(node, made.gang(placement, node, uid=uid, command=["sleep", "600"]))
         running = await made.master.until("n2", 1, in_phase(Observed.PHASE_RUNNING))
-        assert not running.capabilities.pause
+        assert not running.capabilities.can_pause
         assert "on several nodes" in running.capabilities.missing["PAUSE"]
 
     run(story)

@@ -55,7 +55,7 @@ def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> N
         uid = str(uuid.uuid4())
         gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="long step")
         await made.master.want("n1", gang)
-        await made.master.until("n1", 1, lambda seen: bool(seen.capabilities.pause))
+        await made.master.until("n1", 1, lambda seen: bool(seen.capabilities.can_pause))
         await made.master.want("n1", with_changes(gang, 2, **PAUSE))
         await until(lambda: any("in main" in line for line in log_of(made.directory, "n1", uid, 0, 1)), 60.0)
         (made.directory / "go").touch()

@@ -29,7 +29,7 @@ SAID = SliceMember(
 
 def test_all_that_a_member_says_arrives() -> None:
     sent = state_to_wire(12, SAID).SerializeToString()
-    assert member_from_wire(peer_pb2.RowState.FromString(sent)) == SAID
+    assert member_from_wire(peer_pb2.SliceMember.FromString(sent)) == SAID
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,8 @@ def test_a_gang_parked_by_the_master_is_reported_as_resting(
     gangs = SimpleNamespace(all=lambda: [gang], blocked_by=lambda gang: [])
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=tmp_path), node="n1", changed=lambda: None)
     rotation = Rotation(host, peers=SimpleNamespace(), gangs=gangs)  # type: ignore[arg-type]
-    rotation.set_desired([agent_pb2.DesiredRows(node_set=9, version=2, rows=[agent_pb2.Row(epochs=[7])], set_epoch=1)])
-    answer = asyncio.run(rotation.receive_order(peer_pb2.RowOrder(node_set=9, ask=True)))
+    rotation.set_desired(
+        [agent_pb2.DesiredSlices(node_set=9, version=2, slices=[agent_pb2.Slice(epochs=[7])], set_epoch=1)]
+    )
+    answer = asyncio.run(rotation.receive_order(peer_pb2.SliceOrder(node_set=9, is_query=True)))
     assert list(answer.resting_epochs) == ([7] if rests else [])

@@ -11,6 +11,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.group_rotation import GroupRotation
 from ganger.protocol.slice_rotation import SlicePosition, SliceSwitch
+from ganger.wire import times
 from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.desired_messages import wanted_of
 from ganger_daemon.node.slice_rotation import Rotation, order_to_wire
@@ -66,15 +67,15 @@ def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=path), node="n1", changed=lambda: None)
     here: Any = SimpleNamespace(all=lambda: gangs, blocked_by=lambda one: [], collide=lambda one, other: True)
     rotation = Rotation(host, peers=SimpleNamespace(), gangs=here)  # type: ignore[arg-type]
-    rows = [agent_pb2.Row(epochs=[7]), agent_pb2.Row(epochs=[8])]
-    rotation.set_desired([agent_pb2.DesiredRows(node_set=9, version=1, rows=rows, set_epoch=1)])
+    rows = [agent_pb2.Slice(epochs=[7]), agent_pb2.Slice(epochs=[8])]
+    rotation.set_desired([agent_pb2.DesiredSlices(node_set=9, version=1, slices=rows, set_epoch=1)])
     rotation.confirm_begun()
     order = order_to_wire(9, SlicePosition(SliceSwitch(1, 1), 1, 0, {8: SliceSwitch(1, 1)}))
     asyncio.run(rotation.receive_order(order))
     switched()
     rotation.follow()
     (said,) = rotation.observed()
-    return said.switch_seconds
+    return times.seconds(said.switch_duration)
 
 
 def test_a_gang_that_rested_long_before_a_switch_does_not_make_it_long(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
             chosen = [job for job in chosen if job.user == request.user]
         if request.display_name:
             chosen = [job for job in chosen if job.spec.display_name == request.display_name]
-        if request.fold_arrays:
+        if request.without_members:
             chosen = [job for job in chosen if not job.HasField("array")]
         first = int(request.page_token or 0)
         # Pages of two, whatever was asked for: a server may give less.
@@ -278,7 +278,7 @@ def running_job(master: CannedMaster) -> job_pb2.Job:
             phase=job_pb2.Gang.PHASE_RUNNING,
             claims=[resources_pb2.Claim(node="nodes/n1", device_mask=0b1011, millicores=[2_000, 500])],
         ),
-        progress=job_pb2.Progress(step=120, steps_per_second=7.25, loss=0.5),
+        progress=job_pb2.Progress(step=120, steps_per_s=7.25, loss=0.5),
         create_time=times.timestamp(1_000),
     )
     master.jobs["jobs/1"] = job
@@ -287,11 +287,16 @@ def running_job(master: CannedMaster) -> job_pb2.Job:
 
 def add_members(master: CannedMaster) -> None:
     """Array 1 of two members, of which one was stopped."""
-    array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, at_once=1)
+    array = array_pb2.Array(name="arrays/1", display_name="search", user="ann", size=2, gpus=2, max_concurrent=1)
     array.states.update(holding=1, stopped=1)
     array.rule.CopyFrom(
         array_pb2.StopRule(
-            kind=array_pb2.StopRule.KIND_ASHA, metric="accuracy", maximise=True, resource="epoch", first=3, factor=2
+            kind=array_pb2.StopRule.KIND_ASHA,
+            metric="accuracy",
+            higher_is_better=True,
+            resource="epoch",
+            first_rung=3,
+            factor=2,
         )
     )
     array.best.CopyFrom(array_pb2.ArrayMember(index=0, parameters={"lr": "0.1"}))

@@ -78,7 +78,7 @@ def test_it_starts_jobs_that_fit_and_reports_the_order_of_the_others(tmp_path: P
         assert last.blockers[1].message == "the planner of policy las lets others go first, ahead=1"
         found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/3"))
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
-        assert (found.start_before_seconds, found.assumption) == (
+        assert (times.seconds(found.start_before), found.assumption) == (
             0.0,
             "unknown, because each pass decides anew which job gets the next free devices",
         )

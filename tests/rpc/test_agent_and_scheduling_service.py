@@ -223,7 +223,7 @@ def test_void_session_is_told_so_and_a_new_one_works(tmp_path: Path) -> None:
             assert await reason(new.reconcile([])) == "SESSION_SUPERSEDED"
             unknown = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
             assert unknown.state == node_pb2.Node.STATE_UNKNOWN
-            assert not unknown.row.available
+            assert not unknown.view_entry.available
             await new.join()
             ready = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
             assert ready.state == node_pb2.Node.STATE_READY
@@ -239,9 +239,9 @@ def test_cordoned_node_takes_no_gangs_and_says_why(tmp_path: Path) -> None:
             assert await reason(cordon(node_pb2.CordonNodeRequest(name="nodes/n1"))) == "REASON_MISSING"
             marked = await cordon(node_pb2.CordonNodeRequest(name="nodes/n1", reason="fan"))
             assert (marked.state, marked.state_reason) == (node_pb2.Node.STATE_CORDONED, "fan")
-            assert not marked.row.available
+            assert not marked.view_entry.available
             back = await served.nodes.UncordonNode(node_pb2.UncordonNodeRequest(name="nodes/n1"))
-            assert back.row.available
+            assert back.view_entry.available
             assert await reason(served.nodes.DeclareNodeLost(node_pb2.DeclareNodeLostRequest(name="nodes/n1"))) == (
                 "NODE_ALIVE"
             )
@@ -280,7 +280,7 @@ def test_a_removed_node_is_nowhere_any_more_and_its_daemon_joins_anew(tmp_path: 
             poll.cancel()
             await until(lambda: not served.is_held("n1"))
             await served.nodes.RemoveNode(remove)
-            assert (await watch.read()).removed == ["nodes/n1"]
+            assert (await watch.read()).removed_nodes == ["nodes/n1"]
             assert not (await served.nodes.ListNodes(node_pb2.ListNodesRequest())).nodes
             assert await reason(served.nodes.RemoveNode(remove)) == "NODE_NOT_FOUND"
             assert await reason(node.reconcile([])) == "SESSION_SUPERSEDED"
@@ -327,7 +327,7 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
                             agent_pb2.GangProgress(
                                 job="jobs/1",
                                 epoch=epoch,
-                                progress=job_pb2.Progress(step=step, steps_per_second=3.5, loss=0.25, concern="slow"),
+                                progress=job_pb2.Progress(step=step, steps_per_s=3.5, loss=0.25, stall_reason="slow"),
                             )
                         ],
                     )
@@ -335,8 +335,8 @@ def test_progress_of_a_running_gang_shows_in_its_job(tmp_path: Path) -> None:
             await served.agents.ReportProgress(reports())
             job = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name="jobs/1"))
             # It starts still: a job that does not run now has no rate.
-            assert (job.progress.step, job.progress.steps_per_second) == (7, 0.0)
-            assert job.progress.concern == "slow"
+            assert (job.progress.step, job.progress.steps_per_s) == (7, 0.0)
+            assert job.progress.stall_reason == "slow"
             batch = await served.scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest()).read()
             assert batch.progress["jobs/1"].step == 7
             host.cancel()
@@ -371,7 +371,7 @@ def test_the_lease_of_an_elastic_job_that_rests_asks_for_as_many_tasks_as_rest(t
             change = scheduling_pb2.Change(job="jobs/1", revision=turn.revision, start=start)
             verdict = await served.scheduling.ProposePlan(scheduling_pb2.Plan(changes=[change]))
             assert verdict.verdicts[0].approved, verdict
-            can = job_pb2.Capabilities(pause=True, offload=True, resize=True)
+            can = job_pb2.Capabilities(can_pause=True, can_offload=True, can_resize=True)
 
             async def observed(phase: agent_pb2.ObservedGang.Phase.ValueType, **more: object) -> None:
                 desired = await node.reconcile()

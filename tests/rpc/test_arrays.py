@@ -15,7 +15,7 @@ from ganger.wire.errors import from_rpc_error
 from rpc.kit import Served, Speaker, serving, spec_of, until
 from rpc.test_agent_and_scheduling_service import approved_for, claim
 
-RULE = array_pb2.StopRule(kind=array_pb2.StopRule.KIND_HALVING, metric="accuracy", maximise=True, first=10)
+RULE = array_pb2.StopRule(kind=array_pb2.StopRule.KIND_HALVING, metric="accuracy", higher_is_better=True, first_rung=10)
 
 
 def request(
@@ -23,7 +23,7 @@ def request(
 ) -> job_service_pb2.CreateArrayRequest:
     members = [array_pb2.ArrayMember(index=index, parameters={"lr": lr}) for index, lr in enumerate(lrs)]
     return job_service_pb2.CreateArrayRequest(
-        spec=spec_of(), members=members, request_id=request_id or str(uuid.uuid4()), at_once=at_once, rule=rule
+        spec=spec_of(), members=members, request_id=request_id or str(uuid.uuid4()), max_concurrent=at_once, rule=rule
     )
 
 
@@ -58,7 +58,7 @@ def test_an_array_is_made_once_and_survives_a_restart(tmp_path: Path) -> None:
             await served.submit()
         async with serving(tmp_path) as served:
             everything = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest())
-            folded = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest(fold_arrays=True))
+            folded = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest(without_members=True))
             members = await served.jobs.ListJobs(job_service_pb2.ListJobsRequest(array="arrays/1"))
             assert [job.name for job in everything.jobs] == ["jobs/5", "jobs/4", "jobs/3", "jobs/2"]
             assert [job.name for job in folded.jobs] == ["jobs/5"]
@@ -122,7 +122,7 @@ def test_what_is_no_array_and_no_rule_is_refused(tmp_path: Path) -> None:
             assert await reason(served.jobs.GetArray(missing)) == "ARRAY_NOT_FOUND"
             wrong = job_service_pb2.GetArrayRequest(name="jobs/9")
             assert await reason(served.jobs.GetArray(wrong)) == "NAME_INVALID"
-            guess = array_pb2.StopRule(kind=99, metric="loss", first=1)  # type: ignore[arg-type]
+            guess = array_pb2.StopRule(kind=99, metric="loss", first_rung=1)  # type: ignore[arg-type]
             assert await reason(served.jobs.CreateArray(request("1", rule=guess))) == "SPEC_INVALID"
             assert await reason(served.jobs.CreateArray(request())) == "SPEC_INVALID"
             large = request(*map(str, range(1_001)))

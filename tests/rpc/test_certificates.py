@@ -109,7 +109,7 @@ def changes_of(served: Served, job: str) -> dict[str, Any]:
         "Suspend": jobs.SuspendJob(job_service_pb2.SuspendJobRequest(name=job)),
         "Resume": jobs.ResumeJob(job_service_pb2.ResumeJobRequest(name=job)),
         "Move": jobs.MoveJob(job_service_pb2.MoveJobRequest(name=job)),
-        "Retune": jobs.RetuneJob(job_service_pb2.RetuneJobRequest(name=job, repin=True)),
+        "Retune": jobs.RetuneJob(job_service_pb2.RetuneJobRequest(name=job, is_repin=True)),
         "Update": jobs.UpdateJob(job_service_pb2.UpdateJobRequest(name=job)),
         "Resize": jobs.ResizeJob(job_service_pb2.ResizeJobRequest(name=job, gpus=2)),
         "ReadLog": jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job)),

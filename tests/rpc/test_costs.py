@@ -227,7 +227,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [
-        _N.RecordDecisionsRequest(most_bytes=(1 << 64) - 1),
+        _N.RecordDecisionsRequest(max_bytes=(1 << 64) - 1),
         _N.RecordDecisionsRequest(duration=times.duration(1.0), with_environment=True),
     ],
 }

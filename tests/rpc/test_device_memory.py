@@ -30,7 +30,7 @@ async def parked(served: Served, node: Speaker, stream: object) -> agent_pb2.Obs
         epoch=wanted.epoch,
         order=wanted.order,
         phase=agent_pb2.ObservedGang.PHASE_RUNNING,
-        capabilities=job_pb2.Capabilities(pause=True, offload=True),
+        capabilities=job_pb2.Capabilities(can_pause=True, can_offload=True),
     )
     await node.reconcile([seen])
     level = job_pb2.SUSPEND_LEVEL_OFFLOAD

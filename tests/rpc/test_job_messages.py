@@ -111,7 +111,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
     )
     assert isinstance(message, job_pb2.Job)
     # Only of one that was cancelled or stopped, and of one that runs.
-    message.end_reason, message.progress.steps_per_second = "enough", 9.5
+    message.end_reason, message.progress.steps_per_s = "enough", 9.5
     parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
@@ -134,7 +134,7 @@ def test_how_far_a_job_got_is_shown_until_a_later_attempt_tells_more(
     job = replace(JOB, state=state, progress=JobProgress(5, 500, 4_000, 0.25, 3.0))
     gang = replace(GANG, epoch=6, phase=GangPhase.RUNNING) if state is JobState.HOLDING else None
     progress = job_to_wire(job, gang, None, sample=sample).progress
-    assert (progress.step, progress.steps_per_second, progress.loss) == shown
+    assert (progress.step, progress.steps_per_s, progress.loss) == shown
 
 
 LAST_SEEN = Sample(4, 3_347, 26_776, 9.5, 0.5, 0.1, 3.0)
@@ -148,7 +148,7 @@ def test_after_a_loss_a_job_is_shown_at_the_step_it_starts_from(has_gang: bool, 
     step = 0 if checkpoint is None else checkpoint.step
     gang = replace(GANG, phase=GangPhase.STARTING, restore=Restore(step=step)) if has_gang else None
     progress = job_to_wire(job, gang, None, sample=LAST_SEEN).progress
-    assert (progress.step, progress.steps_per_second, math.isnan(progress.loss)) == (step, 0.0, True)
+    assert (progress.step, progress.steps_per_s, math.isnan(progress.loss)) == (step, 0.0, True)
     ended = job_to_wire(replace(job, state=JobState.CANCELLED), None, None, sample=LAST_SEEN).progress
     assert ended.step == 3_347
 
@@ -167,7 +167,7 @@ def test_a_job_that_does_not_run_now_has_no_rate(phase: GangPhase, has_turn: boo
     job = replace(JOB, state=JobState.HOLDING, progress=None)
     sample = Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0)
     progress = job_to_wire(job, replace(GANG, phase=phase), None, sample=sample, has_turn=has_turn).progress
-    assert (progress.step, progress.steps_per_second) == (40, rate)
+    assert (progress.step, progress.steps_per_s) == (40, rate)
 
 
 @pytest.mark.parametrize("epoch", [4, 5])
@@ -177,7 +177,7 @@ def test_the_step_at_which_a_job_rested_is_shown_until_a_later_one_is_reported(p
     gang = replace(GANG, phase=phase, stop_step=0)
     sample = Sample(epoch, 1_222, 9_776, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs")
     progress = job_to_wire(job, gang, None, sample=sample).progress
-    assert (progress.step, progress.steps_per_second, progress.concern) == (1_468, 0.0, "rank 1 hangs")
+    assert (progress.step, progress.steps_per_s, progress.stall_reason) == (1_468, 0.0, "rank 1 hangs")
     later = Sample(5, 1_470, 11_760, 9.5, 0.5, 0.1, 4.5)
     assert job_to_wire(job, gang, None, sample=later).progress.step == 1_470
 

@@ -107,7 +107,7 @@ def test_an_observed_set_that_comes_in_parts_counts_whole(tmp_path: Path) -> Non
                     job="jobs/1", job_uid=uid, epoch=99, phase=agent_pb2.ObservedGang.PHASE_RUNNING
                 )
                 return agent_pb2.ReconcileRequest(
-                    session=node.session, observation=observation, changed=True, gangs=[gang], continues=continues,
+                    session=node.session, observation=observation, changed=True, gangs=[gang], has_more=continues,
                     storage_proved=True,
                 )  # fmt: skip
 

@@ -22,9 +22,9 @@ def test_rows_name_the_jobs_of_the_newest_matrix_that_are_still_there() -> None:
     message = node_set_to_wire(NodeSet(7, ("n1", "n2"), "n2", now, coming), gangs, {})
     assert (message.name, list(message.nodes), message.leader) == ("nodeSets/7", ["nodes/n1", "nodes/n2"], "nodes/n2")
     assert (message.version, message.quantum.seconds, message.level) == (4, 30, job_pb2.SUSPEND_LEVEL_OFFLOAD)
-    assert [list(row.jobs) for row in message.rows] == [["jobs/1", "jobs/4"], ["jobs/2"]]
-    assert message.changes
-    assert not node_set_to_wire(NodeSet(7, ("n1",), "n1", now), gangs, {}).changes
+    assert [list(row.jobs) for row in message.slices] == [["jobs/1", "jobs/4"], ["jobs/2"]]
+    assert message.is_changing
+    assert not node_set_to_wire(NodeSet(7, ("n1",), "n1", now), gangs, {}).is_changing
 
 
 def test_the_row_that_runs_is_what_the_leader_said_last_of_a_matrix_that_stands() -> None:
@@ -35,12 +35,12 @@ def test_the_row_that_runs_is_what_the_leader_said_last_of_a_matrix_that_stands(
     seen = {(7, "n1"): ObservedRows(7, 3, 3, row=0), (7, "n2"): ObservedRows(7, 3, 4, row=2)}
     # the second row is empty, so the third is shown as the second
     assert [list(row.jobs) for row in node_set_to_wire(alone, gangs, seen).rows] == [["jobs/1"], ["jobs/3"]]
-    assert node_set_to_wire(alone, gangs, seen).running_row == 2
-    assert node_set_to_wire(alone, gangs, {}).running_row == 0
-    assert node_set_to_wire(growing, gangs, seen).running_row == 0
+    assert node_set_to_wire(alone, gangs, seen).active_slice == 2
+    assert node_set_to_wire(alone, gangs, {}).active_slice == 0
+    assert node_set_to_wire(growing, gangs, seen).active_slice == 0
     assert [has_turn(growing, seen, epoch) for epoch in (11, 13, 14)] == [False, True, False]
     later = {(7, "n2"): ObservedRows(7, 4, 4, row=3)}
-    assert node_set_to_wire(growing, gangs, later).running_row == 3
+    assert node_set_to_wire(growing, gangs, later).active_slice == 3
     assert [has_turn(growing, later, epoch) for epoch in (11, 13, 14)] == [False, False, True]
     assert has_turn(alone, later, 14) is None
     assert has_turn(alone, {(7, "n2"): ObservedRows(7, 3, 3, row=9)}, 11) is None

@@ -131,7 +131,7 @@ def test_the_jobs_of_a_cluster_are_sent_in_messages_that_are_bounded_by_their_by
             async for delta in watch:
                 assert delta.ByteSize() <= _SMALL + 100
                 found += [job.job for job in delta.jobs]
-                if not delta.continues:
+                if not delta.has_more:
                     break
             watch.cancel()
             assert len(set(found)) == len(found) == 60

@@ -38,7 +38,7 @@ def test_a_planner_does_not_see_it_until_it_is_tried_again(tmp_path: Path) -> No
             async def told() -> None:
                 async for delta in watch:
                     known.update(job.job for job in delta.jobs)
-                    known.difference_update(delta.forgotten)
+                    known.difference_update(delta.removed_jobs)
 
             watching = asyncio.create_task(told())
             await fails(served, node)

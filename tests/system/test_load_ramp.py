@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from ganger.client import Client
-from ganger.v1.node_pb2 import Cluster as Figures
+from ganger.v1.resources_pb2 import LOAD_MODE_PACK, LOAD_MODE_SPREAD, LoadMode
 from kit.cluster import Cluster
 from kit.shell import Shell
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
 
-SPREAD, PACK = Figures.MODE_SPREAD, Figures.MODE_PACK
+SPREAD, PACK = LOAD_MODE_SPREAD, LOAD_MODE_PACK
 # Of a gang: one process that sleeps, whatever it holds.
 GPUS = 2
 
@@ -28,7 +28,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_a_ramp_of_load_flips_the_mode_exactly_twice_and_says_why(cluster: Cluster) -> None:
     shell = Shell(cluster.master_directory)
     running: list[str] = []
-    seen: list[tuple[int, Figures.Mode.ValueType]] = []
+    seen: list[tuple[int, LoadMode.ValueType]] = []
     with Client(str(cluster.master_directory)) as client:
 
         def load_comes_to(gangs: int) -> None:
@@ -38,7 +38,7 @@ def test_a_ramp_of_load_flips_the_mode_exactly_twice_and_says_why(cluster: Clust
             while len(running) > gangs:
                 shell("cancel", running.pop())
             eventually(lambda: client.get_cluster().devices_held == GPUS * gangs, what=f"{gangs} gangs hold devices")
-            seen.append((GPUS * gangs, client.get_cluster().mode))
+            seen.append((GPUS * gangs, client.get_cluster().load_mode))
 
         for gangs in (2, 5, 6, 7, 9, 7, 5, 4, 3, 2):
             load_comes_to(gangs)

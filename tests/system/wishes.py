@@ -89,11 +89,13 @@ def has_ended(job: Live) -> bool:
 
 
 def waits(job: Live) -> bool:
-    return job.state == job_pb2.Job.STATE_PENDING and not job.ends
+    return job.state == job_pb2.Job.STATE_PENDING and not job.is_ending
 
 
 def is_quiet(job: Live) -> bool:
-    return job.state == job_pb2.Job.STATE_HOLDING and not job.ends and not job.moves and not job.gang.stops
+    return (
+        job.state == job_pb2.Job.STATE_HOLDING and not job.is_ending and not job.is_moving and not job.gang.is_stopping
+    )
 
 
 def runs(job: Live) -> bool:
@@ -218,14 +220,14 @@ class Wishes:
         level = self._dice.choice([job_pb2.SUSPEND_LEVEL_PAUSE, job_pb2.SUSPEND_LEVEL_OFFLOAD])
         changes = []
         for name in order:
-            row = scheduling_pb2.RowChange(
+            row = scheduling_pb2.SliceChange(
                 node_set=f"nodeSets/{number}" if number else "",
-                rows=[index for index, own in enumerate(rows) if name in own],
+                slices=[index for index, own in enumerate(rows) if name in own],
                 claims=claims_of(starts[name]) if name in starts else [],
                 level=level,
             )
             row.quantum.FromMilliseconds(quantum_ms)
-            changes.append(self._change(name, row=row, together=1))
+            changes.append(self._change(name, slice=row, together=1))
 
         def judge(seen: Seen) -> str:
             return "done" if any(takes_turns(seen.jobs[name]) for name in members) else "called off"
@@ -367,7 +369,7 @@ class Wishes:
         return not self._gpus[name]
 
     def _change(self, name: str, together: int = 0, **change: Any) -> scheduling_pb2.Change:
-        return scheduling_pb2.Change(job=name, revision=self._seen.jobs[name].revision, together=together, **change)
+        return scheduling_pb2.Change(job=name, revision=self._seen.jobs[name].revision, group=together, **change)
 
     def _suspend(self, name: str) -> scheduling_pb2.Change:
         level = job_pb2.SUSPEND_LEVEL_OFFLOAD

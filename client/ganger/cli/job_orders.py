@@ -166,7 +166,7 @@ def _kept_devices(job: Job) -> str:
     if not rests or not held or job.gang.parked_level != SUSPEND_LEVEL_PAUSE:
         return ""
     gpus = "its GPU" if held == 1 else f"its {held} GPUs"
-    freeing = next((level for level in ("offload", "checkpoint") if getattr(job.capabilities, level)), None)
+    freeing = next((level for level in ("offload", "checkpoint") if getattr(job.capabilities, f"can_{level}")), None)
     if freeing is None:
         return f", and keeps {gpus}"
     them = "it" if held == 1 else "them"
@@ -301,16 +301,16 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
 def _can_rest(job: Job, level: str | None) -> bool:
     """Whether it has said what it can; what is presumed is good for PAUSE, if that is wanted."""
     can = job.capabilities
-    is_known = job.HasField("capabilities") and (not can.presumed or level == "pause")
+    is_known = job.HasField("capabilities") and (not can.is_presumed or level == "pause")
     # Host memory is reserved for its state once it has told how much that is.
-    has_room = level != "offload" or not can.offload or all(claim.arena_bytes for claim in job.gang.claims)
+    has_room = level != "offload" or not can.can_offload or all(claim.arena_bytes for claim in job.gang.claims)
     return is_known and has_room
 
 
 def _can_move(job: Job) -> bool:
     from ganger.v1.job_pb2 import Gang
 
-    return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.presumed
+    return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.is_presumed
 
 
 def _runs_or_holds_nothing(job: Job) -> bool:

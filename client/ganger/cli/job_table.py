@@ -24,9 +24,9 @@ def state_text(job: job_pb2.Job) -> str:
     """ "running" rather than "holding": the phase of the gang where it has one; of one in turns, whether it is its."""
     if job.state == job_pb2.Job.STATE_HOLDING:
         is_to_run = job.gang.phase in (job_pb2.Gang.PHASE_STARTING, job_pb2.Gang.PHASE_RUNNING)
-        if is_to_run and job.gang.turn == job_pb2.Gang.TURN_WAITS:
+        if is_to_run and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_INACTIVE:
             return "waiting for its turn"
-        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.turn == job_pb2.Gang.TURN_RUNS:
+        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_ACTIVE:
             return "running, in turn"
         phase = short_enum(job_pb2.Gang.Phase.Name(job.gang.phase), "Phase").lower()
         if phase == "parked" and job.gang.move_claims:
@@ -102,9 +102,9 @@ def _resizes(job: job_pb2.Job) -> str:
     why = job.capabilities.missing.get("RESIZE", "")
     if job.state in FINISHED:
         return "has ended"
-    if job.capabilities.resize and job.gang.turn != job_pb2.Gang.TURN_UNSPECIFIED:
+    if job.capabilities.can_resize and job.gang.slice_state != job_pb2.Gang.SLICE_STATE_UNSPECIFIED:
         return "grows and shrinks once it has GPUs to itself, without turns"
-    if job.capabilities.resize:
+    if job.capabilities.can_resize:
         return "grows and shrinks as it runs"
     if why:
         return f"keeps the number it was started with: {why}"
@@ -167,7 +167,7 @@ def place(job: job_pb2.Job) -> str:
 
 def beside(job: job_pb2.Job) -> str:
     """Return ", beside 4 9": the jobs that are co-located with this one on its devices; "" for none."""
-    names = " ".join(name.rpartition("/")[2] for name in job.gang.beside)
+    names = " ".join(name.rpartition("/")[2] for name in job.gang.colocated_jobs)
     return f", beside {names}" if names else ""
 
 
@@ -186,8 +186,8 @@ def cores(job: job_pb2.Job) -> list[str]:
 
 def progress_text(progress: job_pb2.Progress) -> str:
     parts = [f"step {progress.step}"] if progress.step else []
-    if progress.steps_per_second > 0:
-        parts.append(f"{progress.steps_per_second:.3g}/s")
+    if progress.steps_per_s > 0:
+        parts.append(f"{progress.steps_per_s:.3g}/s")
     if progress.step and math.isfinite(progress.loss) and progress.loss:
         parts.append(f"loss {progress.loss:.4g}")
     return " ".join(parts)
@@ -200,9 +200,9 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
     now = time.time() if now is None else now
     if not has_begun:
         return "" if has_ended else format_duration(max(0.0, now - times.unix_seconds(job.create_time)))
-    run_s = times.seconds(job.run)
-    if job.HasField("run_time"):
-        run_s += max(0.0, now - times.unix_seconds(job.run_time))
+    run_s = times.seconds(job.run_duration)
+    if job.HasField("running_since_time"):
+        run_s += max(0.0, now - times.unix_seconds(job.running_since_time))
     elif has_ended and not run_s:
         # It was over before the master saw a step of it.
         run_s = max(0.0, times.unix_seconds(job.end_time) - times.unix_seconds(job.start_time))
@@ -211,9 +211,9 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
 
 def efficiency(job: job_pb2.Job) -> str:
     """What became of the time of a job that has ended: how much of it it ran, how fast, on how many GPU-hours."""
-    if job.state not in FINISHED or not job.HasField("run"):
+    if job.state not in FINISHED or not job.HasField("run_duration"):
         return ""
-    run = times.seconds(job.run)
+    run = times.seconds(job.run_duration)
     whole = times.unix_seconds(job.end_time) - times.unix_seconds(job.create_time)
     parts = [f"ran {format_duration(run)} of {format_duration(max(run, whole))} since its submission"]
     if job.progress.step:
@@ -237,7 +237,7 @@ def note(job: job_pb2.Job) -> str:
             return " ".join(f"({job.blockers[0].reason}) {_cause(job, job.blockers[0])}".split())
         # Why a job far behind waits is not computed for the list; `ganger why` does that.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
-    concern = f" ({job.progress.concern})" if job.progress.concern else ""
+    concern = f" ({job.progress.stall_reason})" if job.progress.stall_reason else ""
     return place(job) + beside(job) + concern
 
 
@@ -258,7 +258,7 @@ def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
     return ", ".join([*parts, ahead] if ahead else parts)
 
 
-def mover(one: job_service_pb2.OnTheWay) -> str:
+def mover(one: job_service_pb2.MigrationStep) -> str:
     """ "jobs/3 moves from nodes/n2 to nodes/n1"."""
     where = f"from {', '.join(one.from_nodes)}"
     does = f"moves {where} to {', '.join(one.to_nodes)}" if one.to_nodes else f"rests in host memory, {where}"
@@ -360,12 +360,12 @@ def array_elapsed(array: array_pb2.Array) -> str:
 def rule_text(rule: array_pb2.StopRule) -> str:
     """ "halving by accuracy, more is better, from step 100 on, by 2"."""
     kind = array_pb2.StopRule.Kind.Name(rule.kind).removeprefix("KIND_").lower()
-    goal = "more" if rule.maximise else "less"
-    parts = [f"{kind} by {rule.metric}, {goal} is better, from {rule.resource} {rule.first:g} on"]
+    goal = "more" if rule.higher_is_better else "less"
+    parts = [f"{kind} by {rule.metric}, {goal} is better, from {rule.resource} {rule.first_rung:g} on"]
     if kind in ("halving", "asha"):
         parts.append(f"then at {rule.factor:g} times as many, where 1 of {rule.factor:g} goes on")
     else:
-        parts.append(f"every {rule.every or rule.first:g}")
+        parts.append(f"every {rule.rung_interval or rule.first_rung:g}")
     if kind == "threshold":
         parts.append(f"no worse than {rule.bound:g}")
     return ", ".join(parts)
@@ -382,7 +382,7 @@ def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
         ("name", array.display_name),
         ("user", array.user),
         ("members", f"{array.size}: {states(array)}"),
-        ("at once", str(array.at_once or "")),
+        ("at once", str(array.max_concurrent or "")),
         ("stop rule", rule_text(array.rule) if array.HasField("rule") else ""),
         ("best", best(array, "").removeprefix("best ")),
         ("submitted", instant(array.create_time)),

@@ -137,9 +137,9 @@ def show(node: str, as_json: bool) -> None:
             ("node", number(message.name)),
             ("state", " ".join(filter(None, (state_text(message), message.state_reason)))),
             ("configuration", message.configuration_set),
-            ("free devices", (devices(message.row.free_mask) or "none") if message.configuration_set else ""),
-            ("free cores", " + ".join(format_cores(socket) for socket in message.row.free_millicores)),
-            ("free memory", format_memory(message.row.free_memory_bytes) if message.configuration_set else ""),
+            ("free devices", (devices(message.view_entry.free_mask) or "none") if message.configuration_set else ""),
+            ("free cores", " + ".join(format_cores(socket) for socket in message.view_entry.free_millicores)),
+            ("free memory", format_memory(message.view_entry.free_memory_bytes) if message.configuration_set else ""),
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
             ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
@@ -185,7 +185,7 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     result: list[tuple[str, ...]] = []
     for node in sorted(answer.nodes, key=lambda node: node.name):
         kind = kinds.get(node.configuration_set)
-        row = node.row
+        row = node.view_entry
         seen = time.time() - times.unix_seconds(node.last_seen_time) if node.HasField("last_seen_time") else None
         result.append(
             (

@@ -52,9 +52,9 @@ def obstacle(job: Job, now: float | None = None) -> str:
     name, phase = f"job {called(job)}", job.gang.phase
     if phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING):
         return f"{name} is {state_text(job)}: the order waits until that is done"
-    if phase == Gang.PHASE_STARTING and job.HasField("capabilities") and not job.capabilities.presumed:
+    if phase == Gang.PHASE_STARTING and job.HasField("capabilities") and not job.capabilities.is_presumed:
         return f"{name} is {state_text(job)}: it has not reached its first boundary yet"
-    if job.state == job.STATE_HOLDING and (phase == Gang.PHASE_STARTING or job.capabilities.presumed):
+    if job.state == job.STATE_HOLDING and (phase == Gang.PHASE_STARTING or job.capabilities.is_presumed):
         return f"{name} is {state_text(job)}: its script has not reported yet what it can save"
     if phase != Gang.PHASE_STOPPING:
         return f"{name} is {state_text(job)}"
@@ -67,8 +67,8 @@ def obstacle(job: Job, now: float | None = None) -> str:
     if progress.HasField("step_time"):
         ago = max(0.0, (time.time() if now is None else now) - times.unix_seconds(progress.step_time))
         text += f" was done {ago:.0f} s ago"
-    if progress.steps_per_second > 0.0:
-        text += f", a step takes about {1.0 / progress.steps_per_second:.2g} s"
+    if progress.steps_per_s > 0.0:
+        text += f", a step takes about {1.0 / progress.steps_per_s:.2g} s"
     return text
 
 

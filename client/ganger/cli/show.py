@@ -84,7 +84,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
 
     gang, spec = job.gang, job.spec
-    can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, level)]
+    can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, f"can_{level}")]
     sizes = job_table.sizes_text(job)
     missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [
@@ -96,7 +96,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("failure", _failure(job)),
         ("because", job.end_reason),
         ("trouble", job.trouble),
-        ("concern", job.progress.concern),
+        ("concern", job.progress.stall_reason),
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),
@@ -230,6 +230,7 @@ def why(job: str, as_json: bool) -> None:
     from ganger.job import FINISHED
     from ganger.units import format_duration
     from ganger.v1.job_pb2 import Gang, Job
+    from ganger.wire.times import seconds
 
     with open_client() as client:
         answer = client.explain_job(job)
@@ -246,9 +247,9 @@ def why(job: str, as_json: bool) -> None:
         print_line(f"trouble: {answer.job.trouble}")
     if answer.deadline_advice:
         print_line(f"deadline: {answer.deadline_advice}")
-    if answer.kept_nodes:
-        print_line(f"a place is kept for it on {', '.join(answer.kept_nodes)}")
-    for mover in answer.movers:
+    if answer.reserved_nodes:
+        print_line(f"a place is kept for it on {', '.join(answer.reserved_nodes)}")
+    for mover in answer.migration_steps:
         print_line(f"room is being made: {job_table.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
         # Of an order on its way: what it waits for.
@@ -265,8 +266,8 @@ def why(job: str, as_json: bool) -> None:
             print_line(f"          {figures}")
     if where:
         return
-    if answer.start_before_seconds > 0:
-        soonest, latest = format_duration(answer.start_after_seconds), format_duration(answer.start_before_seconds)
+    if answer.HasField("start_before"):
+        soonest, latest = format_duration(seconds(answer.start_after)), format_duration(seconds(answer.start_before))
         print_line(f"may start in {soonest} to {latest}, {answer.assumption}")
     elif answer.assumption:
         print_line(answer.assumption if not answer.blockers else f"start {answer.assumption}")

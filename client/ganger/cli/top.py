@@ -216,10 +216,10 @@ def picture(client: Client, lines: int, changes: RecentChanges | None = None) ->
 
 def _mode(cluster: Cluster) -> str:
     """Under light load gangs are spread apart, under heavy load packed."""
-    from ganger.v1.node_pb2 import Cluster
+    from ganger.v1.resources_pb2 import LOAD_MODE_PACK, LOAD_MODE_SPREAD
 
-    words = {Cluster.MODE_SPREAD: "   gangs spread apart", Cluster.MODE_PACK: "   gangs packed"}
-    return words.get(cluster.mode, "")
+    words = {LOAD_MODE_SPREAD: "   gangs spread apart", LOAD_MODE_PACK: "   gangs packed"}
+    return words.get(cluster.load_mode, "")
 
 
 def _job_row(job: object) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def _job_row(job: object) -> tuple[str, ...]:
         job_table.gpus_text(job),
         job_table.elapsed(job),
         str(progress.step or ""),
-        f"{progress.steps_per_second:.3g}" if progress.steps_per_second else "",
+        f"{progress.steps_per_s:.3g}" if progress.steps_per_s else "",
         f"{progress.loss:.4g}" if progress.loss and math.isfinite(progress.loss) else "",
         f"{progress.data_wait_share:.0%}" if progress.step else "",
         job_table.note(job),
@@ -251,13 +251,13 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for node_set in answer.node_sets:
         nodes = " ".join(number(node) for node in node_set.nodes)
-        for place, row in enumerate(node_set.rows):
-            mark = " (runs)" if place + 1 == node_set.running_row else " (new)" if node_set.changes else ""
+        for place, row in enumerate(node_set.slices):
+            mark = " (runs)" if place + 1 == node_set.active_slice else " (new)" if node_set.is_changing else ""
             rows.append(
                 (
                     nodes if place == 0 else "",
                     f"{place + 1}{mark}",
-                    f"1 of {len(node_set.rows)}",
+                    f"1 of {len(node_set.slices)}",
                     format_duration(times.seconds(node_set.quantum)),
                     job_table.level_text(node_set.level),
                     # a job that moves is in it twice
@@ -280,13 +280,13 @@ def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
             rows.append((number(node.name), state_text(node), "", "", "", reason_text(node)))
             continue
         cores = sum(socket.millicores for socket in kind.sockets)
-        held_memory = kind.memory_bytes - node.row.free_memory_bytes
+        held_memory = kind.memory_bytes - node.view_entry.free_memory_bytes
         rows.append(
             (
                 number(node.name),
                 state_text(node),
-                f"{kind.devices - node.row.free_mask.bit_count()} of {kind.devices}",
-                f"{format_cores(cores - sum(node.row.free_millicores))} of {format_cores(cores)}",
+                f"{kind.devices - node.view_entry.free_mask.bit_count()} of {kind.devices}",
+                f"{format_cores(cores - sum(node.view_entry.free_millicores))} of {format_cores(cores)}",
                 f"{format_memory(held_memory)} of {format_memory(kind.memory_bytes)}",
                 reason_text(node),
             )

@@ -14,7 +14,7 @@ from operator import ge
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim, GangShape, NodeRow
 from ganger.cluster.view import LoadMode, View
-from ganger.v1 import scheduling_pb2
+from ganger.v1 import resources_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
@@ -51,9 +51,9 @@ class Mirror:
             self._heard.clear()
         for configuration_set in delta.configuration_sets:
             self.view.put_configuration_set(convert.configuration_set_from_wire(configuration_set))
-        self.view.mode = LoadMode.PACK if delta.mode == scheduling_pb2.View.MODE_PACK else LoadMode.SPREAD
+        self.view.mode = LoadMode.PACK if delta.load_mode == resources_pb2.LOAD_MODE_PACK else LoadMode.SPREAD
         self.hear(convert.node_row_from_wire(row) for row in delta.nodes)
-        for name in delta.removed:
+        for name in delta.removed_nodes:
             node = names.parse_node_name(name)
             self._heard.pop(node, None)
             self.view.remove(node)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15ganger/v1/array.proto\x12\tganger.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x02\n\x08StopRule\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.ganger.v1.StopRule.Kind\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12\x10\n\x08maximise\x18\x03 \x01(\x08\x12\x10\n\x08resource\x18\x04 \x01(\t\x12\r\n\x05\x66irst\x18\x05 \x01(\x01\x12\x0e\n\x06\x66\x61\x63tor\x18\x06 \x01(\x01\x12\r\n\x05\x65very\x18\x07 \x01(\x01\x12\r\n\x05\x62ound\x18\x08 \x01(\x01\"b\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_HALVING\x10\x01\x12\r\n\tKIND_ASHA\x10\x02\x12\x0f\n\x0bKIND_MEDIAN\x10\x03\x12\x12\n\x0eKIND_THRESHOLD\x10\x04\"\x8b\x01\n\x0b\x41rrayMember\x12\r\n\x05index\x18\x01 \x01(\r\x12:\n\nparameters\x18\x02 \x03(\x0b\x32&.ganger.v1.ArrayMember.ParametersEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa7\x01\n\x0f\x41rrayMembership\x12\r\n\x05\x61rray\x18\x01 \x01(\t\x12&\n\x06member\x18\x02 \x01(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x0f\n\x07\x61t_once\x18\x04 \x01(\r\x12!\n\x04rule\x18\x05 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12\x0c\n\x04held\x18\x06 \x01(\x08\x12\r\n\x05rungs\x18\x07 \x03(\x01\"\xff\x02\n\x05\x41rray\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x0c\n\x04user\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\r\x12\x0f\n\x07\x61t_once\x18\x05 \x01(\r\x12!\n\x04rule\x18\x06 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x06states\x18\t \x03(\x0b\x32\x1c.ganger.v1.Array.StatesEntry\x12$\n\x04\x62\x65st\x18\n \x01(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x12\n\nbest_value\x18\x0b \x01(\x01\x12\x0c\n\x04gpus\x18\x0c \x01(\r\x1a-\n\x0bStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15ganger/v1/array.proto\x12\tganger.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9c\x02\n\x08StopRule\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.ganger.v1.StopRule.Kind\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12\x18\n\x10higher_is_better\x18\x03 \x01(\x08\x12\x10\n\x08resource\x18\x04 \x01(\t\x12\x12\n\nfirst_rung\x18\x05 \x01(\x01\x12\x0e\n\x06\x66\x61\x63tor\x18\x06 \x01(\x01\x12\x15\n\rrung_interval\x18\x07 \x01(\x01\x12\r\n\x05\x62ound\x18\x08 \x01(\x01\"b\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_HALVING\x10\x01\x12\r\n\tKIND_ASHA\x10\x02\x12\x0f\n\x0bKIND_MEDIAN\x10\x03\x12\x12\n\x0eKIND_THRESHOLD\x10\x04\"\x8b\x01\n\x0b\x41rrayMember\x12\r\n\x05index\x18\x01 \x01(\r\x12:\n\nparameters\x18\x02 \x03(\x0b\x32&.ganger.v1.ArrayMember.ParametersEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xae\x01\n\x0f\x41rrayMembership\x12\r\n\x05\x61rray\x18\x01 \x01(\t\x12&\n\x06member\x18\x02 \x01(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x16\n\x0emax_concurrent\x18\x04 \x01(\r\x12!\n\x04rule\x18\x05 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12\x0c\n\x04held\x18\x06 \x01(\x08\x12\r\n\x05rungs\x18\x07 \x03(\x01\"\x86\x03\n\x05\x41rray\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x0c\n\x04user\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\r\x12\x16\n\x0emax_concurrent\x18\x05 \x01(\r\x12!\n\x04rule\x18\x06 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x06states\x18\t \x03(\x0b\x32\x1c.ganger.v1.Array.StatesEntry\x12$\n\x04\x62\x65st\x18\n \x01(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x12\n\nbest_value\x18\x0b \x01(\x01\x12\x0c\n\x04gpus\x18\x0c \x01(\r\x1a-\n\x0bStatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARRAY_STATESENTRY']._loaded_options = None
   _globals['_ARRAY_STATESENTRY']._serialized_options = b'8\001'
   _globals['_STOPRULE']._serialized_start=70
-  _globals['_STOPRULE']._serialized_end=333
-  _globals['_STOPRULE_KIND']._serialized_start=235
-  _globals['_STOPRULE_KIND']._serialized_end=333
-  _globals['_ARRAYMEMBER']._serialized_start=336
-  _globals['_ARRAYMEMBER']._serialized_end=475
-  _globals['_ARRAYMEMBER_PARAMETERSENTRY']._serialized_start=426
-  _globals['_ARRAYMEMBER_PARAMETERSENTRY']._serialized_end=475
-  _globals['_ARRAYMEMBERSHIP']._serialized_start=478
-  _globals['_ARRAYMEMBERSHIP']._serialized_end=645
-  _globals['_ARRAY']._serialized_start=648
-  _globals['_ARRAY']._serialized_end=1031
-  _globals['_ARRAY_STATESENTRY']._serialized_start=986
-  _globals['_ARRAY_STATESENTRY']._serialized_end=1031
+  _globals['_STOPRULE']._serialized_end=354
+  _globals['_STOPRULE_KIND']._serialized_start=256
+  _globals['_STOPRULE_KIND']._serialized_end=354
+  _globals['_ARRAYMEMBER']._serialized_start=357
+  _globals['_ARRAYMEMBER']._serialized_end=496
+  _globals['_ARRAYMEMBER_PARAMETERSENTRY']._serialized_start=447
+  _globals['_ARRAYMEMBER_PARAMETERSENTRY']._serialized_end=496
+  _globals['_ARRAYMEMBERSHIP']._serialized_start=499
+  _globals['_ARRAYMEMBERSHIP']._serialized_end=673
+  _globals['_ARRAY']._serialized_start=676
+  _globals['_ARRAY']._serialized_end=1066
+  _globals['_ARRAY_STATESENTRY']._serialized_start=1021
+  _globals['_ARRAY_STATESENTRY']._serialized_end=1066
 # @@protoc_insertion_point(module_scope)

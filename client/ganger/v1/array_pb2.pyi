@@ -55,25 +55,25 @@ class StopRule(google.protobuf.message.Message):
 
     KIND_FIELD_NUMBER: builtins.int
     METRIC_FIELD_NUMBER: builtins.int
-    MAXIMISE_FIELD_NUMBER: builtins.int
+    HIGHER_IS_BETTER_FIELD_NUMBER: builtins.int
     RESOURCE_FIELD_NUMBER: builtins.int
-    FIRST_FIELD_NUMBER: builtins.int
+    FIRST_RUNG_FIELD_NUMBER: builtins.int
     FACTOR_FIELD_NUMBER: builtins.int
-    EVERY_FIELD_NUMBER: builtins.int
+    RUNG_INTERVAL_FIELD_NUMBER: builtins.int
     BOUND_FIELD_NUMBER: builtins.int
     kind: Global___StopRule.Kind.ValueType
     metric: builtins.str
     """"loss", or a name that the job reports."""
-    maximise: builtins.bool
-    """True: more is better."""
+    higher_is_better: builtins.bool
+    """True: a higher value of the metric is better."""
     resource: builtins.str
     """What progress is counted in: "step", or a metric that rises, such as an epoch."""
-    first: builtins.float
+    first_rung: builtins.float
     """The first rung, in the resource."""
     factor: builtins.float
     """HALVING and ASHA: between rungs, and of how many one goes on. Default 2."""
-    every: builtins.float
-    """MEDIAN and THRESHOLD: distance between rungs. Default: as `first`."""
+    rung_interval: builtins.float
+    """MEDIAN and THRESHOLD: distance between rungs. Default: as `first_rung`."""
     bound: builtins.float
     """THRESHOLD only."""
     def __init__(
@@ -81,14 +81,14 @@ class StopRule(google.protobuf.message.Message):
         *,
         kind: Global___StopRule.Kind.ValueType = ...,
         metric: builtins.str = ...,
-        maximise: builtins.bool = ...,
+        higher_is_better: builtins.bool = ...,
         resource: builtins.str = ...,
-        first: builtins.float = ...,
+        first_rung: builtins.float = ...,
         factor: builtins.float = ...,
-        every: builtins.float = ...,
+        rung_interval: builtins.float = ...,
         bound: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bound", b"bound", "every", b"every", "factor", b"factor", "first", b"first", "kind", b"kind", "maximise", b"maximise", "metric", b"metric", "resource", b"resource"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bound", b"bound", "factor", b"factor", "first_rung", b"first_rung", "higher_is_better", b"higher_is_better", "kind", b"kind", "metric", b"metric", "resource", b"resource", "rung_interval", b"rung_interval"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StopRule: typing_extensions.TypeAlias = StopRule
@@ -143,7 +143,7 @@ class ArrayMembership(google.protobuf.message.Message):
     ARRAY_FIELD_NUMBER: builtins.int
     MEMBER_FIELD_NUMBER: builtins.int
     SIZE_FIELD_NUMBER: builtins.int
-    AT_ONCE_FIELD_NUMBER: builtins.int
+    MAX_CONCURRENT_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     RUNGS_FIELD_NUMBER: builtins.int
@@ -151,7 +151,7 @@ class ArrayMembership(google.protobuf.message.Message):
     """"arrays/{n}"."""
     size: builtins.int
     """Members in all."""
-    at_once: builtins.int
+    max_concurrent: builtins.int
     """At most so many run or wait at once; zero: all."""
     held: builtins.bool
     """Waits for another member to end; no scheduler requests a gang for it."""
@@ -169,14 +169,14 @@ class ArrayMembership(google.protobuf.message.Message):
         array: builtins.str = ...,
         member: Global___ArrayMember | None = ...,
         size: builtins.int = ...,
-        at_once: builtins.int = ...,
+        max_concurrent: builtins.int = ...,
         rule: Global___StopRule | None = ...,
         held: builtins.bool = ...,
         rungs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["member", b"member", "rule", b"rule"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "at_once", b"at_once", "held", b"held", "member", b"member", "rule", b"rule", "rungs", b"rungs", "size", b"size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "held", b"held", "max_concurrent", b"max_concurrent", "member", b"member", "rule", b"rule", "rungs", b"rungs", "size", b"size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ArrayMembership: typing_extensions.TypeAlias = ArrayMembership
@@ -206,7 +206,7 @@ class Array(google.protobuf.message.Message):
     DISPLAY_NAME_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
     SIZE_FIELD_NUMBER: builtins.int
-    AT_ONCE_FIELD_NUMBER: builtins.int
+    MAX_CONCURRENT_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     END_TIME_FIELD_NUMBER: builtins.int
@@ -219,7 +219,7 @@ class Array(google.protobuf.message.Message):
     display_name: builtins.str
     user: builtins.str
     size: builtins.int
-    at_once: builtins.int
+    max_concurrent: builtins.int
     best_value: builtins.float
     gpus: builtins.int
     """GPUs of one member."""
@@ -246,7 +246,7 @@ class Array(google.protobuf.message.Message):
         display_name: builtins.str = ...,
         user: builtins.str = ...,
         size: builtins.int = ...,
-        at_once: builtins.int = ...,
+        max_concurrent: builtins.int = ...,
         rule: Global___StopRule | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
@@ -257,7 +257,7 @@ class Array(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["best", b"best", "create_time", b"create_time", "end_time", b"end_time", "rule", b"rule"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["at_once", b"at_once", "best", b"best", "best_value", b"best_value", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "gpus", b"gpus", "name", b"name", "rule", b"rule", "size", b"size", "states", b"states", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["best", b"best", "best_value", b"best_value", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "gpus", b"gpus", "max_concurrent", b"max_concurrent", "name", b"name", "rule", b"rule", "size", b"size", "states", b"states", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Array: typing_extensions.TypeAlias = Array

@@ -105,8 +105,8 @@ class Job(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     TROUBLE_FIELD_NUMBER: builtins.int
-    RUN_FIELD_NUMBER: builtins.int
-    RUN_TIME_FIELD_NUMBER: builtins.int
+    RUN_DURATION_FIELD_NUMBER: builtins.int
+    RUNNING_SINCE_TIME_FIELD_NUMBER: builtins.int
     ARRAY_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
@@ -169,12 +169,12 @@ class Job(google.protobuf.message.Message):
         """What suspend levels the job can offer and why not the others. Output only."""
 
     @property
-    def run(self) -> google.protobuf.duration_pb2.Duration:
+    def run_duration(self) -> google.protobuf.duration_pb2.Duration:
         """How long it ran in all, up to its end or its last pause. Output only."""
 
     @property
-    def run_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Since when it runs without a pause, which `run` does not count yet; unset while it does not run. Output only."""
+    def running_since_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when it runs without a pause, which `run_duration` does not count yet; unset while it does not run. Output only."""
 
     @property
     def array(self) -> ganger.v1.array_pb2.ArrayMembership:
@@ -203,14 +203,14 @@ class Job(google.protobuf.message.Message):
         progress: Global___Progress | None = ...,
         capabilities: Global___Capabilities | None = ...,
         trouble: builtins.str = ...,
-        run: google.protobuf.duration_pb2.Duration | None = ...,
-        run_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        run_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        running_since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         array: ganger.v1.array_pb2.ArrayMembership | None = ...,
         end_reason: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
@@ -459,24 +459,24 @@ class Gang(google.protobuf.message.Message):
     PHASE_RESIZING: Gang.Phase.ValueType  # 5
     PHASE_STOPPING: Gang.Phase.ValueType  # 6
 
-    class _Turn:
+    class _SliceState:
         ValueType = typing.NewType("ValueType", builtins.int)
         V: typing_extensions.TypeAlias = ValueType
 
-    class _TurnEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Gang._Turn.ValueType], builtins.type):
+    class _SliceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Gang._SliceState.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        TURN_UNSPECIFIED: Gang._Turn.ValueType  # 0
+        SLICE_STATE_UNSPECIFIED: Gang._SliceState.ValueType  # 0
         """Not time-sliced, or no node has reported its slice."""
-        TURN_RUNS: Gang._Turn.ValueType  # 1
-        TURN_WAITS: Gang._Turn.ValueType  # 2
-        """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
+        SLICE_STATE_ACTIVE: Gang._SliceState.ValueType  # 1
+        SLICE_STATE_INACTIVE: Gang._SliceState.ValueType  # 2
+        """Parked by the rotation, or not started yet: another slice is active. `phase` does not show this."""
 
-    class Turn(_Turn, metaclass=_TurnEnumTypeWrapper): ...
-    TURN_UNSPECIFIED: Gang.Turn.ValueType  # 0
+    class SliceState(_SliceState, metaclass=_SliceStateEnumTypeWrapper): ...
+    SLICE_STATE_UNSPECIFIED: Gang.SliceState.ValueType  # 0
     """Not time-sliced, or no node has reported its slice."""
-    TURN_RUNS: Gang.Turn.ValueType  # 1
-    TURN_WAITS: Gang.Turn.ValueType  # 2
-    """Rests, or has yet to start: others have the turn. Its phase is that of its turns."""
+    SLICE_STATE_ACTIVE: Gang.SliceState.ValueType  # 1
+    SLICE_STATE_INACTIVE: Gang.SliceState.ValueType  # 2
+    """Parked by the rotation, or not started yet: another slice is active. `phase` does not show this."""
 
     EPOCH_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
@@ -488,8 +488,8 @@ class Gang(google.protobuf.message.Message):
     STOP_STEP_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
-    BESIDE_FIELD_NUMBER: builtins.int
-    TURN_FIELD_NUMBER: builtins.int
+    COLOCATED_JOBS_FIELD_NUMBER: builtins.int
+    SLICE_STATE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Incarnation on this placement; the fencing number."""
     phase: Global___Gang.Phase.ValueType
@@ -499,8 +499,8 @@ class Gang(google.protobuf.message.Message):
     """Level at which it is parked or being parked."""
     stop_step: builtins.int
     """Step at which every rank stopped, when parked."""
-    turn: Global___Gang.Turn.ValueType
-    """Whether it is its turn at this moment, as the leader of its node set said last. Output only."""
+    slice_state: Global___Gang.SliceState.ValueType
+    """As the leader of its time-slice group reported last. Output only."""
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]: ...
     @property
@@ -518,8 +518,8 @@ class Gang(google.protobuf.message.Message):
         """Hardware threads by rank as last observed, "0-3,8"; empty where unknown."""
 
     @property
-    def beside(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """"jobs/{job}" packed with it: they hold devices of it, too. Output only."""
+    def colocated_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """"jobs/{job}" co-located with it: they hold devices of it, too. Output only."""
 
     def __init__(
         self,
@@ -534,12 +534,12 @@ class Gang(google.protobuf.message.Message):
         stop_step: builtins.int = ...,
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         cores: collections.abc.Iterable[builtins.str] | None = ...,
-        beside: collections.abc.Iterable[builtins.str] | None = ...,
-        turn: Global___Gang.Turn.ValueType = ...,
+        colocated_jobs: collections.abc.Iterable[builtins.str] | None = ...,
+        slice_state: Global___Gang.SliceState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["beside", b"beside", "claims", b"claims", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "start_time", b"start_time", "stop_step", b"stop_step", "turn", b"turn"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "colocated_jobs", b"colocated_jobs", "cores", b"cores", "epoch", b"epoch", "level", b"level", "move_claims", b"move_claims", "parked_level", b"parked_level", "phase", b"phase", "pids", b"pids", "slice_state", b"slice_state", "start_time", b"start_time", "stop_step", b"stop_step"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Gang: typing_extensions.TypeAlias = Gang
@@ -611,30 +611,30 @@ class Progress(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
-    STEPS_PER_SECOND_FIELD_NUMBER: builtins.int
+    STEPS_PER_S_FIELD_NUMBER: builtins.int
     LOSS_FIELD_NUMBER: builtins.int
     DATA_WAIT_SHARE_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
-    CONCERN_FIELD_NUMBER: builtins.int
+    STALL_REASON_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
-    DEVICE_USE_FIELD_NUMBER: builtins.int
-    SINCE_TIME_FIELD_NUMBER: builtins.int
+    DEVICE_UTILIZATION_FIELD_NUMBER: builtins.int
+    FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
     TRAINING_EPOCH_FIELD_NUMBER: builtins.int
     TRAINING_EPOCHS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
-    steps_per_second: builtins.float
+    steps_per_s: builtins.float
     """Mean over the last report interval."""
     loss: builtins.float
     """Not a number until the job reported one."""
     data_wait_share: builtins.float
     """Share of time spent waiting for data, 0..1."""
-    concern: builtins.str
+    stall_reason: builtins.str
     """What keeps the job from getting on, judged by its counters: no step for long, nothing done, a rank that holds back the
     others. Empty while all is well.
     """
-    device_use: builtins.float
+    device_utilization: builtins.float
     """Utilisation of its devices, 0..1, over the last report interval. Virtual devices bound to cores: share of the cores'
     time. Other devices: the driver's figure while the job is alone on them, else the share of time without waiting for
     data. Unset: not measurable.
@@ -651,7 +651,7 @@ class Progress(google.protobuf.message.Message):
         """When the last step was done, by the clock of a node of the job."""
 
     @property
-    def since_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+    def first_step_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the first step was done since the job last began to run or went on, by the same clock as `step_time`: between a
         step before that and one after it it rested. Unset until then.
         """
@@ -665,25 +665,25 @@ class Progress(google.protobuf.message.Message):
         *,
         step: builtins.int = ...,
         samples: builtins.int = ...,
-        steps_per_second: builtins.float = ...,
+        steps_per_s: builtins.float = ...,
         loss: builtins.float = ...,
         data_wait_share: builtins.float = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        concern: builtins.str = ...,
+        stall_reason: builtins.str = ...,
         step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        device_use: builtins.float | None = ...,
-        since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        device_utilization: builtins.float | None = ...,
+        first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         training_epoch: builtins.int = ...,
         training_epochs: builtins.int = ...,
         metrics: collections.abc.Iterable[Global___Metric] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "device_use", b"device_use", "since_time", b"since_time", "step_time", b"step_time", "time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization", "first_step_time", b"first_step_time", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use", "concern", b"concern", "data_wait_share", b"data_wait_share", "device_use", b"device_use", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "since_time", b"since_time", "step", b"step", "step_time", b"step_time", "steps_per_second", b"steps_per_second", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__device_use: typing_extensions.TypeAlias = typing.Literal["device_use"]
-    _WhichOneofArgType__device_use: typing_extensions.TypeAlias = typing.Literal["_device_use", b"_device_use"]
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_use) -> _WhichOneofReturnType__device_use | None: ...
+    _WhichOneofReturnType__device_utilization: typing_extensions.TypeAlias = typing.Literal["device_utilization"]
+    _WhichOneofArgType__device_utilization: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 
@@ -731,21 +731,21 @@ class Capabilities(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-    PAUSE_FIELD_NUMBER: builtins.int
-    OFFLOAD_FIELD_NUMBER: builtins.int
-    CHECKPOINT_FIELD_NUMBER: builtins.int
+    CAN_PAUSE_FIELD_NUMBER: builtins.int
+    CAN_OFFLOAD_FIELD_NUMBER: builtins.int
+    CAN_CHECKPOINT_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
-    RESIZE_FIELD_NUMBER: builtins.int
+    CAN_RESIZE_FIELD_NUMBER: builtins.int
     RESIZE_DIVIDES_FIELD_NUMBER: builtins.int
-    PRESUMED_FIELD_NUMBER: builtins.int
-    pause: builtins.bool
-    offload: builtins.bool
-    checkpoint: builtins.bool
-    resize: builtins.bool
+    IS_PRESUMED_FIELD_NUMBER: builtins.int
+    can_pause: builtins.bool
+    can_offload: builtins.bool
+    can_checkpoint: builtins.bool
+    can_resize: builtins.bool
     """Its state can be brought back with another number of ranks."""
     resize_divides: builtins.int
     """Numbers of ranks that divide this; zero allows any."""
-    presumed: builtins.bool
+    is_presumed: builtins.bool
     """No agent has spoken up so far, so this is what can be had without one; it may be only starting."""
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -757,15 +757,15 @@ class Capabilities(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        pause: builtins.bool = ...,
-        offload: builtins.bool = ...,
-        checkpoint: builtins.bool = ...,
+        can_pause: builtins.bool = ...,
+        can_offload: builtins.bool = ...,
+        can_checkpoint: builtins.bool = ...,
         missing: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-        resize: builtins.bool = ...,
+        can_resize: builtins.bool = ...,
         resize_divides: builtins.int = ...,
-        presumed: builtins.bool = ...,
+        is_presumed: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint", b"checkpoint", "missing", b"missing", "offload", b"offload", "pause", b"pause", "presumed", b"presumed", "resize", b"resize", "resize_divides", b"resize_divides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "missing", b"missing", "resize_divides", b"resize_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities

@@ -61,10 +61,10 @@ class CreateArrayRequest(google.protobuf.message.Message):
 
     SPEC_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
-    AT_ONCE_FIELD_NUMBER: builtins.int
+    MAX_CONCURRENT_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    at_once: builtins.int
+    max_concurrent: builtins.int
     request_id: builtins.str
     """As in CreateJobRequest."""
     @property
@@ -82,13 +82,13 @@ class CreateArrayRequest(google.protobuf.message.Message):
         *,
         spec: ganger.v1.job_pb2.JobSpec | None = ...,
         members: collections.abc.Iterable[ganger.v1.array_pb2.ArrayMember] | None = ...,
-        at_once: builtins.int = ...,
+        max_concurrent: builtins.int = ...,
         rule: ganger.v1.array_pb2.StopRule | None = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["rule", b"rule", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["at_once", b"at_once", "members", b"members", "request_id", b"request_id", "rule", b"rule", "spec", b"spec"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_concurrent", b"max_concurrent", "members", b"members", "request_id", b"request_id", "rule", b"rule", "spec", b"spec"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CreateArrayRequest: typing_extensions.TypeAlias = CreateArrayRequest
@@ -217,7 +217,7 @@ class ListJobsRequest(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
     ARRAY_FIELD_NUMBER: builtins.int
-    FOLD_ARRAYS_FIELD_NUMBER: builtins.int
+    WITHOUT_MEMBERS_FIELD_NUMBER: builtins.int
     DISPLAY_NAME_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     page_size: builtins.int
@@ -226,7 +226,7 @@ class ListJobsRequest(google.protobuf.message.Message):
     user: builtins.str
     array: builtins.str
     """Members of this array only."""
-    fold_arrays: builtins.bool
+    without_members: builtins.bool
     """No members of arrays."""
     display_name: builtins.str
     """Only jobs of this name; empty for any."""
@@ -244,11 +244,11 @@ class ListJobsRequest(google.protobuf.message.Message):
         states: collections.abc.Iterable[ganger.v1.job_pb2.Job.State.ValueType] | None = ...,
         user: builtins.str = ...,
         array: builtins.str = ...,
-        fold_arrays: builtins.bool = ...,
+        without_members: builtins.bool = ...,
         display_name: builtins.str = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "display_name", b"display_name", "fold_arrays", b"fold_arrays", "labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "display_name", b"display_name", "labels", b"labels", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "user", b"user", "without_members", b"without_members"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
@@ -555,20 +555,20 @@ class RetuneJobRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     MILLICORES_FIELD_NUMBER: builtins.int
-    REPIN_FIELD_NUMBER: builtins.int
+    IS_REPIN_FIELD_NUMBER: builtins.int
     name: builtins.str
     millicores: builtins.int
     """Cores per task in thousandths."""
-    repin: builtins.bool
+    is_repin: builtins.bool
     """True: only move the job to other cores of the same number (threads do not change)."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         millicores: builtins.int = ...,
-        repin: builtins.bool = ...,
+        is_repin: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["millicores", b"millicores", "name", b"name", "repin", b"repin"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_repin", b"is_repin", "millicores", b"millicores", "name", b"name"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RetuneJobRequest: typing_extensions.TypeAlias = RetuneJobRequest
@@ -665,15 +665,12 @@ class Explanation(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     BLOCKERS_FIELD_NUMBER: builtins.int
-    START_AFTER_SECONDS_FIELD_NUMBER: builtins.int
-    START_BEFORE_SECONDS_FIELD_NUMBER: builtins.int
     ASSUMPTION_FIELD_NUMBER: builtins.int
     DEADLINE_ADVICE_FIELD_NUMBER: builtins.int
-    MOVERS_FIELD_NUMBER: builtins.int
-    KEPT_NODES_FIELD_NUMBER: builtins.int
-    start_after_seconds: builtins.float
-    """Interval in seconds from now in which it may start; both zero when unknown."""
-    start_before_seconds: builtins.float
+    START_AFTER_FIELD_NUMBER: builtins.int
+    START_BEFORE_FIELD_NUMBER: builtins.int
+    MIGRATION_STEPS_FIELD_NUMBER: builtins.int
+    RESERVED_NODES_FIELD_NUMBER: builtins.int
     assumption: builtins.str
     """What the estimate rests on, or why there is none."""
     deadline_advice: builtins.str
@@ -685,32 +682,38 @@ class Explanation(google.protobuf.message.Message):
         """The true blocker first."""
 
     @property
-    def movers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OnTheWay]:
+    def start_after(self) -> google.protobuf.duration_pb2.Duration:
+        """From now: it may start after the one and before the other. Both are unset where nothing is known."""
+
+    @property
+    def start_before(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def migration_steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MigrationStep]:
         """Jobs that migrate or park to make room for it, and the nodes of its reservation."""
 
     @property
-    def kept_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def reserved_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
         job: ganger.v1.job_pb2.Job | None = ...,
         blockers: collections.abc.Iterable[ganger.v1.resources_pb2.Refusal] | None = ...,
-        start_after_seconds: builtins.float = ...,
-        start_before_seconds: builtins.float = ...,
         assumption: builtins.str = ...,
         deadline_advice: builtins.str = ...,
-        movers: collections.abc.Iterable[Global___OnTheWay] | None = ...,
-        kept_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        start_after: google.protobuf.duration_pb2.Duration | None = ...,
+        start_before: google.protobuf.duration_pb2.Duration | None = ...,
+        migration_steps: collections.abc.Iterable[Global___MigrationStep] | None = ...,
+        reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "start_after", b"start_after", "start_before", b"start_before"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "kept_nodes", b"kept_nodes", "movers", b"movers", "start_after_seconds", b"start_after_seconds", "start_before_seconds", b"start_before_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation
 
 @typing.final
-class OnTheWay(google.protobuf.message.Message):
+class MigrationStep(google.protobuf.message.Message):
     """A running job that makes room for another."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -745,7 +748,7 @@ class OnTheWay(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["from_nodes", b"from_nodes", "job", b"job", "phase", b"phase", "purpose", b"purpose", "to_nodes", b"to_nodes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___OnTheWay: typing_extensions.TypeAlias = OnTheWay
+Global___MigrationStep: typing_extensions.TypeAlias = MigrationStep
 
 @typing.final
 class ListEventsRequest(google.protobuf.message.Message):

@@ -286,7 +286,7 @@ class Node(google.protobuf.message.Message):
     CONFIGURATION_SET_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     STATE_REASON_FIELD_NUMBER: builtins.int
-    ROW_FIELD_NUMBER: builtins.int
+    VIEW_ENTRY_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     PEER_ADDRESS_FIELD_NUMBER: builtins.int
     LAST_SEEN_TIME_FIELD_NUMBER: builtins.int
@@ -315,7 +315,7 @@ class Node(google.protobuf.message.Message):
     refusal: builtins.str
     """The reason with which CreateSession refuses its daemon, as `state_reason` explains; empty while it does not."""
     @property
-    def row(self) -> Global___NodeRow: ...
+    def view_entry(self) -> Global___NodeState: ...
     @property
     def capabilities(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Cgroup variant, uid switching, storage proved, ... by name."""
@@ -338,7 +338,7 @@ class Node(google.protobuf.message.Message):
         configuration_set: builtins.str = ...,
         state: Global___Node.State.ValueType = ...,
         state_reason: builtins.str = ...,
-        row: Global___NodeRow | None = ...,
+        view_entry: Global___NodeState | None = ...,
         capabilities: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         peer_address: builtins.str = ...,
         last_seen_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
@@ -350,16 +350,16 @@ class Node(google.protobuf.message.Message):
         launch_failure: builtins.str = ...,
         refusal: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "row", b"row"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "view_entry", b"view_entry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "row", b"row", "state", b"state", "state_reason", b"state_reason"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "view_entry", b"view_entry"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
 @typing.final
-class NodeRow(google.protobuf.message.Message):
-    """One row of the view."""
+class NodeState(google.protobuf.message.Message):
+    """An entry of the view: what is free on a node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -374,7 +374,7 @@ class NodeRow(google.protobuf.message.Message):
     FABRIC_FIELD_NUMBER: builtins.int
     SOCKET_JOBS_FIELD_NUMBER: builtins.int
     GROUP_JOBS_FIELD_NUMBER: builtins.int
-    DEVICE_ROWS_FIELD_NUMBER: builtins.int
+    DEVICE_SLICES_FIELD_NUMBER: builtins.int
     AFFINITY_FIELD_NUMBER: builtins.int
     PARKED_BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
@@ -402,8 +402,8 @@ class NodeRow(google.protobuf.message.Message):
     @property
     def group_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def device_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Gangs that share each device, by device; rows beyond one mean time slicing."""
+    def device_slices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Gangs that share each device, by device; more than one by time slicing."""
 
     @property
     def parked_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -423,14 +423,14 @@ class NodeRow(google.protobuf.message.Message):
         fabric: builtins.str = ...,
         socket_jobs: collections.abc.Iterable[builtins.int] | None = ...,
         group_jobs: collections.abc.Iterable[builtins.int] | None = ...,
-        device_rows: collections.abc.Iterable[builtins.int] | None = ...,
+        device_slices: collections.abc.Iterable[builtins.int] | None = ...,
         affinity: builtins.int = ...,
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_rows", b"device_rows", "fabric", b"fabric", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_slices", b"device_slices", "fabric", b"fabric", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___NodeRow: typing_extensions.TypeAlias = NodeRow
+Global___NodeState: typing_extensions.TypeAlias = NodeState
 
 @typing.final
 class ListNodesRequest(google.protobuf.message.Message):
@@ -492,7 +492,7 @@ class NodeSet(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
-    class Row(google.protobuf.message.Message):
+    class Slice(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         JOBS_FIELD_NUMBER: builtins.int
@@ -512,9 +512,9 @@ class NodeSet(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
     LEVEL_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
-    CHANGES_FIELD_NUMBER: builtins.int
-    RUNNING_ROW_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
+    IS_CHANGING_FIELD_NUMBER: builtins.int
+    ACTIVE_SLICE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodeSets/{n}"."""
     leader: builtins.str
@@ -523,21 +523,21 @@ class NodeSet(google.protobuf.message.Message):
     """Of the newest matrix; it raises with every change."""
     level: ganger.v1.job_pb2.SuspendLevel.ValueType
     """What a gang gives up at the end of its time slice."""
-    changes: builtins.bool
+    is_changing: builtins.bool
     """The newest matrix is on its way: until every node has it the one before stands."""
-    running_row: builtins.int
-    """The active entry of `rows`, from 1, as last reported by the leader; zero: not reported, or the matrix has not begun."""
+    active_slice: builtins.int
+    """The active entry of `slices`, from 1, as last reported by the leader; zero: not reported, or the matrix has not begun."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodes/{node}"."""
 
     @property
     def quantum(self) -> google.protobuf.duration_pb2.Duration:
-        """How long each row runs."""
+        """How long each slice runs."""
 
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeSet.Row]:
-        """Jobs that run at once, row by row: "jobs/{job}". One in more rows has the larger share."""
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeSet.Slice]:
+        """Jobs that run at once, slice by slice: "jobs/{job}". One in more slices has the larger share."""
 
     def __init__(
         self,
@@ -548,13 +548,13 @@ class NodeSet(google.protobuf.message.Message):
         version: builtins.int = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
-        rows: collections.abc.Iterable[Global___NodeSet.Row] | None = ...,
-        changes: builtins.bool = ...,
-        running_row: builtins.int = ...,
+        slices: collections.abc.Iterable[Global___NodeSet.Slice] | None = ...,
+        is_changing: builtins.bool = ...,
+        active_slice: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "leader", b"leader", "level", b"level", "name", b"name", "nodes", b"nodes", "quantum", b"quantum", "rows", b"rows", "running_row", b"running_row", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active_slice", b"active_slice", "is_changing", b"is_changing", "leader", b"leader", "level", b"level", "name", b"name", "nodes", b"nodes", "quantum", b"quantum", "slices", b"slices", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___NodeSet: typing_extensions.TypeAlias = NodeSet
@@ -685,21 +685,6 @@ Global___GetClusterRequest: typing_extensions.TypeAlias = GetClusterRequest
 class Cluster(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    class _Mode:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Cluster._Mode.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        MODE_UNSPECIFIED: Cluster._Mode.ValueType  # 0
-        MODE_SPREAD: Cluster._Mode.ValueType  # 1
-        MODE_PACK: Cluster._Mode.ValueType  # 2
-
-    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
-    MODE_UNSPECIFIED: Cluster.Mode.ValueType  # 0
-    MODE_SPREAD: Cluster.Mode.ValueType  # 1
-    MODE_PACK: Cluster.Mode.ValueType  # 2
-
     VERSION_FIELD_NUMBER: builtins.int
     VIEW_VERSION_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
@@ -713,7 +698,7 @@ class Cluster(google.protobuf.message.Message):
     VERDICTS_REJECTED_FIELD_NUMBER: builtins.int
     STORAGE_FIELD_NUMBER: builtins.int
     EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
-    MODE_FIELD_NUMBER: builtins.int
+    LOAD_MODE_FIELD_NUMBER: builtins.int
     RESTORE_FIELD_NUMBER: builtins.int
     version: builtins.str
     view_version: builtins.int
@@ -728,7 +713,7 @@ class Cluster(google.protobuf.message.Message):
     storage: builtins.str
     event_sequence: builtins.int
     """Of the newest event; see ListEvents."""
-    mode: Global___Cluster.Mode.ValueType
+    load_mode: ganger.v1.resources_pb2.LoadMode.ValueType
     """Whether gangs are spread apart, as under light load, or packed to keep holes for large ones. Its changes are events
     of the subject "cluster".
     """
@@ -754,12 +739,12 @@ class Cluster(google.protobuf.message.Message):
         verdicts_rejected: builtins.int = ...,
         storage: builtins.str = ...,
         event_sequence: builtins.int = ...,
-        mode: Global___Cluster.Mode.ValueType = ...,
+        load_mode: ganger.v1.resources_pb2.LoadMode.ValueType = ...,
         restore: Global___Restore | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["restore", b"restore", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "mode", b"mode", "policy", b"policy", "restore", b"restore", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["devices", b"devices", "devices_held", b"devices_held", "event_sequence", b"event_sequence", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "jobs_suspended", b"jobs_suspended", "load_mode", b"load_mode", "policy", b"policy", "restore", b"restore", "start_time", b"start_time", "storage", b"storage", "verdicts_approved", b"verdicts_approved", "verdicts_rejected", b"verdicts_rejected", "version", b"version", "view_version", b"view_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Cluster: typing_extensions.TypeAlias = Cluster
@@ -798,9 +783,9 @@ class RecordDecisionsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DURATION_FIELD_NUMBER: builtins.int
-    MOST_BYTES_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
     WITH_ENVIRONMENT_FIELD_NUMBER: builtins.int
-    most_bytes: builtins.int
+    max_bytes: builtins.int
     """Of the file; zero takes 256 MiB."""
     with_environment: builtins.bool
     """Also variables and arguments of jobs' programs. Without it words of the same length stand for them."""
@@ -812,12 +797,12 @@ class RecordDecisionsRequest(google.protobuf.message.Message):
         self,
         *,
         duration: google.protobuf.duration_pb2.Duration | None = ...,
-        most_bytes: builtins.int = ...,
+        max_bytes: builtins.int = ...,
         with_environment: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration", "most_bytes", b"most_bytes", "with_environment", b"with_environment"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration", b"duration", "max_bytes", b"max_bytes", "with_environment", b"with_environment"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RecordDecisionsRequest: typing_extensions.TypeAlias = RecordDecisionsRequest

@@ -48,6 +48,28 @@ LEVEL_FABRIC: Level.ValueType  # 6
 LEVEL_CLUSTER: Level.ValueType  # 7
 Global___Level: typing_extensions.TypeAlias = Level
 
+class _LoadMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LoadModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LoadMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LOAD_MODE_UNSPECIFIED: _LoadMode.ValueType  # 0
+    LOAD_MODE_SPREAD: _LoadMode.ValueType  # 1
+    """Apart, under light load."""
+    LOAD_MODE_PACK: _LoadMode.ValueType  # 2
+    """Close together, under heavy load: nodes stay free for large gangs."""
+
+class LoadMode(_LoadMode, metaclass=_LoadModeEnumTypeWrapper):
+    """How new gangs are placed."""
+
+LOAD_MODE_UNSPECIFIED: LoadMode.ValueType  # 0
+LOAD_MODE_SPREAD: LoadMode.ValueType  # 1
+"""Apart, under light load."""
+LOAD_MODE_PACK: LoadMode.ValueType  # 2
+"""Close together, under heavy load: nodes stay free for large gangs."""
+Global___LoadMode: typing_extensions.TypeAlias = LoadMode
+
 @typing.final
 class ConfigurationSet(google.protobuf.message.Message):
     """A set of servers of identical hardware. Immutable once the first node of it joined; a cluster has few."""

@@ -38,41 +38,26 @@ Global___GetViewRequest: typing_extensions.TypeAlias = GetViewRequest
 class View(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    class _Mode:
-        ValueType = typing.NewType("ValueType", builtins.int)
-        V: typing_extensions.TypeAlias = ValueType
-
-    class _ModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[View._Mode.ValueType], builtins.type):
-        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-        MODE_UNSPECIFIED: View._Mode.ValueType  # 0
-        MODE_SPREAD: View._Mode.ValueType  # 1
-        MODE_PACK: View._Mode.ValueType  # 2
-
-    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
-    MODE_UNSPECIFIED: View.Mode.ValueType  # 0
-    MODE_SPREAD: View.Mode.ValueType  # 1
-    MODE_PACK: View.Mode.ValueType  # 2
-
     VERSION_FIELD_NUMBER: builtins.int
     CONFIGURATION_SETS_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
-    MODE_FIELD_NUMBER: builtins.int
+    LOAD_MODE_FIELD_NUMBER: builtins.int
     version: builtins.int
-    mode: Global___View.Mode.ValueType
+    load_mode: ganger.v1.resources_pb2.LoadMode.ValueType
     """SPREAD under light load, PACK under heavy load."""
     @property
     def configuration_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.ConfigurationSet]: ...
     @property
-    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeRow]: ...
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeState]: ...
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         configuration_sets: collections.abc.Iterable[ganger.v1.resources_pb2.ConfigurationSet] | None = ...,
-        nodes: collections.abc.Iterable[ganger.v1.node_pb2.NodeRow] | None = ...,
-        mode: Global___View.Mode.ValueType = ...,
+        nodes: collections.abc.Iterable[ganger.v1.node_pb2.NodeState] | None = ...,
+        load_mode: ganger.v1.resources_pb2.LoadMode.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "mode", b"mode", "nodes", b"nodes", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "load_mode", b"load_mode", "nodes", b"nodes", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___View: typing_extensions.TypeAlias = View
@@ -101,29 +86,29 @@ class ViewDelta(google.protobuf.message.Message):
     FROM_VERSION_FIELD_NUMBER: builtins.int
     CONFIGURATION_SETS_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
-    REMOVED_FIELD_NUMBER: builtins.int
-    MODE_FIELD_NUMBER: builtins.int
+    REMOVED_NODES_FIELD_NUMBER: builtins.int
+    LOAD_MODE_FIELD_NUMBER: builtins.int
     version: builtins.int
     from_version: builtins.int
     """Version the delta applies to; zero when `nodes` is the whole view."""
-    mode: Global___View.Mode.ValueType
+    load_mode: ganger.v1.resources_pb2.LoadMode.ValueType
     @property
     def configuration_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.ConfigurationSet]: ...
     @property
-    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeRow]: ...
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeState]: ...
     @property
-    def removed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def removed_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         from_version: builtins.int = ...,
         configuration_sets: collections.abc.Iterable[ganger.v1.resources_pb2.ConfigurationSet] | None = ...,
-        nodes: collections.abc.Iterable[ganger.v1.node_pb2.NodeRow] | None = ...,
-        removed: collections.abc.Iterable[builtins.str] | None = ...,
-        mode: Global___View.Mode.ValueType = ...,
+        nodes: collections.abc.Iterable[ganger.v1.node_pb2.NodeState] | None = ...,
+        removed_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        load_mode: ganger.v1.resources_pb2.LoadMode.ValueType = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "from_version", b"from_version", "mode", b"mode", "nodes", b"nodes", "removed", b"removed", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_sets", b"configuration_sets", "from_version", b"from_version", "load_mode", b"load_mode", "nodes", b"nodes", "removed_nodes", b"removed_nodes", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ViewDelta: typing_extensions.TypeAlias = ViewDelta
@@ -373,14 +358,14 @@ class Rejection(google.protobuf.message.Message):
         """Of the last candidate tried; the true blocker first."""
 
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeRow]:
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.node_pb2.NodeState]:
         """Fresh rows of the conflicting nodes only."""
 
     def __init__(
         self,
         *,
         refusals: collections.abc.Iterable[ganger.v1.resources_pb2.Refusal] | None = ...,
-        rows: collections.abc.Iterable[ganger.v1.node_pb2.NodeRow] | None = ...,
+        rows: collections.abc.Iterable[ganger.v1.node_pb2.NodeState] | None = ...,
         view_version: builtins.int = ...,
         lease_kept: builtins.bool = ...,
     ) -> None: ...
@@ -594,13 +579,13 @@ class Purpose(google.protobuf.message.Message):
 
     GOAL_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
-    SAVED_GPU_SECONDS_FIELD_NUMBER: builtins.int
+    SAVED_GPU_S_FIELD_NUMBER: builtins.int
     PAUSE_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     goal: Global___Purpose.Goal.ValueType
     job: builtins.str
     """"jobs/{job}" that gets the room, if it is for another."""
-    saved_gpu_seconds: builtins.float
+    saved_gpu_s: builtins.float
     """GPU-seconds that are expected to be saved, beyond what the change costs."""
     detail: builtins.str
     """For people: the figures it rests on; at most 500 characters."""
@@ -613,13 +598,13 @@ class Purpose(google.protobuf.message.Message):
         *,
         goal: Global___Purpose.Goal.ValueType = ...,
         job: builtins.str = ...,
-        saved_gpu_seconds: builtins.float = ...,
+        saved_gpu_s: builtins.float = ...,
         pause: google.protobuf.duration_pb2.Duration | None = ...,
         detail: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pause", b"pause"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["detail", b"detail", "goal", b"goal", "job", b"job", "pause", b"pause", "saved_gpu_seconds", b"saved_gpu_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["detail", b"detail", "goal", b"goal", "job", b"job", "pause", b"pause", "saved_gpu_s", b"saved_gpu_s"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Purpose: typing_extensions.TypeAlias = Purpose
@@ -638,12 +623,12 @@ class Finding(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         VERDICT_UNSPECIFIED: Finding._Verdict.ValueType  # 0
         VERDICT_KEPT: Finding._Verdict.ValueType  # 1
-        VERDICT_UNDONE: Finding._Verdict.ValueType  # 2
+        VERDICT_REVERTED: Finding._Verdict.ValueType  # 2
 
     class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
     VERDICT_UNSPECIFIED: Finding.Verdict.ValueType  # 0
     VERDICT_KEPT: Finding.Verdict.ValueType  # 1
-    VERDICT_UNDONE: Finding.Verdict.ValueType  # 2
+    VERDICT_REVERTED: Finding.Verdict.ValueType  # 2
 
     JOB_FIELD_NUMBER: builtins.int
     GOAL_FIELD_NUMBER: builtins.int
@@ -707,20 +692,20 @@ class Change(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
-    TOGETHER_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
     SUSPEND_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     CORES_FIELD_NUMBER: builtins.int
     RESIZE_FIELD_NUMBER: builtins.int
-    ROW_FIELD_NUMBER: builtins.int
+    SLICE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     PURPOSE_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     """Guard: the job's revision this change was computed from."""
-    together: builtins.int
+    group: builtins.int
     """Changes of one non-zero id are approved as one."""
     reason: builtins.str
     """What it is expected to gain, with the figures that say so; kept in the job's history."""
@@ -737,7 +722,7 @@ class Change(google.protobuf.message.Message):
     @property
     def resize(self) -> Global___ResizeChange: ...
     @property
-    def row(self) -> Global___RowChange: ...
+    def slice(self) -> Global___SliceChange: ...
     @property
     def purpose(self) -> Global___Purpose:
         """Of a start, a move, a suspend or a resume."""
@@ -747,22 +732,22 @@ class Change(google.protobuf.message.Message):
         *,
         job: builtins.str = ...,
         revision: builtins.int = ...,
-        together: builtins.int = ...,
+        group: builtins.int = ...,
         start: Global___StartChange | None = ...,
         move: Global___MoveChange | None = ...,
         suspend: Global___SuspendChange | None = ...,
         resume: Global___ResumeChange | None = ...,
         cores: Global___CoresChange | None = ...,
         resize: Global___ResizeChange | None = ...,
-        row: Global___RowChange | None = ...,
+        slice: Global___SliceChange | None = ...,
         reason: builtins.str = ...,
         purpose: Global___Purpose | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "move", b"move", "purpose", b"purpose", "resize", b"resize", "resume", b"resume", "row", b"row", "start", b"start", "suspend", b"suspend"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "move", b"move", "purpose", b"purpose", "resize", b"resize", "resume", b"resume", "slice", b"slice", "start", b"start", "suspend", b"suspend"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "job", b"job", "move", b"move", "purpose", b"purpose", "reason", b"reason", "resize", b"resize", "resume", b"resume", "revision", b"revision", "row", b"row", "start", b"start", "suspend", b"suspend", "together", b"together"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["change", b"change", "cores", b"cores", "group", b"group", "job", b"job", "move", b"move", "purpose", b"purpose", "reason", b"reason", "resize", b"resize", "resume", b"resume", "revision", b"revision", "slice", b"slice", "start", b"start", "suspend", b"suspend"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: typing_extensions.TypeAlias = typing.Literal["start", "move", "suspend", "resume", "cores", "resize", "row"]
+    _WhichOneofReturnType_change: typing_extensions.TypeAlias = typing.Literal["start", "move", "suspend", "resume", "cores", "resize", "slice"]
     _WhichOneofArgType_change: typing_extensions.TypeAlias = typing.Literal["change", b"change"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -869,15 +854,15 @@ class ResizeChange(google.protobuf.message.Message):
 Global___ResizeChange: typing_extensions.TypeAlias = ResizeChange
 
 @typing.final
-class RowChange(google.protobuf.message.Message):
-    """Time-slices the job on devices with other jobs. The changes of one `together` name all of these jobs, so they contain the
+class SliceChange(google.protobuf.message.Message):
+    """Time-slices the job on devices with other jobs. The changes of one `group` name all of these jobs, so they contain the
     whole matrix of a node set, and nothing else.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_SET_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
     LEVEL_FIELD_NUMBER: builtins.int
@@ -886,8 +871,8 @@ class RowChange(google.protobuf.message.Message):
     level: ganger.v1.job_pb2.SuspendLevel.ValueType
     """What a gang gives up at the end of its time slice, PAUSE or OFFLOAD; the same in all of them."""
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """In which rows it runs, from 0; more rows are a larger share of the time."""
+    def slices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """In which slices it runs, from 0; more slices are a larger share of the time."""
 
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.resources_pb2.Claim]:
@@ -901,17 +886,17 @@ class RowChange(google.protobuf.message.Message):
         self,
         *,
         node_set: builtins.str = ...,
-        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        slices: collections.abc.Iterable[builtins.int] | None = ...,
         claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "level", b"level", "node_set", b"node_set", "quantum", b"quantum", "rows", b"rows"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "level", b"level", "node_set", b"node_set", "quantum", b"quantum", "slices", b"slices"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___RowChange: typing_extensions.TypeAlias = RowChange
+Global___SliceChange: typing_extensions.TypeAlias = SliceChange
 
 @typing.final
 class PlanVerdict(google.protobuf.message.Message):
@@ -992,21 +977,21 @@ class ClusterDelta(google.protobuf.message.Message):
 
     VIEW_FIELD_NUMBER: builtins.int
     JOBS_FIELD_NUMBER: builtins.int
-    FORGOTTEN_FIELD_NUMBER: builtins.int
-    CONTINUES_FIELD_NUMBER: builtins.int
+    REMOVED_JOBS_FIELD_NUMBER: builtins.int
+    HAS_MORE_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
-    PLAN_EVERY_FIELD_NUMBER: builtins.int
-    DRAINING_FIELD_NUMBER: builtins.int
+    PLAN_INTERVAL_FIELD_NUMBER: builtins.int
+    DRAINING_NODES_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
-    MOVES_PER_HOUR_FIELD_NUMBER: builtins.int
+    MIGRATIONS_PER_HOUR_FIELD_NUMBER: builtins.int
     CHANGING_NODE_SETS_FIELD_NUMBER: builtins.int
     QUOTAS_FIELD_NUMBER: builtins.int
-    continues: builtins.bool
-    """More of the same moment follows: what is told so far does not add up yet."""
+    has_more: builtins.bool
+    """More of the same moment follows: what was sent so far is incomplete."""
     policy: builtins.str
     """The cluster's policy, and the minimum time between two plans of its planner that preempt running jobs."""
-    moves_per_hour: builtins.float
+    migrations_per_hour: builtins.float
     """Moves that neither a gang nor an operator waits for, of one node in an hour; unset: as many as the planner finds
     right.
     """
@@ -1019,7 +1004,7 @@ class ClusterDelta(google.protobuf.message.Message):
         """Jobs that changed, whole; those that have ended, as they ended."""
 
     @property
-    def forgotten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def removed_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"jobs/{job}" that are no longer kept."""
 
     @property
@@ -1027,14 +1012,14 @@ class ClusterDelta(google.protobuf.message.Message):
         """The master's clock at that moment."""
 
     @property
-    def plan_every(self) -> google.protobuf.duration_pb2.Duration: ...
+    def plan_interval(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
-    def draining(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    def draining_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"nodes/{node}" that are to be emptied."""
 
     @property
     def quantum(self) -> google.protobuf.duration_pb2.Duration:
-        """For how long a row runs where gangs take turns; unset: none are to."""
+        """For how long a slice runs where gangs are time-sliced; unset: no time slicing."""
 
     @property
     def changing_node_sets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1049,24 +1034,24 @@ class ClusterDelta(google.protobuf.message.Message):
         *,
         view: Global___ViewDelta | None = ...,
         jobs: collections.abc.Iterable[Global___LiveJob] | None = ...,
-        forgotten: collections.abc.Iterable[builtins.str] | None = ...,
-        continues: builtins.bool = ...,
+        removed_jobs: collections.abc.Iterable[builtins.str] | None = ...,
+        has_more: builtins.bool = ...,
         time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         policy: builtins.str = ...,
-        plan_every: google.protobuf.duration_pb2.Duration | None = ...,
-        draining: collections.abc.Iterable[builtins.str] | None = ...,
+        plan_interval: google.protobuf.duration_pb2.Duration | None = ...,
+        draining_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
-        moves_per_hour: builtins.float | None = ...,
+        migrations_per_hour: builtins.float | None = ...,
         changing_node_sets: collections.abc.Iterable[builtins.str] | None = ...,
         quotas: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "time", b"time", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour", "changing_node_sets", b"changing_node_sets", "continues", b"continues", "draining", b"draining", "forgotten", b"forgotten", "jobs", b"jobs", "moves_per_hour", b"moves_per_hour", "plan_every", b"plan_every", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "time", b"time", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["moves_per_hour"]
-    _WhichOneofArgType__moves_per_hour: typing_extensions.TypeAlias = typing.Literal["_moves_per_hour", b"_moves_per_hour"]
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__moves_per_hour) -> _WhichOneofReturnType__moves_per_hour | None: ...
+    _WhichOneofReturnType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["migrations_per_hour"]
+    _WhichOneofArgType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__migrations_per_hour) -> _WhichOneofReturnType__migrations_per_hour | None: ...
 
 Global___ClusterDelta: typing_extensions.TypeAlias = ClusterDelta
 
@@ -1084,10 +1069,10 @@ class LiveJob(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     PENDING_TIME_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
-    RUN_FIELD_NUMBER: builtins.int
-    RUN_TIME_FIELD_NUMBER: builtins.int
-    ENDS_FIELD_NUMBER: builtins.int
-    MOVES_FIELD_NUMBER: builtins.int
+    RUN_DURATION_FIELD_NUMBER: builtins.int
+    RUNNING_SINCE_TIME_FIELD_NUMBER: builtins.int
+    IS_ENDING_FIELD_NUMBER: builtins.int
+    IS_MOVING_FIELD_NUMBER: builtins.int
     PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     USED_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
@@ -1098,9 +1083,9 @@ class LiveJob(google.protobuf.message.Message):
     revision: builtins.int
     user: builtins.str
     state: ganger.v1.job_pb2.Job.State.ValueType
-    ends: builtins.bool
+    is_ending: builtins.bool
     """It is on its way to an end, to rest, or to wait again."""
-    moves: builtins.bool
+    is_moving: builtins.bool
     """Its gang is about to be another one, elsewhere."""
     peak_device_bytes: builtins.int
     """Largest memory of one device that it was seen to use, and what its devices must have left for it."""
@@ -1122,14 +1107,14 @@ class LiveJob(google.protobuf.message.Message):
         """First step of the first attempt."""
 
     @property
-    def run(self) -> google.protobuf.duration_pb2.Duration:
+    def run_duration(self) -> google.protobuf.duration_pb2.Duration:
         """Running time of former stretches, and since when the present one lasts; unset while it does not run."""
 
     @property
-    def run_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def running_since_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def capabilities(self) -> ganger.v1.job_pb2.Capabilities:
-        """Unset before a rank has told."""
+        """Unset before a rank has reported them."""
 
     @property
     def gang(self) -> Global___LiveGang: ...
@@ -1148,10 +1133,10 @@ class LiveJob(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         pending_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        run: google.protobuf.duration_pb2.Duration | None = ...,
-        run_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        ends: builtins.bool = ...,
-        moves: builtins.bool = ...,
+        run_duration: google.protobuf.duration_pb2.Duration | None = ...,
+        running_since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        is_ending: builtins.bool = ...,
+        is_moving: builtins.bool = ...,
         peak_device_bytes: builtins.int = ...,
         used_device_bytes: builtins.int = ...,
         capabilities: ganger.v1.job_pb2.Capabilities | None = ...,
@@ -1159,9 +1144,9 @@ class LiveJob(google.protobuf.message.Message):
         signature: builtins.int = ...,
         move_pause: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "move_pause", b"move_pause", "pending_time", b"pending_time", "run", b"run", "run_time", b"run_time", "spec", b"spec", "start_time", b"start_time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "move_pause", b"move_pause", "pending_time", b"pending_time", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "ends", b"ends", "gang", b"gang", "job", b"job", "move_pause", b"move_pause", "moves", b"moves", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run", b"run", "run_time", b"run_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "is_ending", b"is_ending", "is_moving", b"is_moving", "job", b"job", "move_pause", b"move_pause", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveJob: typing_extensions.TypeAlias = LiveJob
@@ -1173,7 +1158,7 @@ class LiveGang(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     PARKED_LEVEL_FIELD_NUMBER: builtins.int
-    STOPS_FIELD_NUMBER: builtins.int
+    IS_STOPPING_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     PHASE_TIME_FIELD_NUMBER: builtins.int
     CLAIMS_FIELD_NUMBER: builtins.int
@@ -1183,10 +1168,10 @@ class LiveGang(google.protobuf.message.Message):
     phase: ganger.v1.job_pb2.Gang.Phase.ValueType
     parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType
     """Level at which it is parked or being parked; unspecified while it is to run."""
-    stops: builtins.bool
-    """It was told to end."""
+    is_stopping: builtins.bool
+    """It has the order to stop."""
     node_set: builtins.int
-    """Where it takes turns; zero if it does not."""
+    """Its time-slice group; zero if it is not time-sliced."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -1205,7 +1190,7 @@ class LiveGang(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         phase: ganger.v1.job_pb2.Gang.Phase.ValueType = ...,
         parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
-        stops: builtins.bool = ...,
+        is_stopping: builtins.bool = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         phase_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
@@ -1214,7 +1199,7 @@ class LiveGang(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "phase_time", b"phase_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "node_set", b"node_set", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time", "stops", b"stops"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "is_stopping", b"is_stopping", "node_set", b"node_set", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveGang: typing_extensions.TypeAlias = LiveGang

@@ -88,10 +88,10 @@ def configuration_set_from_wire(message: resources_pb2.ConfigurationSet) -> Conf
     )
 
 
-def node_row_to_wire(value: NodeRow, into: node_pb2.NodeRow | None = None) -> node_pb2.NodeRow:
+def node_row_to_wire(value: NodeRow, into: node_pb2.NodeState | None = None) -> node_pb2.NodeState:
     """`into`: an empty message that is to hold it, as one just added to a list."""
     # Setting fields takes half the time of naming them all to the constructor.
-    message = node_pb2.NodeRow() if into is None else into
+    message = node_pb2.NodeState() if into is None else into
     message.node = names.node_name(value.node)
     message.configuration_set = value.configuration_set
     message.free_mask = value.free_mask
@@ -103,14 +103,14 @@ def node_row_to_wire(value: NodeRow, into: node_pb2.NodeRow | None = None) -> no
     message.fabric = value.fabric
     message.socket_jobs.extend(value.socket_jobs)
     message.group_jobs.extend(value.group_jobs)
-    message.device_rows.extend(value.device_rows)
+    message.device_slices.extend(value.device_rows)
     message.affinity = value.affinity
     if value.parked_bytes:
         message.parked_bytes.extend(value.parked_bytes)
     return message
 
 
-def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
+def node_row_from_wire(message: node_pb2.NodeState) -> NodeRow:
     return NodeRow(
         node=names.parse_node_name(message.node),
         configuration_set=message.configuration_set,
@@ -123,7 +123,7 @@ def node_row_from_wire(message: node_pb2.NodeRow) -> NodeRow:
         fabric=message.fabric,
         socket_jobs=tuple(message.socket_jobs),
         group_jobs=tuple(message.group_jobs),
-        device_rows=tuple(message.device_rows),
+        device_rows=tuple(message.device_slices),
         affinity=message.affinity,
         parked_bytes=tuple(message.parked_bytes),
     )

@@ -26,9 +26,13 @@ def seconds(value: Duration) -> float:
 
 def timestamp(unix_seconds: float) -> Timestamp:
     """Unix seconds as a Timestamp, rounded to nanoseconds."""
-    message = Timestamp()
-    message.seconds, message.nanos = divmod(round(unix_seconds * _NANOS), _NANOS)
-    return message
+    return timestamp_of_ns(round(unix_seconds * _NANOS))
+
+
+def timestamp_of_ns(unix_ns: int) -> Timestamp:
+    """Return Unix nanoseconds as a Timestamp, exactly."""
+    whole, nanos = divmod(unix_ns, _NANOS)
+    return Timestamp(seconds=whole, nanos=nanos)
 
 
 def unix_seconds(value: Timestamp) -> float:

@@ -17,6 +17,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
@@ -173,9 +174,9 @@ class CheckpointCoordinator:
         self._pages.request_checkpoint(number)
 
     async def _request_if_due(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
-        seconds = desired.checkpoint_interval.ToTimedelta().total_seconds()
+        interval_s = seconds(desired.checkpoint_interval)
         request = int(desired.checkpoint_request)
-        if not self.keeper.due(now, seconds, request):
+        if not self.keeper.due(now, interval_s, request):
             return
         running = self._pages.checkpoint_sequence()
         unsettled = bool(running) and not self.keeper.is_settled(running)

@@ -8,6 +8,7 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 from ganger.v1 import job_pb2
+from ganger.wire.times import seconds
 from google.protobuf import json_format
 
 DEFAULT_GRACE_S = 10.0
@@ -51,7 +52,7 @@ def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
         raise DesiredInvalidError(
             f"gang of epoch {desired.epoch}: {error}; the master is newer than this daemon"
         ) from error
-    grace = desired.grace.ToTimedelta().total_seconds() if desired.HasField("grace") else DEFAULT_GRACE_S
+    grace = seconds(desired.grace) if desired.HasField("grace") else DEFAULT_GRACE_S
     return DesiredOrder(
         job_uid=desired.job_uid,
         order=key,

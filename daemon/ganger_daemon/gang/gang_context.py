@@ -29,7 +29,7 @@ class Peers(Protocol):
         """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
         ...
 
-    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+    async def switch_row(self, address: str, order: peer_pb2.SliceOrder) -> peer_pb2.SliceMember | None:
         """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
         ...
 

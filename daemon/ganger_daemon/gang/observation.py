@@ -16,7 +16,7 @@ from ganger.injob.page import Capability, PageProgress, now_ns
 from ganger.injob.page_layout import PagePhase
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
-from google.protobuf import timestamp_pb2
+from ganger.wire.times import timestamp, timestamp_of_ns
 
 from ganger_daemon.checkpoints.gang_checkpoints import Published
 from ganger_daemon.core.gang_judgement import Judgement, has_opaque_rank, is_beyond
@@ -182,7 +182,7 @@ def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) 
         epoch=checkpoint.epoch,
         path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,
-        create_time=timestamp_pb2.Timestamp(seconds=int(time_s)),
+        create_time=timestamp(int(time_s)),
     )
 
 
@@ -248,9 +248,13 @@ def _add_step_times(message: agent_pb2.ObservedGang, report: GangReport, phase: 
     if phase in (PartPhase.PARKED, PartPhase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
     if phase is PartPhase.PARKED and all(progress.step_time_ns for progress in found):
-        message.last_step_time.FromNanoseconds(_booted_ns() + max(progress.step_time_ns for progress in found))
+        message.last_step_time.CopyFrom(
+            timestamp_of_ns(_booted_ns() + max(progress.step_time_ns for progress in found))
+        )
     if phase is PartPhase.RUNNING and all(progress.first_step_time_ns for progress in found):
-        message.first_step_time.FromNanoseconds(_booted_ns() + max(progress.first_step_time_ns for progress in found))
+        message.first_step_time.CopyFrom(
+            timestamp_of_ns(_booted_ns() + max(progress.first_step_time_ns for progress in found))
+        )
 
 
 def _waited(progress: PageProgress) -> float:
@@ -268,10 +272,10 @@ def _add_capabilities_without_agent(
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = context.host.cgroups.capabilities.get("freeze", "none")
     is_whole = context.part.world == len(context.part.ranks)
-    capabilities.pause = is_whole and not freezer.startswith("none")
+    capabilities.can_pause = is_whole and not freezer.startswith("none")
     if not is_whole:
         capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
-    elif not capabilities.pause:
+    elif not capabilities.can_pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
     capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
     capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
@@ -283,22 +287,22 @@ def _add_capabilities_of_agent(
     context, parts, able = report.context, report.parts, ~0
     for progress in found:
         able &= progress.capabilities
-    capabilities.pause = bool(able & Capability.PAUSE)
-    capabilities.offload = bool(able & Capability.OFFLOAD)
-    capabilities.checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
-    if not capabilities.pause:
+    capabilities.can_pause = bool(able & Capability.PAUSE)
+    capabilities.can_offload = bool(able & Capability.OFFLOAD)
+    capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
+    if not capabilities.can_pause:
         capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
-    if not capabilities.offload:
+    if not capabilities.can_offload:
         why = parts.rank_errors.reason("OFFLOAD") or parts.rank_errors.reason("CHECKPOINT")
         capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
     if able & Capability.CHECKPOINT and not context.host.storage.proved:
         capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
-    elif not capabilities.checkpoint:
+    elif not capabilities.can_checkpoint:
         why = parts.rank_errors.reason("CHECKPOINT") or "its log says why"
         capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
-    capabilities.resize = bool(able & Capability.RESIZE)
-    if capabilities.resize:
+    capabilities.can_resize = bool(able & Capability.RESIZE)
+    if capabilities.can_resize:
         capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found])
     elif report.orders.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = (

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import now_ns
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, hastened
+from ganger.wire.times import duration
 
 from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
 from ganger_daemon.gang.desired_messages import DEFAULT_GRACE_S, to_json, wanted_of, with_spec_of
@@ -59,7 +60,7 @@ class ReceivedOrders:
         wanted = hastened(wanted_of(merged), is_stale)
         if wanted.ends_at_once:
             # also for a daemon that takes over
-            merged.grace.FromSeconds(0)
+            merged.grace.CopyFrom(duration(0.0))
             merged.checkpoint_first = False
         if not wanted.order.is_by_rotation:
             self.master_desired = merged

@@ -97,7 +97,7 @@ class GangSet:
         self,
         desired: Iterable[agent_pb2.DesiredGang],
         acknowledged: frozenset[int],
-        rows: Iterable[agent_pb2.DesiredRows] = (),
+        rows: Iterable[agent_pb2.DesiredSlices] = (),
         missing: frozenset[int] = frozenset(),
     ) -> frozenset[int]:
         """Apply one complete desired set. Idempotent. `missing`: epochs of gangs whose spec is still to come.
@@ -297,7 +297,7 @@ class GangSet:
 def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
     message = agent_pb2.ObservedGang()
     message.CopyFrom(gang.observed)
-    message.told.CopyFrom(gang.master_desired)
+    message.newest_order.CopyFrom(gang.master_desired)
     message.in_time_slices = gang.wanted.order.is_by_rotation
     return message
 

@@ -127,8 +127,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         return peer_pb2.ShardWrittenResponse(published=gang.parts.saving.keeper.is_settled(request.stop_sequence))
 
     async def SwitchRow(
-        self, request: peer_pb2.RowOrder, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> peer_pb2.RowState:
+        self, request: peer_pb2.SliceOrder, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> peer_pb2.SliceMember:
         if members := self._gangs.rotation.nodes_of(request.node_set):
             check_node(self._callers.of(context), members, f"nodeSets/{request.node_set}")
         return await self._gangs.rotation.receive_order(request)
@@ -236,10 +236,10 @@ class PeerCalls:
         )
         return bool(answer.published)
 
-    async def switch_row(self, address: str, order: peer_pb2.RowOrder) -> peer_pb2.RowState | None:
+    async def switch_row(self, address: str, order: peer_pb2.SliceOrder) -> peer_pb2.SliceMember | None:
         """Return the state of a member after a slice order; None without an answer."""
         try:
-            state: peer_pb2.RowState = await self.stub(address).SwitchRow(order, timeout=_SWITCH_S)
+            state: peer_pb2.SliceMember = await self.stub(address).SwitchRow(order, timeout=_SWITCH_S)
         except grpc.aio.AioRpcError:
             return None
         return state

@@ -25,7 +25,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import PART_BYTES, open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
-from ganger.wire.times import duration, seconds
+from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with
 from ganger.wire.versions import SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from google.protobuf import json_format
@@ -84,20 +84,20 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
         found, concern, metrics = gang.report.progress(), gang.report.stall_reason(), gang.report.metrics()
         if found is None and not concern and not metrics:
             continue
-        progress = job_pb2.Progress(loss=math.nan, concern=concern)
-        progress.time.FromNanoseconds(int(now * 1e9))
+        progress = job_pb2.Progress(loss=math.nan, stall_reason=concern)
+        progress.time.CopyFrom(timestamp(now))
         if found is not None:
-            look, progress.steps_per_second, progress.data_wait_share = found
+            look, progress.steps_per_s, progress.data_wait_share = found
             utilization = gang.report.utilization(progress.data_wait_share)
             if utilization is not None:
-                progress.device_use = utilization
+                progress.device_utilization = utilization
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
             progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()
             if look.step:
-                progress.step_time.FromNanoseconds(int((read - look.step_age_s) * 1e9))
+                progress.step_time.CopyFrom(timestamp(read - look.step_age_s))
             if look.since_age_s is not None:
-                progress.since_time.FromNanoseconds(int((read - look.since_age_s) * 1e9))
+                progress.first_step_time.CopyFrom(timestamp(read - look.since_age_s))
         add_metrics(progress, metrics)
         report.gangs.add(job=gang.desired.job, epoch=gang.desired.epoch, progress=progress)
     return report
@@ -108,15 +108,15 @@ class DatabasePosition:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.message = agent_pb2.Seen()
+        self.message = agent_pb2.DatabasePosition()
         try:
             json_format.ParseDict(read_json(path), self.message, ignore_unknown_fields=True)
         except json_format.ParseError:
-            self.message = agent_pb2.Seen()
+            self.message = agent_pb2.DatabasePosition()
 
     def note(self, store: str, desired_version: int, gangs: Iterable[agent_pb2.DesiredGang]) -> None:
         """Record a desired set of the database `store`. Versions are compared within one database only, ids always."""
-        fresh = agent_pb2.Seen(store=store, desired_version=desired_version)
+        fresh = agent_pb2.DatabasePosition(store=store, desired_version=desired_version)
         fresh.next_epoch, fresh.next_job = self.message.next_epoch, self.message.next_job
         if store == self.message.store:
             fresh.desired_version = max(desired_version, self.message.desired_version)
@@ -141,7 +141,7 @@ class NodeReport(NamedTuple):
     """Observed state of a node, as one message of a session has it. `storage_proved`: the node sees the storage."""
 
     gangs: list[agent_pb2.ObservedGang]
-    rows: list[agent_pb2.ObservedRows]
+    rows: list[agent_pb2.ObservedSlices]
     device_faults: dict[int, str]
     storage_proved: bool
 
@@ -160,7 +160,7 @@ class Conversation:
     desired: list[agent_pb2.DesiredGang] | None = None
     # Epochs of its gangs whose spec is still to come.
     missing: frozenset[int] = frozenset()
-    rows: list[agent_pb2.DesiredRows] = field(default_factory=list)
+    rows: list[agent_pb2.DesiredSlices] = field(default_factory=list)
     # Name of the master's database, and whether the master requests ended gangs because that was restored.
     store: str = ""
     reports_finished: bool = False
@@ -247,7 +247,7 @@ class Session:
         request = self._describe()
         storage = self._host.storage
         request.storage_token = storage.found
-        request.seen.CopyFrom(self._seen.message)
+        request.database_position.CopyFrom(self._seen.message)
         request.wire_versions.CopyFrom(agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()))
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
         version = session_version(answer)
@@ -255,7 +255,7 @@ class Session:
         self._host.storage_configured()
         self._host.logs.storage = storage.path if storage.proved else None
         self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
-        self._host.logs.kept_s = seconds(answer.logs_kept) if answer.HasField("logs_kept") else None
+        self._host.logs.kept_s = seconds(answer.log_retention) if answer.HasField("log_retention") else None
         self._gangs.new_session()
         log.info(
             "session opened",
@@ -267,7 +267,7 @@ class Session:
             },
         )
         lost_after = seconds(answer.lost_after) if answer.HasField("lost_after") else None
-        return Conversation(answer.session, lost_after, store=answer.store, reports_finished=answer.report_finished)
+        return Conversation(answer.session, lost_after, store=answer.store, reports_finished=answer.is_restored)
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
@@ -314,7 +314,7 @@ class Session:
             device_faults=report.device_faults if changed else {},
             max_wait=duration(self._max_wait(conversation)),
             storage_proved=report.storage_proved,
-            rows=report.rows if changed else [],
+            slices=report.rows if changed else [],
             missing_specs=sorted(conversation.missing),
             finished=self._gangs.finished if changed and conversation.reports_finished else [],
         )
@@ -352,7 +352,7 @@ class Session:
         if answer.changed:
             self._seen.note(conversation.store, answer.desired_version, answer.gangs)
             conversation.missing = _specs_kept(answer, conversation.desired or ())
-            conversation.desired, conversation.rows = list(answer.gangs), list(answer.rows)
+            conversation.desired, conversation.rows = list(answer.gangs), list(answer.slices)
         if conversation.desired is not None and (answer.changed or acknowledged):
             conversation.missing = await self._gangs.apply(
                 conversation.desired, acknowledged, conversation.rows, conversation.missing
@@ -383,7 +383,7 @@ def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.Reconcil
     parts: list[agent_pb2.ReconcileRequest] = []
     while request.ByteSize() > PART_BYTES and len(request.gangs) > 1:
         part = agent_pb2.ReconcileRequest(
-            session=request.session, observation=request.observation, changed=True, continues=True
+            session=request.session, observation=request.observation, changed=True, has_more=True
         )
         room = PART_BYTES
         count = 0

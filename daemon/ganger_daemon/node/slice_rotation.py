@@ -21,6 +21,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.group_rotation import GroupRotation, SlicedGang
 from ganger.protocol.slice_rotation import NO_ROW, SliceMatrix, SliceMember, SlicePosition, SliceSwitch
 from ganger.wire.errors import NodeSetNotFound
+from ganger.wire.times import duration, seconds
 from google.protobuf import json_format
 
 from ganger_daemon.core.outcomes import PartPhase
@@ -44,7 +45,7 @@ class LocalTimesliceGroup:
     """A time-slice group on this node: its rotation, and the messages that its matrices are from."""
 
     rotation: GroupRotation
-    messages: dict[int, agent_pb2.DesiredRows] = field(default_factory=dict)
+    messages: dict[int, agent_pb2.DesiredSlices] = field(default_factory=dict)
     # Whether the newest desired set has it; else it ends.
     is_desired: bool = True
     request: asyncio.Task[None] | None = None
@@ -53,7 +54,7 @@ class LocalTimesliceGroup:
     def number(self) -> int:
         return self.rotation.number
 
-    def desire(self, message: agent_pb2.DesiredRows) -> None:
+    def desire(self, message: agent_pb2.DesiredSlices) -> None:
         self.messages[message.version] = message
         self.rotation.desire(_matrix_of(message))
 
@@ -94,7 +95,7 @@ class Rotation:
                 continue
             self._groups[group.number] = group
 
-    def set_desired(self, desired: Iterable[agent_pb2.DesiredRows]) -> None:
+    def set_desired(self, desired: Iterable[agent_pb2.DesiredSlices]) -> None:
         """Take the complete groups of a desired set. Their gangs begin later: no leader counts on them before
         `confirm_begun`."""
         for group in self._groups.values():
@@ -105,7 +106,7 @@ class Rotation:
             group.is_desired = True
             if group.messages.get(message.version) == message:
                 continue
-            copy = agent_pb2.DesiredRows()
+            copy = agent_pb2.DesiredSlices()
             copy.CopyFrom(message)
             group.desire(copy)
             self._note(group)
@@ -141,26 +142,26 @@ class Rotation:
         """Wake the loop: a gang came, left, began or was parked."""
         self._news.set()
 
-    def observed(self) -> list[agent_pb2.ObservedRows]:
+    def observed(self) -> list[agent_pb2.ObservedSlices]:
         return [
-            agent_pb2.ObservedRows(
+            agent_pb2.ObservedSlices(
                 node_set=number,
                 version=group.rotation.position.version,
                 known_version=max(group.rotation.matrices),
-                row=max(0, group.rotation.position.row),
-                switch_seconds=round(group.rotation.switch_s, 3),
+                active_slice=max(0, group.rotation.position.row),
+                switch_duration=duration(round(group.rotation.switch_s, 3)),
                 unable_epochs=[gang.desired.epoch for gang in self._members(group.rotation) if gang.cannot_park],
             )
             for number, group in sorted(self._groups.items())
         ]
 
-    async def receive_order(self, message: peer_pb2.RowOrder) -> peer_pb2.RowState:
+    async def receive_order(self, message: peer_pb2.SliceOrder) -> peer_pb2.SliceMember:
         """Obey an order of a leader, or only report the state if it asks. Raises NodeSetNotFound."""
         group = self._groups.get(message.node_set)
         if group is None:
             raise NodeSetNotFound(f"nodeSets/{message.node_set} has no part on this node")
         rotation = group.rotation
-        if not message.ask:
+        if not message.is_query:
             former = rotation.position
             if rotation.obey(position_from_wire(message), self._sliced(rotation), time.monotonic()):
                 self._ordered(group, former)
@@ -234,7 +235,7 @@ class Rotation:
         newest = group.messages[max(rotation.matrices)]
         addresses = {member.node.removeprefix("nodes/"): member.peer_address for member in newest.members}
         message = order_to_wire(group.number, rotation.position)
-        message.ask = rotation.only_asks
+        message.is_query = rotation.only_asks
         states = await asyncio.gather(*[self._peers.switch_row(addresses[name], message) for name in others])
         for name, state in zip(others, states, strict=True):
             rotation.report(name, None if state is None else member_from_wire(state))
@@ -347,13 +348,13 @@ class Rotation:
     def _read(self, path: Path) -> LocalTimesliceGroup | None:
         fields = read_json(path)
         try:
-            order = json_format.ParseDict(fields["position"], peer_pb2.RowOrder())
+            order = json_format.ParseDict(fields["position"], peer_pb2.SliceOrder())
             position = position_from_wire(order)
             if not fields["has_row"]:
                 position = replace(position, row=NO_ROW)
             row, owed, quantum = fields["in_turn"]
             position = replace(position, regular_row=int(row), owed=int(owed), quantum_s=float(quantum))
-            matrices = [json_format.ParseDict(one, agent_pb2.DesiredRows()) for one in fields["matrices"]]
+            matrices = [json_format.ParseDict(one, agent_pb2.DesiredSlices()) for one in fields["matrices"]]
         except (KeyError, TypeError, ValueError, json_format.ParseError):
             return None
         group = LocalTimesliceGroup(GroupRotation(order.node_set, self._host.node, time.monotonic(), position))
@@ -362,61 +363,61 @@ class Rotation:
         return group if matrices else None
 
 
-def _matrix_of(message: agent_pb2.DesiredRows) -> SliceMatrix:
+def _matrix_of(message: agent_pb2.DesiredSlices) -> SliceMatrix:
     return SliceMatrix(
         message.version,
-        tuple(tuple(row.epochs) for row in message.rows),
-        message.quantum.ToTimedelta().total_seconds(),
+        tuple(tuple(row.epochs) for row in message.slices),
+        seconds(message.quantum),
         message.level,
         tuple(member.node.removeprefix("nodes/") for member in message.members),
         message.set_epoch,
     )
 
 
-def order_to_wire(number: int, position: SlicePosition) -> peer_pb2.RowOrder:
+def order_to_wire(number: int, position: SlicePosition) -> peer_pb2.SliceOrder:
     stops = [
         peer_pb2.Stop(epoch=epoch, set_epoch=stop.set_epoch, sequence=stop.sequence)
         for epoch, stop in sorted(position.stops.items())
     ]
-    return peer_pb2.RowOrder(
+    return peer_pb2.SliceOrder(
         node_set=number,
         set_epoch=position.switch.set_epoch,
         sequence=position.switch.sequence,
         version=position.version,
-        row=max(0, position.row),
+        slice=max(0, position.row),
         stops=stops,
     )
 
 
-def position_from_wire(message: peer_pb2.RowOrder) -> SlicePosition:
+def position_from_wire(message: peer_pb2.SliceOrder) -> SlicePosition:
     """Return the position of an order; one with version 0 has no row."""
     stops = {stop.epoch: SliceSwitch(stop.set_epoch, stop.sequence) for stop in message.stops}
-    row = message.row if message.version else NO_ROW
+    row = message.slice if message.version else NO_ROW
     return SlicePosition(SliceSwitch(message.set_epoch, message.sequence), message.version, row, stops, row)
 
 
-def state_to_wire(number: int, member: SliceMember) -> peer_pb2.RowState:
-    return peer_pb2.RowState(
+def state_to_wire(number: int, member: SliceMember) -> peer_pb2.SliceMember:
+    return peer_pb2.SliceMember(
         order=order_to_wire(number, member.position),
         known_version=member.known_version,
         started=member.started,
         alive_epochs=sorted(member.alive),
         running_epochs=sorted(member.running),
-        switch_seconds=member.switch_s,
+        switch_duration=duration(member.switch_s),
         unstarted_epochs=sorted(member.unstarted),
         blocked=member.blocked,
         resting_epochs=sorted(member.resting),
     )
 
 
-def member_from_wire(message: peer_pb2.RowState) -> SliceMember:
+def member_from_wire(message: peer_pb2.SliceMember) -> SliceMember:
     return SliceMember(
         position_from_wire(message.order),
         message.known_version,
         message.started,
         frozenset(message.alive_epochs),
         frozenset(message.running_epochs),
-        message.switch_seconds,
+        seconds(message.switch_duration),
         frozenset(message.unstarted_epochs),
         message.blocked,
         frozenset(message.resting_epochs),

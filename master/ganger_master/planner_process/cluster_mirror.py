@@ -41,7 +41,7 @@ class ClusterMirror:
         """Return what has changed; None before the last part of a moment has arrived. Raises RequestInvalid for what
         this program does not know."""
         self._parts.append(delta)
-        if delta.continues:
+        if delta.has_more:
             return None
         parts, self._parts = self._parts, []
         first = parts[0]
@@ -50,11 +50,11 @@ class ClusterMirror:
             self._revisions.clear()
         self._mirror.apply(first.view)
         jobs = [self._put(job) for part in parts for job in part.jobs]
-        forgotten = [names.parse_job_name(name) for name in first.forgotten]
+        forgotten = [names.parse_job_name(name) for name in first.removed_jobs]
         for number in forgotten:
             self._revisions.pop(number, None)
         self._ahead_s = times.unix_seconds(first.time) - self._clock()
-        self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_every)
+        self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_interval)
         self._changed.set()
         return ClusterChange(
             self._mirror.view,
@@ -62,10 +62,10 @@ class ClusterMirror:
             forgotten,
             is_whole=is_whole,
             quotas=dict(first.quotas),
-            draining=tuple([names.parse_node_name(node) for node in first.draining]),
+            draining=tuple([names.parse_node_name(node) for node in first.draining_nodes]),
             changing=frozenset(map(names.parse_node_set_name, first.changing_node_sets)),
             quantum_s=times.seconds(first.quantum) if first.HasField("quantum") else None,
-            moves_per_hour=first.moves_per_hour if first.HasField("moves_per_hour") else None,
+            moves_per_hour=first.migrations_per_hour if first.HasField("migrations_per_hour") else None,
         )
 
     async def reach(self, revisions: Mapping[int, int]) -> None:
@@ -88,8 +88,8 @@ def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:
     return ProgressReport(
         progress.step,
         times.unix_seconds(progress.step_time),
-        times.unix_seconds(progress.since_time) if progress.HasField("since_time") else nan,
-        progress.device_use if progress.HasField("device_use") else None,
+        times.unix_seconds(progress.first_step_time) if progress.HasField("first_step_time") else nan,
+        progress.device_utilization if progress.HasField("device_utilization") else None,
         progress.loss,
         progress.training_epoch or _reported_passes(progress),
         progress.training_epochs,

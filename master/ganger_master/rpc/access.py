@@ -13,22 +13,28 @@ from google.protobuf.message import Message
 from ganger_master.core.job_model import JobRecord
 
 
-def _fields(names: str) -> frozenset[str]:
-    return frozenset(names.split())
+def _fields(message: type[Message], names: str) -> frozenset[str]:
+    found = frozenset(names.split())
+    assert found <= set(message.DESCRIPTOR.fields_by_name), f"{message.DESCRIPTOR.full_name} lacks some of: {names}"
+    return found
 
 
 # Fields visible to every user: neither commands and environments nor results.
 _SPEC: Final = _fields(
+    job_pb2.JobSpec,
     "display_name roles device_type locality nodes priority time_limit gpu_memory_bytes max_failures preemptible"
-    " gpus_min gpus_max deadline movable weight"
+    " gpus_min gpus_max deadline movable weight",
 )
 _JOB: Final = _fields(
+    job_pb2.Job,
     "name uid spec user state revision gang suspended_level create_time start_time end_time failures preemptions"
-    " blockers queue_rank run run_time progress array"
+    " blockers queue_rank run_duration running_since_time progress array",
 )
-_PROGRESS: Final = _fields("step samples steps_per_second time step_time since_time device_use")
-_MEMBERSHIP: Final = _fields("array member size at_once held")
-_ARRAY: Final = _fields("name display_name user size at_once create_time end_time states gpus")
+_PROGRESS: Final = _fields(
+    job_pb2.Progress, "step samples steps_per_s time step_time first_step_time device_utilization"
+)
+_MEMBERSHIP: Final = _fields(array_pb2.ArrayMembership, "array member size max_concurrent held")
+_ARRAY: Final = _fields(array_pb2.Array, "name display_name user size max_concurrent create_time end_time states gpus")
 
 
 class Jobs(Protocol):
@@ -66,7 +72,7 @@ def outline(job: job_pb2.Job) -> job_pb2.Job:
         shown.progress.loss = float("nan")
     if shown.HasField("array"):
         _keep(shown.array, _MEMBERSHIP)
-        _keep(shown.array.member, _fields("index"))
+        _keep(shown.array.member, _fields(array_pb2.ArrayMember, "index"))
     return shown
 
 

@@ -68,10 +68,10 @@ def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.
         version=message.version,
         storage_token=message.storage_token,
         seen=commands.Marks(
-            message.seen.store,
-            min(message.seen.desired_version, _ID_MOST),
-            min(message.seen.next_epoch, _ID_MOST),
-            min(message.seen.next_job, _ID_MOST),
+            message.database_position.store,
+            min(message.database_position.desired_version, _ID_MOST),
+            min(message.database_position.next_epoch, _ID_MOST),
+            min(message.database_position.next_job, _ID_MOST),
         ),
     )
 
@@ -95,7 +95,7 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
         device_faults=dict(message.device_faults),
         storage_proved=message.storage_proved,
-        rows=tuple([_observed_rows_from_wire(rows) for rows in message.rows]),
+        rows=tuple([_observed_rows_from_wire(rows) for rows in message.slices]),
         finished=tuple([_finished_from_wire(gang) for gang in message.finished]),
     )
 
@@ -120,7 +120,7 @@ def _job_number(name: str) -> int:
 
 def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
     """Return the order in it; None for one that this master cannot read, as one of a newer master."""
-    told = message.told
+    told = message.newest_order
     intent = _INTENTS_FROM_WIRE.get(told.intent)
     if intent is None or not told.members:
         return None
@@ -149,22 +149,23 @@ def _spec_from_wire(told: agent_pb2.DesiredGang) -> JobSpec | None:
         return None
 
 
-def _observed_rows_from_wire(message: agent_pb2.ObservedRows) -> commands.ObservedRows:
+def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.ObservedRows:
+    switch_s = times.seconds(message.switch_duration)
     return commands.ObservedRows(
         node_set=message.node_set,
         version=message.version,
         known=message.known_version,
-        row=message.row,
-        switch_seconds=message.switch_seconds if 0.0 <= message.switch_seconds < _LONGEST_SWITCH_SECONDS else 0.0,
+        row=message.active_slice,
+        switch_seconds=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_SECONDS else 0.0,
         unable=tuple(message.unable_epochs),
     )
 
 
-def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredRows:
-    return agent_pb2.DesiredRows(
+def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredSlices:
+    return agent_pb2.DesiredSlices(
         node_set=rows.node_set,
         version=rows.matrix.version,
-        rows=[agent_pb2.Row(epochs=row) for row in rows.matrix.rows],
+        slices=[agent_pb2.Slice(epochs=row) for row in rows.matrix.rows],
         quantum=times.duration(rows.matrix.quantum_seconds),
         level=job_messages.level_to_wire(rows.matrix.level),
         members=[_member_to_wire(member) for member in rows.members],
@@ -204,7 +205,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
         first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
-        told=_told_from_wire(message) if message.HasField("told") else None,
+        told=_told_from_wire(message) if message.HasField("newest_order") else None,
     )
 
 
@@ -260,7 +261,7 @@ def response_to_wire(
     )
     if not message.changed:
         return message
-    message.rows.extend(desired_rows_to_wire(rows) for rows in desired.rows)
+    message.slices.extend(desired_rows_to_wire(rows) for rows in desired.rows)
     gangs = desired.gangs
     message.gangs.extend(map(desired_gang_to_wire, gangs))
     _add_specs(message, gangs, set(missing_specs))
@@ -331,7 +332,7 @@ class ObservedParts:
         known = self._by_node.pop(node, None)
         if known is not None and (known.session, known.observation) != (request.session, request.observation):
             known = None
-        if not request.continues:
+        if not request.has_more:
             if known is not None:
                 request.gangs.MergeFrom(known.gangs)
             return True

@@ -153,7 +153,7 @@ class Shown:
             configuration_set=node.configuration_set,
             state=_NODE_STATES[node.state],
             state_reason="; ".join(filter(None, reasons)),
-            row=None if row is None else convert.node_row_to_wire(row),
+            view_entry=None if row is None else convert.node_row_to_wire(row),
             capabilities=dict(node.capabilities),
             peer_address=node.peer_address,
             last_seen_time=None if seen is None else times.timestamp(seen),

@@ -46,10 +46,10 @@ _LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
     SuspendLevel.OFFLOAD: job_pb2.SUSPEND_LEVEL_OFFLOAD,
     SuspendLevel.CHECKPOINT: job_pb2.SUSPEND_LEVEL_CHECKPOINT,
 }
-_TURNS: Final[Mapping[bool | None, job_pb2.Gang.Turn.ValueType]] = {
-    None: job_pb2.Gang.TURN_UNSPECIFIED,
-    True: job_pb2.Gang.TURN_RUNS,
-    False: job_pb2.Gang.TURN_WAITS,
+_SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = {
+    None: job_pb2.Gang.SLICE_STATE_UNSPECIFIED,
+    True: job_pb2.Gang.SLICE_STATE_ACTIVE,
+    False: job_pb2.Gang.SLICE_STATE_INACTIVE,
 }
 _ANYWHERE: Final = Locality()
 _ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
@@ -206,9 +206,9 @@ def job_to_wire(
     if job.end_time:
         message.end_time.CopyFrom(times.timestamp(job.end_time))
     if job.run_seconds:
-        message.run.CopyFrom(times.duration(job.run_seconds))
+        message.run_duration.CopyFrom(times.duration(job.run_seconds))
     if job.running_since:
-        message.run_time.CopyFrom(times.timestamp(job.running_since))
+        message.running_since_time.CopyFrom(times.timestamp(job.running_since))
     message.failures = job.failures
     message.preemptions = job.preemptions
     for blocker in blockers:
@@ -256,7 +256,7 @@ def _latest_progress_to_wire(job: JobRecord, sample: Sample | None) -> job_pb2.P
     progress = progress_to_wire(sample)
     if kept is not None and (kept.epoch, kept.step) > (sample.epoch, sample.step):
         progress.ClearField("step_time")
-        progress.step, progress.samples, progress.steps_per_second = kept.step, kept.samples, 0.0
+        progress.step, progress.samples, progress.steps_per_s = kept.step, kept.samples, 0.0
         progress.loss = math.nan if kept.loss is None else kept.loss
     return progress
 
@@ -265,12 +265,12 @@ def _as_it_stands(progress: job_pb2.Progress, job: JobRecord, gang: Gang | None,
     """Correct figures of an attempt that is over, or at rest: steps that were lost are not progress, and a job that
     does not run has no rate. `epoch`: of the attempt that reported them. `is_waiting`: for its time slice."""
     if gang is None or is_waiting or gang.phase in (GangPhase.PARKED, GangPhase.STARTING):
-        progress.steps_per_second = 0.0
+        progress.steps_per_s = 0.0
     if gang is None:
         # It begins at its checkpoint, or anew.
         kept = 0 if job.checkpoint is None else job.checkpoint.step
     elif epoch < gang.epoch:
-        progress.steps_per_second = 0.0
+        progress.steps_per_s = 0.0
         kept = gang.restore.step
     else:
         return
@@ -296,8 +296,8 @@ def gang_to_wire(
         cores=cores,
         stop_step=gang.stop_step,
         start_time=times.timestamp(gang.create_time),
-        beside=map(names.job_name, beside),
-        turn=_TURNS[has_turn],
+        colocated_jobs=map(names.job_name, beside),
+        slice_state=_SLICE_STATES[has_turn],
     )
 
 
@@ -336,26 +336,26 @@ def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
 
 def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
     return job_pb2.Capabilities(
-        pause=value.pause,
-        offload=value.offload,
-        checkpoint=value.checkpoint,
+        can_pause=value.pause,
+        can_offload=value.offload,
+        can_checkpoint=value.checkpoint,
         missing=dict(value.missing),
-        resize=value.resize,
+        can_resize=value.resize,
         resize_divides=value.resize_divides,
-        presumed=value.presumed,
+        is_presumed=value.presumed,
     )
 
 
 def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
     return Capabilities(
-        message.pause,
-        message.offload,
-        message.checkpoint,
+        message.can_pause,
+        message.can_offload,
+        message.can_checkpoint,
         {level[:_WHY_MOST]: cut(why, _WHY_MOST) for level, why in sorted(message.missing.items())[:_MISSING_MOST]},
         known=True,
-        resize=message.resize,
+        resize=message.can_resize,
         resize_divides=message.resize_divides,
-        presumed=message.presumed,
+        presumed=message.is_presumed,
     )
 
 
@@ -383,14 +383,14 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
     return job_pb2.Progress(
         step=sample.step,
         samples=sample.samples,
-        steps_per_second=sample.steps_per_second,
+        steps_per_s=sample.steps_per_second,
         loss=sample.loss,
         data_wait_share=sample.data_wait_share,
         time=times.timestamp(sample.time),
-        concern=sample.concern,
+        stall_reason=sample.concern,
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
-        since_time=times.timestamp(sample.since_time) if sample.since_time else None,
-        device_use=sample.device_use,
+        first_step_time=times.timestamp(sample.since_time) if sample.since_time else None,
+        device_utilization=sample.device_use,
         metrics=metrics_to_wire(sample.metrics),
         training_epoch=sample.training_epoch,
         training_epochs=sample.training_epochs,

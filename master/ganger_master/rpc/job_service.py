@@ -152,7 +152,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if array:
             self._shown.members(array)
         async for job in self._newest_jobs(before):
-            if not _is_in(job, array, request.fold_arrays):
+            if not _is_in(job, array, request.without_members):
                 continue
             if (states and job.state not in states) or (request.user and job.user != request.user):
                 continue
@@ -220,7 +220,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def RetuneJob(self, request: job_service_pb2.RetuneJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
-        return await self._change(commands.RetuneJob(number, request.millicores, request.repin, user), context)
+        return await self._change(commands.RetuneJob(number, request.millicores, request.is_repin, user), context)
 
     async def ResizeJob(self, request: job_service_pb2.ResizeJobRequest, context: Any) -> job_pb2.Job:
         number, user = self._reached(request.name, context)
@@ -240,15 +240,16 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
         found = explain(self._writer.state, number, self._clock())
+        is_estimated = found.start_before_seconds > 0
         return job_service_pb2.Explanation(
             job=job,
             blockers=convert.refusals_to_wire(found.blockers),
-            start_after_seconds=found.start_after_seconds,
-            start_before_seconds=found.start_before_seconds,
+            start_after=times.duration(found.start_after_seconds) if is_estimated else None,
+            start_before=times.duration(found.start_before_seconds) if is_estimated else None,
             assumption=found.assumption,
             deadline_advice=await self._deadline_advice(number),
-            movers=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
-            kept_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
+            migration_steps=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
+            reserved_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
         )
 
     async def _deadline_advice(self, number: int) -> str:

@@ -48,12 +48,12 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     if job.start_time:
         _put_time(into.start_time, job.start_time)
     if job.run_seconds:
-        into.run.CopyFrom(times.duration(job.run_seconds))
+        into.run_duration.CopyFrom(times.duration(job.run_seconds))
     if job.running_since:
-        _put_time(into.run_time, job.running_since)
+        _put_time(into.running_since_time, job.running_since)
     into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
-    into.ends = job.ending is not None
-    into.moves = job.next_epoch != 0
+    into.is_ending = job.ending is not None
+    into.is_moving = job.next_epoch != 0
     into.peak_device_bytes = job.peak_device_bytes
     into.used_device_bytes = job.used_device_bytes
     if job.move_pause_seconds:
@@ -79,16 +79,16 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
         revision=message.revision,
         pending_since=_time(message.pending_time) if message.HasField("pending_time") else 0.0,
         start_time=_time(message.start_time) if message.HasField("start_time") else 0.0,
-        run_seconds=times.seconds(message.run),
-        running_since=_time(message.run_time) if message.HasField("run_time") else 0.0,
+        run_seconds=times.seconds(message.run_duration),
+        running_since=_time(message.running_since_time) if message.HasField("running_since_time") else 0.0,
         epoch=0 if gang is None else gang.epoch,
         # Not which: only that there is another.
-        next_epoch=1 if message.moves else 0,
+        next_epoch=1 if message.is_moving else 0,
         peak_device_bytes=message.peak_device_bytes,
         used_device_bytes=message.used_device_bytes,
         move_pause_seconds=times.seconds(message.move_pause) if message.HasField("move_pause") else 0.0,
         # Nor how it ends: only that it does.
-        ending=JobState.PENDING if message.ends else None,
+        ending=JobState.PENDING if message.is_ending else None,
     )
     if message.HasField("capabilities"):
         job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
@@ -115,7 +115,7 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
     into.epoch = gang.epoch
     into.phase = _PHASES_TO_WIRE[gang.phase]
     into.parked_level = job_messages.level_to_wire(gang.park_level)
-    into.stops = gang.intent is GangIntent.STOP
+    into.is_stopping = gang.intent is GangIntent.STOP
     _put_time(into.create_time, gang.create_time)
     if gang.since:
         _put_time(into.phase_time, gang.since)
@@ -137,7 +137,7 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         # Planners do not read the locality of a running gang.
         LocalityLevel.CLUSTER,
         _time(message.create_time),
-        intent=GangIntent.STOP if message.stops else GangIntent.PARK if parked else GangIntent.RUN,
+        intent=GangIntent.STOP if message.is_stopping else GangIntent.PARK if parked else GangIntent.RUN,
         park_level=parked,
         since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
         node_set=message.node_set,

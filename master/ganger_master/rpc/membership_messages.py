@@ -21,7 +21,7 @@ def membership_to_wire(job: JobRecord, array: Membership) -> array_pb2.ArrayMemb
         array=f"arrays/{array.array}",
         member=array_pb2.ArrayMember(index=array.index, parameters=array.parameters),
         size=array.size,
-        at_once=array.at_once,
+        max_concurrent=array.at_once,
         rule=None if array.rule is None else rule_to_wire(array.rule),
         held=job.held,
         rungs=[math.nan if value is None else value for value in job.rungs],
@@ -52,11 +52,11 @@ def rule_to_wire(rule: StopRule) -> array_pb2.StopRule:
     return array_pb2.StopRule(
         kind=_KINDS[rule.kind],
         metric=rule.metric,
-        maximise=rule.maximise,
+        higher_is_better=rule.maximise,
         resource=rule.resource,
-        first=rule.first,
+        first_rung=rule.first,
         factor=rule.factor,
-        every=rule.every,
+        rung_interval=rule.every,
         bound=rule.bound,
     )
 
@@ -71,10 +71,10 @@ def rule_from_wire(message: array_pb2.StopRule) -> StopRule:
     return StopRule(
         kind,
         message.metric or LOSS,
-        message.maximise,
+        message.higher_is_better,
         message.resource or STEP,
-        message.first,
+        message.first_rung,
         message.factor or StopRule(kind).factor,
-        message.every,
+        message.rung_interval,
         message.bound,
     )

@@ -36,9 +36,9 @@ def node_set_to_wire(
         version=matrix.version,
         quantum=times.duration(matrix.quantum_seconds),
         level=level_to_wire(matrix.level),
-        rows=[node_pb2.NodeSet.Row(jobs=row) for row in rows if row],
-        changes=node_set.coming is not None,
-        running_row=0 if running is None or running[0] != matrix.version else _shown(rows, running[1]),
+        slices=[node_pb2.NodeSet.Slice(jobs=row) for row in rows if row],
+        is_changing=node_set.coming is not None,
+        active_slice=0 if running is None or running[0] != matrix.version else _shown(rows, running[1]),
     )
 
 

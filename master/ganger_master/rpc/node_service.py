@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from ganger.cluster.view import LoadMode
 from ganger.job_state import JobState
-from ganger.v1 import node_pb2, node_pb2_grpc
+from ganger.v1 import node_pb2, node_pb2_grpc, resources_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -30,8 +30,8 @@ from ganger_master.rpc.plan_messages import REASON_MOST
 from ganger_master.runtime.writer import Writer
 
 _MODES: Final = {
-    LoadMode.SPREAD: node_pb2.Cluster.MODE_SPREAD,
-    LoadMode.PACK: node_pb2.Cluster.MODE_PACK,
+    LoadMode.SPREAD: resources_pb2.LOAD_MODE_SPREAD,
+    LoadMode.PACK: resources_pb2.LOAD_MODE_PACK,
 }
 
 # Where one is in the list of nodes and node sets: the kind of an entry, and its node or number.
@@ -161,7 +161,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             verdicts_rejected=self._writer.meter.rejections.total(),
             storage=state.settings.storage,
             event_sequence=committed.counters.next_event - 1,
-            mode=_MODES[committed.mode],
+            load_mode=_MODES[committed.mode],
             restore=self._restore(),
         )
 
@@ -211,7 +211,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             self._captures,
             self._version,
             with_environment=request.with_environment,
-            most_bytes=request.most_bytes or recorder.MOST_BYTES,
+            most_bytes=request.max_bytes or recorder.MOST_BYTES,
         )
         try:
             found = await recorder.record(self._writer, recording, seconds)

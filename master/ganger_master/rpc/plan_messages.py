@@ -77,11 +77,11 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
 
 
 def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Change:
-    """A start, a move, a resize, a suspend, a resume, other cores or rows."""
+    """A start, a move, a resize, a suspend, a resume, other cores or slices."""
     message = scheduling_pb2.Change(
         job=names.job_name(change.number),
         revision=change.revision,
-        together=change.together,
+        group=change.together,
         reason=reason or change.reason,
     )
     match change:
@@ -96,9 +96,9 @@ def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Chang
         case ResumeChange():
             message.resume.SetInParent()
         case SliceChange():
-            row = message.row
+            row = message.slice
             row.node_set = names.node_set_name(change.node_set) if change.node_set else ""
-            row.rows.extend(change.rows)
+            row.slices.extend(change.rows)
             row.claims.extend(convert.claims_to_wire(change.claims))
             row.quantum.CopyFrom(times.duration(change.quantum_seconds))
             row.level = job_messages.level_to_wire(change.level)
@@ -115,13 +115,13 @@ def purpose_to_wire(purpose: Purpose, into: scheduling_pb2.Purpose) -> None:
     into.goal = _GOALS[purpose.goal]
     if purpose.job:
         into.job = names.job_name(purpose.job)
-    into.saved_gpu_seconds = purpose.saved
+    into.saved_gpu_s = purpose.saved
     into.pause.CopyFrom(times.duration(purpose.pause_seconds))
     into.detail = purpose.detail
 
 
-def on_the_way_to_wire(one: OnTheWay) -> job_service_pb2.OnTheWay:
-    message = job_service_pb2.OnTheWay(
+def on_the_way_to_wire(one: OnTheWay) -> job_service_pb2.MigrationStep:
+    message = job_service_pb2.MigrationStep(
         job=names.job_name(one.number),
         from_nodes=[names.node_name(node) for node in one.source],
         to_nodes=[names.node_name(node) for node in one.destination],
@@ -136,7 +136,7 @@ def promise_to_wire(promise: commands.Promise) -> scheduling_pb2.Reservation:
 
 
 def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:
-    kept = scheduling_pb2.Finding.VERDICT_KEPT if finding.kept else scheduling_pb2.Finding.VERDICT_UNDONE
+    kept = scheduling_pb2.Finding.VERDICT_KEPT if finding.kept else scheduling_pb2.Finding.VERDICT_REVERTED
     return scheduling_pb2.Finding(
         job=names.job_name(finding.number),
         goal=_GOALS[finding.goal],
@@ -155,7 +155,7 @@ def _claims_in(message: scheduling_pb2.Change) -> int:
 def _change_from_wire(message: scheduling_pb2.Change) -> PlanChange:
     number, revision = names.parse_job_name(message.job), message.revision
     common = _Common(
-        together=message.together,
+        together=message.group,
         reason=message.reason[:REASON_MOST],
         purpose=_purpose_from_wire(message.purpose) if message.HasField("purpose") else NO_PURPOSE,
     )
@@ -172,15 +172,15 @@ def _change_from_wire(message: scheduling_pb2.Change) -> PlanChange:
             return SuspendChange(number, revision, job_messages.level_from_wire(message.suspend.level), **common)
         case "resume":
             return ResumeChange(number, revision, **common)
-        case "row":
-            row = message.row
+        case "slice":
+            row = message.slice
             return SliceChange(
                 number,
                 revision,
                 convert.claims_from_wire(row.claims),
                 job_messages.level_from_wire(row.level),
                 names.parse_node_set_name(row.node_set) if row.node_set else 0,
-                tuple(sorted(set(row.rows[:_ROWS_MOST]))),
+                tuple(sorted(set(row.slices[:_ROWS_MOST]))),
                 times.seconds(row.quantum),
                 **common,
             )
@@ -194,7 +194,7 @@ def _purpose_from_wire(message: scheduling_pb2.Purpose) -> Purpose:
     return Purpose(
         _GOALS_FROM_WIRE.get(message.goal, Goal.NONE),
         names.parse_job_name(message.job) if message.job else 0,
-        _finite(message.saved_gpu_seconds),
+        _finite(message.saved_gpu_s),
         max(0.0, times.seconds(message.pause)),
         message.detail[:_DETAIL_MOST],
     )

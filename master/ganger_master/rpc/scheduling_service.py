@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from ganger.cluster.resources import NodeRow
 from ganger.cluster.view import LoadMode
-from ganger.v1 import job_pb2, node_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.v1 import job_pb2, node_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -86,7 +86,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             version=version,
             configuration_sets=self._configuration_sets(),
             nodes=await _messages(rows),
-            mode=self._mode(),
+            load_mode=self._load_mode(),
         )
 
     async def WatchView(
@@ -140,16 +140,16 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 quantum = self._writer.state.settings.quantum_seconds
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
-                    forgotten=[names.job_name(number) for number in forgotten],
+                    removed_jobs=[names.job_name(number) for number in forgotten],
                     time=times.timestamp(self._clock()),
                     policy=self._writer.state.settings.policy,
-                    plan_every=times.duration(self._writer.state.settings.plan_every_seconds),
-                    draining=[names.node_name(node) for node in self._writer.state.nodes.draining],
+                    plan_interval=times.duration(self._writer.state.settings.plan_every_seconds),
+                    draining_nodes=[names.node_name(node) for node in self._writer.state.nodes.draining],
                     changing_node_sets=[
                         names.node_set_name(one.number) for one in committed.sets.values() if one.coming is not None
                     ],
                     quantum=None if quantum is None else times.duration(quantum),
-                    moves_per_hour=self._writer.state.settings.moves_per_hour,
+                    migrations_per_hour=self._writer.state.settings.moves_per_hour,
                     quotas=None if sent else _quotas_to_wire(self._writer.state.settings.quota_devices),
                 )
                 sent = committed.view_version
@@ -159,7 +159,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 for job, gang in there:
                     live_job_to_wire(job, gang, message := scheduling_pb2.LiveJob())
                     if not room.take(message):
-                        delta.continues = True
+                        delta.has_more = True
                         yield delta
                         delta, room = scheduling_pb2.ClusterDelta(), PageRoom(_JOBS_AT_ONCE)
                         room.take(message)
@@ -344,17 +344,17 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             version=version,
             from_version=after,
             configuration_sets=self._configuration_sets(),
-            removed=[names.node_name(node) for node in sorted(removed)],
-            mode=self._mode(),
+            removed_nodes=[names.node_name(node) for node in sorted(removed)],
+            load_mode=self._load_mode(),
         )
 
     def _configuration_sets(self) -> list[Any]:
         known = self._writer.committed.configuration_sets
         return [convert.configuration_set_to_wire(known[name]) for name in sorted(known)]
 
-    def _mode(self) -> scheduling_pb2.View.Mode.ValueType:
+    def _load_mode(self) -> resources_pb2.LoadMode.ValueType:
         is_light = self._writer.committed.mode is LoadMode.SPREAD
-        return scheduling_pb2.View.MODE_SPREAD if is_light else scheduling_pb2.View.MODE_PACK
+        return resources_pb2.LOAD_MODE_SPREAD if is_light else resources_pb2.LOAD_MODE_PACK
 
     def _lease_message(self, lease: GrantedLease) -> scheduling_pb2.PlacementLease | None:
         """Return None if the job is gone or the lease has expired."""
@@ -391,8 +391,8 @@ def _quotas_to_wire(quotas: Mapping[str, int]) -> dict[str, int]:
     return {user: min(gpus, _QUOTA_MOST) for user, gpus in quotas.items()}
 
 
-async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeRow]:
-    messages: list[node_pb2.NodeRow] = []
+async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeState]:
+    messages: list[node_pb2.NodeState] = []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         if start:
             await asyncio.sleep(0)

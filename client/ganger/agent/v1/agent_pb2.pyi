@@ -92,7 +92,7 @@ class CreateSessionRequest(google.protobuf.message.Message):
     CAPABILITIES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
-    SEEN_FIELD_NUMBER: builtins.int
+    DATABASE_POSITION_FIELD_NUMBER: builtins.int
     WIRE_VERSIONS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
@@ -115,7 +115,7 @@ class CreateSessionRequest(google.protobuf.message.Message):
         """
 
     @property
-    def seen(self) -> Global___Seen:
+    def database_position(self) -> Global___DatabasePosition:
         """How far this daemon has seen the master's database come: by it a master notices that its database is an older copy."""
 
     @property
@@ -136,12 +136,12 @@ class CreateSessionRequest(google.protobuf.message.Message):
         capabilities: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         version: builtins.str = ...,
         storage_token: builtins.str = ...,
-        seen: Global___Seen | None = ...,
+        database_position: Global___DatabasePosition | None = ...,
         wire_versions: Global___WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set", "seen", b"seen", "wire_versions", b"wire_versions"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["configuration_set", b"configuration_set", "database_position", b"database_position", "wire_versions", b"wire_versions"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "seen", b"seen", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version", "wire_versions", b"wire_versions"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "database_position", b"database_position", "fabric", b"fabric", "machine_uuid", b"machine_uuid", "node", b"node", "peer_address", b"peer_address", "rack", b"rack", "storage_token", b"storage_token", "stream_address", b"stream_address", "version", b"version", "wire_versions", b"wire_versions"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CreateSessionRequest: typing_extensions.TypeAlias = CreateSessionRequest
@@ -168,7 +168,7 @@ class WireVersions(google.protobuf.message.Message):
 Global___WireVersions: typing_extensions.TypeAlias = WireVersions
 
 @typing.final
-class Seen(google.protobuf.message.Message):
+class DatabasePosition(google.protobuf.message.Message):
     """What a daemon keeps on its disk of the databases of its masters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -195,7 +195,7 @@ class Seen(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["desired_version", b"desired_version", "next_epoch", b"next_epoch", "next_job", b"next_job", "store", b"store"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Seen: typing_extensions.TypeAlias = Seen
+Global___DatabasePosition: typing_extensions.TypeAlias = DatabasePosition
 
 @typing.final
 class Session(google.protobuf.message.Message):
@@ -206,9 +206,9 @@ class Session(google.protobuf.message.Message):
     STORAGE_FIELD_NUMBER: builtins.int
     STORAGE_TOKEN_FIELD_NUMBER: builtins.int
     CHECKPOINT_INTERVAL_FIELD_NUMBER: builtins.int
-    LOGS_KEPT_FIELD_NUMBER: builtins.int
+    LOG_RETENTION_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
-    REPORT_FINISHED_FIELD_NUMBER: builtins.int
+    IS_RESTORED_FIELD_NUMBER: builtins.int
     WIRE_VERSION_FIELD_NUMBER: builtins.int
     WIRE_VERSIONS_FIELD_NUMBER: builtins.int
     session: builtins.str
@@ -218,7 +218,7 @@ class Session(google.protobuf.message.Message):
     """To be found in STORAGE/.ganger-token; the daemon reports what it found at the next CreateSession or Reconcile."""
     store: builtins.str
     """Names the master's database, whichever copy of it."""
-    report_finished: builtins.bool
+    is_restored: builtins.bool
     """The database was restored from a backup: the observed sets of this session name what has ended here, too."""
     wire_version: builtins.int
     """Of this session: the highest one that both speak. Zero: version 1."""
@@ -229,7 +229,7 @@ class Session(google.protobuf.message.Message):
     @property
     def checkpoint_interval(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
-    def logs_kept(self) -> google.protobuf.duration_pb2.Duration:
+    def log_retention(self) -> google.protobuf.duration_pb2.Duration:
         """Logs of a job that has nothing on the node any more go so long after they were last written; unset: never."""
 
     @property
@@ -244,15 +244,15 @@ class Session(google.protobuf.message.Message):
         storage: builtins.str = ...,
         storage_token: builtins.str = ...,
         checkpoint_interval: google.protobuf.duration_pb2.Duration | None = ...,
-        logs_kept: google.protobuf.duration_pb2.Duration | None = ...,
+        log_retention: google.protobuf.duration_pb2.Duration | None = ...,
         store: builtins.str = ...,
-        report_finished: builtins.bool = ...,
+        is_restored: builtins.bool = ...,
         wire_version: builtins.int = ...,
         wire_versions: Global___WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "wire_versions", b"wire_versions"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "log_retention", b"log_retention", "lost_after", b"lost_after", "wire_versions", b"wire_versions"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "logs_kept", b"logs_kept", "lost_after", b"lost_after", "report_finished", b"report_finished", "session", b"session", "storage", b"storage", "storage_token", b"storage_token", "store", b"store", "wire_version", b"wire_version", "wire_versions", b"wire_versions"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "is_restored", b"is_restored", "log_retention", b"log_retention", "lost_after", b"lost_after", "session", b"session", "storage", b"storage", "storage_token", b"storage_token", "store", b"store", "wire_version", b"wire_version", "wire_versions", b"wire_versions"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
@@ -286,9 +286,9 @@ class ReconcileRequest(google.protobuf.message.Message):
     DEVICE_FAULTS_FIELD_NUMBER: builtins.int
     MAX_WAIT_FIELD_NUMBER: builtins.int
     STORAGE_PROVED_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
     MISSING_SPECS_FIELD_NUMBER: builtins.int
-    CONTINUES_FIELD_NUMBER: builtins.int
+    HAS_MORE_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
@@ -296,9 +296,9 @@ class ReconcileRequest(google.protobuf.message.Message):
     desired_version: builtins.int
     """Desired version the daemon has applied; zero at first."""
     changed: builtins.bool
-    """False: `gangs`, `device_faults` and `rows` are empty and stand as in the last call of this session."""
+    """False: `gangs`, `device_faults` and `slices` are empty and stand as in the last call of this session."""
     storage_proved: builtins.bool
-    continues: builtins.bool
+    has_more: builtins.bool
     """The observed set does not fit into one message: the next call of the same observation has more of `gangs`. Answered
     at once and without a desired set; the set counts, whole, with the call that has this unset.
     """
@@ -309,8 +309,8 @@ class ReconcileRequest(google.protobuf.message.Message):
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedRows]:
-        """Where the node sets stand that this node is in."""
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedSlices]:
+        """The state of the time-slice groups that this node is in."""
 
     @property
     def missing_specs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -331,14 +331,14 @@ class ReconcileRequest(google.protobuf.message.Message):
         device_faults: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         storage_proved: builtins.bool = ...,
-        rows: collections.abc.Iterable[Global___ObservedRows] | None = ...,
+        slices: collections.abc.Iterable[Global___ObservedSlices] | None = ...,
         missing_specs: collections.abc.Iterable[builtins.int] | None = ...,
-        continues: builtins.bool = ...,
+        has_more: builtins.bool = ...,
         finished: collections.abc.Iterable[Global___FinishedGang] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "continues", b"continues", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "rows", b"rows", "session", b"session", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -352,12 +352,12 @@ class ReconcileResponse(google.protobuf.message.Message):
     GANGS_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_EPOCHS_FIELD_NUMBER: builtins.int
     OBSERVATION_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
     LATER_SPECS_FIELD_NUMBER: builtins.int
     DESCRIBE_EPOCHS_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
-    """False: `gangs` and `rows` are empty and the desired set stands."""
+    """False: `gangs` and `slices` are empty and the desired set stands."""
     observation: builtins.int
     """Epochs the master confirms for the lease."""
     @property
@@ -367,9 +367,9 @@ class ReconcileResponse(google.protobuf.message.Message):
         """Outcomes and checkpoints the master has made durable: the daemon may forget them."""
 
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredRows]:
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredSlices]:
         """With `changed`: the matrices of the node sets this node is in, complete. Of a gang named in one, `gangs` says whether
-        it is to run at all; when, its rows say.
+        it is to run at all; when, its slices say.
         """
 
     @property
@@ -393,37 +393,37 @@ class ReconcileResponse(google.protobuf.message.Message):
         gangs: collections.abc.Iterable[Global___DesiredGang] | None = ...,
         acknowledged_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         observation: builtins.int = ...,
-        rows: collections.abc.Iterable[Global___DesiredRows] | None = ...,
+        slices: collections.abc.Iterable[Global___DesiredSlices] | None = ...,
         later_specs: collections.abc.Iterable[builtins.int] | None = ...,
         describe_epochs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "rows", b"rows"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "slices", b"slices"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse
 
 @typing.final
-class DesiredRows(google.protobuf.message.Message):
-    """A slot matrix: rows of gangs that run at once, one row after the other, each for a quantum."""
+class DesiredSlices(google.protobuf.message.Message):
+    """A slice matrix: slices of gangs that run at once, one slice after the other, each for a quantum."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_SET_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
+    SLICES_FIELD_NUMBER: builtins.int
     QUANTUM_FIELD_NUMBER: builtins.int
     LEVEL_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
     SET_EPOCH_FIELD_NUMBER: builtins.int
     node_set: builtins.int
     version: builtins.int
-    """Raised with every change; becomes active at a row switch once every member knows it."""
+    """Raised with every change; becomes active at a switch once every member knows it."""
     level: ganger.v1.job_pb2.SuspendLevel.ValueType
-    """What a gang gives up when its row is over: PAUSE or OFFLOAD."""
+    """What a gang gives up when its slice is over: PAUSE or OFFLOAD."""
     set_epoch: builtins.int
     """Raised with every other leader: orders of a former one are ignored."""
     @property
-    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Row]: ...
+    def slices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Slice]: ...
     @property
     def quantum(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
@@ -435,7 +435,7 @@ class DesiredRows(google.protobuf.message.Message):
         *,
         node_set: builtins.int = ...,
         version: builtins.int = ...,
-        rows: collections.abc.Iterable[Global___Row] | None = ...,
+        slices: collections.abc.Iterable[Global___Slice] | None = ...,
         quantum: google.protobuf.duration_pb2.Duration | None = ...,
         level: ganger.v1.job_pb2.SuspendLevel.ValueType = ...,
         members: collections.abc.Iterable[Global___Member] | None = ...,
@@ -443,19 +443,19 @@ class DesiredRows(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["quantum", b"quantum"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["level", b"level", "members", b"members", "node_set", b"node_set", "quantum", b"quantum", "rows", b"rows", "set_epoch", b"set_epoch", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["level", b"level", "members", b"members", "node_set", b"node_set", "quantum", b"quantum", "set_epoch", b"set_epoch", "slices", b"slices", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___DesiredRows: typing_extensions.TypeAlias = DesiredRows
+Global___DesiredSlices: typing_extensions.TypeAlias = DesiredSlices
 
 @typing.final
-class Row(google.protobuf.message.Message):
+class Slice(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCHS_FIELD_NUMBER: builtins.int
     @property
     def epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Of gangs; one may be in several rows."""
+        """Of gangs; one may be in several slices."""
 
     def __init__(
         self,
@@ -465,30 +465,32 @@ class Row(google.protobuf.message.Message):
     _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epochs", b"epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___Row: typing_extensions.TypeAlias = Row
+Global___Slice: typing_extensions.TypeAlias = Slice
 
 @typing.final
-class ObservedRows(google.protobuf.message.Message):
+class ObservedSlices(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_SET_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     KNOWN_VERSION_FIELD_NUMBER: builtins.int
-    ROW_FIELD_NUMBER: builtins.int
-    SWITCH_SECONDS_FIELD_NUMBER: builtins.int
+    ACTIVE_SLICE_FIELD_NUMBER: builtins.int
     UNABLE_EPOCHS_FIELD_NUMBER: builtins.int
+    SWITCH_DURATION_FIELD_NUMBER: builtins.int
     node_set: builtins.int
     version: builtins.int
     """Of the active matrix."""
     known_version: builtins.int
     """The newest version heard of."""
-    row: builtins.int
+    active_slice: builtins.int
     """Of the active matrix, from 0."""
-    switch_seconds: builtins.float
-    """For how long devices did no step at a switch, of the last ones without starts the median; zero until measured."""
     @property
     def unable_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Gangs that cannot stop at the level of the matrix, and so take no turns."""
+
+    @property
+    def switch_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long devices did no step at a switch, of the last ones without starts the median; unset until measured."""
 
     def __init__(
         self,
@@ -496,14 +498,16 @@ class ObservedRows(google.protobuf.message.Message):
         node_set: builtins.int = ...,
         version: builtins.int = ...,
         known_version: builtins.int = ...,
-        row: builtins.int = ...,
-        switch_seconds: builtins.float = ...,
+        active_slice: builtins.int = ...,
         unable_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        switch_duration: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["known_version", b"known_version", "node_set", b"node_set", "row", b"row", "switch_seconds", b"switch_seconds", "unable_epochs", b"unable_epochs", "version", b"version"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["switch_duration", b"switch_duration"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["active_slice", b"active_slice", "known_version", b"known_version", "node_set", b"node_set", "switch_duration", b"switch_duration", "unable_epochs", b"unable_epochs", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___ObservedRows: typing_extensions.TypeAlias = ObservedRows
+Global___ObservedSlices: typing_extensions.TypeAlias = ObservedSlices
 
 @typing.final
 class OrderKey(google.protobuf.message.Message):
@@ -806,7 +810,7 @@ class ObservedGang(google.protobuf.message.Message):
     LAST_STEP_TIME_FIELD_NUMBER: builtins.int
     KEPT_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
-    TOLD_FIELD_NUMBER: builtins.int
+    NEWEST_ORDER_FIELD_NUMBER: builtins.int
     IN_TIME_SLICES_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
@@ -871,7 +875,7 @@ class ObservedGang(google.protobuf.message.Message):
     @property
     def first_step_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
-    def told(self) -> Global___DesiredGang:
+    def newest_order(self) -> Global___DesiredGang:
         """Where the master asks for it: the newest order that the daemon has for this gang, with the spec."""
 
     def __init__(
@@ -902,12 +906,12 @@ class ObservedGang(google.protobuf.message.Message):
         last_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         kept_memory_bytes: builtins.int = ...,
         first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        told: Global___DesiredGang | None = ...,
+        newest_order: Global___DesiredGang | None = ...,
         in_time_slices: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "order", b"order", "outcome", b"outcome", "progress", b"progress", "told", b"told"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "told", b"told", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang

@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import ganger.agent.v1.agent_pb2
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
@@ -228,7 +229,7 @@ class ReadPeerLogRequest(google.protobuf.message.Message):
 Global___ReadPeerLogRequest: typing_extensions.TypeAlias = ReadPeerLogRequest
 
 @typing.final
-class RowOrder(google.protobuf.message.Message):
+class SliceOrder(google.protobuf.message.Message):
     """The complete state of a node set: a daemon that missed earlier orders needs none of them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -237,16 +238,16 @@ class RowOrder(google.protobuf.message.Message):
     SET_EPOCH_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
-    ROW_FIELD_NUMBER: builtins.int
+    SLICE_FIELD_NUMBER: builtins.int
     STOPS_FIELD_NUMBER: builtins.int
-    ASK_FIELD_NUMBER: builtins.int
+    IS_QUERY_FIELD_NUMBER: builtins.int
     node_set: builtins.int
     set_epoch: builtins.int
     sequence: builtins.int
     version: builtins.int
     """Of the matrix that is active from this order on."""
-    row: builtins.int
-    ask: builtins.bool
+    slice: builtins.int
+    is_query: builtins.bool
     """Nothing is ordered."""
     @property
     def stops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stop]:
@@ -259,14 +260,14 @@ class RowOrder(google.protobuf.message.Message):
         set_epoch: builtins.int = ...,
         sequence: builtins.int = ...,
         version: builtins.int = ...,
-        row: builtins.int = ...,
+        slice: builtins.int = ...,
         stops: collections.abc.Iterable[Global___Stop] | None = ...,
-        ask: builtins.bool = ...,
+        is_query: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ask", b"ask", "node_set", b"node_set", "row", b"row", "sequence", b"sequence", "set_epoch", b"set_epoch", "stops", b"stops", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_query", b"is_query", "node_set", b"node_set", "sequence", b"sequence", "set_epoch", b"set_epoch", "slice", b"slice", "stops", b"stops", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___RowOrder: typing_extensions.TypeAlias = RowOrder
+Global___SliceOrder: typing_extensions.TypeAlias = SliceOrder
 
 @typing.final
 class Stop(google.protobuf.message.Message):
@@ -291,7 +292,7 @@ class Stop(google.protobuf.message.Message):
 Global___Stop: typing_extensions.TypeAlias = Stop
 
 @typing.final
-class RowState(google.protobuf.message.Message):
+class SliceMember(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ORDER_FIELD_NUMBER: builtins.int
@@ -299,18 +300,17 @@ class RowState(google.protobuf.message.Message):
     STARTED_FIELD_NUMBER: builtins.int
     ALIVE_EPOCHS_FIELD_NUMBER: builtins.int
     RUNNING_EPOCHS_FIELD_NUMBER: builtins.int
-    SWITCH_SECONDS_FIELD_NUMBER: builtins.int
     UNSTARTED_EPOCHS_FIELD_NUMBER: builtins.int
     BLOCKED_FIELD_NUMBER: builtins.int
     RESTING_EPOCHS_FIELD_NUMBER: builtins.int
+    SWITCH_DURATION_FIELD_NUMBER: builtins.int
     known_version: builtins.int
     started: builtins.bool
-    """Every gang of the row that has a part here runs."""
-    switch_seconds: builtins.float
+    """Every gang of the slice that has a part here runs."""
     blocked: builtins.bool
     """A gang of the active slice waits here for devices that other gangs still hold."""
     @property
-    def order(self) -> Global___RowOrder:
+    def order(self) -> Global___SliceOrder:
         """The last order obeyed."""
 
     @property
@@ -327,22 +327,24 @@ class RowState(google.protobuf.message.Message):
     def resting_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Gangs with a part here that rest because the master wants it, and so want no turn."""
 
+    @property
+    def switch_duration(self) -> google.protobuf.duration_pb2.Duration: ...
     def __init__(
         self,
         *,
-        order: Global___RowOrder | None = ...,
+        order: Global___SliceOrder | None = ...,
         known_version: builtins.int = ...,
         started: builtins.bool = ...,
         alive_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         running_epochs: collections.abc.Iterable[builtins.int] | None = ...,
-        switch_seconds: builtins.float = ...,
         unstarted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         blocked: builtins.bool = ...,
         resting_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        switch_duration: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order", "switch_duration", b"switch_duration"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "blocked", b"blocked", "known_version", b"known_version", "order", b"order", "resting_epochs", b"resting_epochs", "running_epochs", b"running_epochs", "started", b"started", "switch_seconds", b"switch_seconds", "unstarted_epochs", b"unstarted_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alive_epochs", b"alive_epochs", "blocked", b"blocked", "known_version", b"known_version", "order", b"order", "resting_epochs", b"resting_epochs", "running_epochs", b"running_epochs", "started", b"started", "switch_duration", b"switch_duration", "unstarted_epochs", b"unstarted_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___RowState: typing_extensions.TypeAlias = RowState
+Global___SliceMember: typing_extensions.TypeAlias = SliceMember

@@ -52,8 +52,8 @@ class PeerServiceStub(object):
                 _registered_method=True)
         self.SwitchRow = channel.unary_unary(
                 '/ganger.agent.v1.PeerService/SwitchRow',
-                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.SerializeToString,
-                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.FromString,
+                request_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceOrder.SerializeToString,
+                response_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceMember.FromString,
                 _registered_method=True)
         self.ReadLog = channel.unary_stream(
                 '/ganger.agent.v1.PeerService/ReadLog',
@@ -127,8 +127,8 @@ def add_PeerServiceServicer_to_server(servicer, server):
             ),
             'SwitchRow': grpc.unary_unary_rpc_method_handler(
                     servicer.SwitchRow,
-                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.FromString,
-                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.SerializeToString,
+                    request_deserializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceOrder.FromString,
+                    response_serializer=ganger_dot_agent_dot_v1_dot_peer__pb2.SliceMember.SerializeToString,
             ),
             'ReadLog': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadLog,
@@ -242,8 +242,8 @@ class PeerService(object):
             request,
             target,
             '/ganger.agent.v1.PeerService/SwitchRow',
-            ganger_dot_agent_dot_v1_dot_peer__pb2.RowOrder.SerializeToString,
-            ganger_dot_agent_dot_v1_dot_peer__pb2.RowState.FromString,
+            ganger_dot_agent_dot_v1_dot_peer__pb2.SliceOrder.SerializeToString,
+            ganger_dot_agent_dot_v1_dot_peer__pb2.SliceMember.FromString,
             options,
             channel_credentials,
             insecure,

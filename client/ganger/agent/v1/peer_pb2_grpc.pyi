@@ -39,7 +39,7 @@ class PeerServiceStub:
     or once that it cannot be written (`refusal`), which gives the checkpoint up.
     Errors: as RelayBoundary.
     """
-    SwitchRow: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]
+    SwitchRow: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.SliceOrder, ganger.agent.v1.peer_pb2.SliceMember]
     """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
     (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
     leader).
@@ -65,7 +65,7 @@ class PeerServiceAsyncStub(PeerServiceStub):
     or once that it cannot be written (`refusal`), which gives the checkpoint up.
     Errors: as RelayBoundary.
     """
-    SwitchRow: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.RowOrder, ganger.agent.v1.peer_pb2.RowState]  # type: ignore[assignment]
+    SwitchRow: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.SliceOrder, ganger.agent.v1.peer_pb2.SliceMember]  # type: ignore[assignment]
     """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
     (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
     leader).
@@ -110,9 +110,9 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def SwitchRow(
         self,
-        request: ganger.agent.v1.peer_pb2.RowOrder,
+        request: ganger.agent.v1.peer_pb2.SliceOrder,
         context: _ServicerContext,
-    ) -> typing.Union[ganger.agent.v1.peer_pb2.RowState, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.RowState]]:
+    ) -> typing.Union[ganger.agent.v1.peer_pb2.SliceMember, collections.abc.Awaitable[ganger.agent.v1.peer_pb2.SliceMember]]:
         """The leader of a node set says which row runs, or asks where a member stands: without rows. A member obeys the highest
         (set_epoch, sequence) it has heard. Errors: NOT_FOUND/NODE_SET_NOT_FOUND, ABORTED/EPOCH_STALE (it knows a newer
         leader).
