@@ -103,7 +103,7 @@ def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: Can
     assert call("submit", *arguments) == 0
     assert capsys.readouterr().out == "submitted array 1 of 2 jobs\n"
     request = master.requests[0]
-    assert (request.at_once, request.rule.first, list(request.spec.command)) == (1, 10, ["train", "{lr}"])
+    assert (request.max_concurrent, request.rule.first_rung, list(request.spec.command)) == (1, 10, ["train", "{lr}"])
     assert call("submit", "--dry-run", *arguments) == 0
     assert json.loads(capsys.readouterr().out)["members"][1] == {"index": 1, "parameters": {"lr": "0.2"}}
     assert call("submit", "--follow", *arguments) == 2

@@ -400,7 +400,7 @@ def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it
 ) -> None:
     job = job_pb2.Job(create_time=times.timestamp(100))
     for name, second in times_of.items():
-        getattr(job, f"{name}_time").CopyFrom(times.timestamp(second))
+        getattr(job, "running_since_time" if name == "run" else f"{name}_time").CopyFrom(times.timestamp(second))
     if run_s:
         job.run_duration.CopyFrom(times.duration(run_s))
     assert job_table.elapsed(job, now=150.0) == shown

@@ -55,7 +55,7 @@ def test_flags_win_over_the_file_and_keep_what_they_do_not_name() -> None:
     present = {"grid": {"lr": [0.1, 0.2], "batch": [1]}, "at_once": 5, "stop": {"rule": "asha", "first": 3}}
     request = made(flags("lr=9", present=present))
     assert parameters(request) == [{"lr": "9", "batch": "1"}]
-    assert (request.max_concurrent, request.rule.kind, request.rule.first) == (5, StopRule.KIND_ASHA, 3)
+    assert (request.max_concurrent, request.rule.kind, request.rule.first_rung) == (5, StopRule.KIND_ASHA, 3)
 
 
 def test_a_list_names_each_member() -> None:

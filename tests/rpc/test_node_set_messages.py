@@ -34,7 +34,7 @@ def test_the_row_that_runs_is_what_the_leader_said_last_of_a_matrix_that_stands(
     alone, growing = NodeSet(7, ("n1", "n2"), "n2", now), NodeSet(7, ("n1", "n2"), "n2", now, coming)
     seen = {(7, "n1"): ObservedRows(7, 3, 3, row=0), (7, "n2"): ObservedRows(7, 3, 4, row=2)}
     # the second row is empty, so the third is shown as the second
-    assert [list(row.jobs) for row in node_set_to_wire(alone, gangs, seen).rows] == [["jobs/1"], ["jobs/3"]]
+    assert [list(row.jobs) for row in node_set_to_wire(alone, gangs, seen).slices] == [["jobs/1"], ["jobs/3"]]
     assert node_set_to_wire(alone, gangs, seen).active_slice == 2
     assert node_set_to_wire(alone, gangs, {}).active_slice == 0
     assert node_set_to_wire(growing, gangs, seen).active_slice == 0
