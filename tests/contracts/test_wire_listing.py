@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from guards.wire_listing import breaks, gaps_in, present_listing, problems, read_listing, text_of
+from guards.wire_listing import breaks, gaps_in, present_listing, problems, read_listing, text_of, unrecorded
 
 JOB = """message ganger.v1.Job
   1 name string
@@ -119,3 +119,7 @@ def test_names_change_with_the_version_of_the_wire_only() -> None:
 def test_a_number_without_a_use_has_to_be_reserved() -> None:
     sentences = list(gaps_in(read_listing(JOB.replace("  4 reserved\n", ""))))
     assert sentences == ["ganger.v1.Job: nothing has the numbers 4: use them, or write `reserved 4;`"]
+
+
+def test_the_messages_of_this_checkout_are_recorded() -> None:
+    assert unrecorded() == []

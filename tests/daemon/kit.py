@@ -89,7 +89,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         if self.lost_after is not None:
             answer.lost_after.FromMilliseconds(int(self.lost_after * 1000))
         if self.logs_kept is not None:
-            answer.logs_kept.FromMilliseconds(int(self.logs_kept * 1000))
+            answer.log_retention.FromMilliseconds(int(self.logs_kept * 1000))
         return answer
 
     async def Reconcile(  # noqa: N802

@@ -130,7 +130,7 @@ def test_a_refused_change_delays_no_other_job_and_is_requested_again(tmp_path: P
                 epoch=gang.epoch,
                 phase=agent_pb2.ObservedGang.PHASE_RUNNING,
                 order=gang.order,
-                capabilities=job_pb2.Capabilities(checkpoint=True),
+                capabilities=job_pb2.Capabilities(can_checkpoint=True),
             )
             await node.reconcile([running])
             gangs = served.master.writer.committed.gangs
@@ -266,7 +266,7 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
                 delta = await asyncio.wait_for(stream.read(), 10.0)
                 parts += 1
                 change = mirror.apply(delta)  # type: ignore[arg-type]
-                assert (change is None) == delta.continues  # type: ignore[attr-defined]
+                assert (change is None) == delta.has_more  # type: ignore[attr-defined]
                 if change is not None:
                     return change, parts
 
