@@ -17,7 +17,7 @@ from rpc.kit import Served, Speaker, spec_of, until
 
 # As slow as the master reports rates at most.
 PACE = TrialPace(warm_s=0.2, settle_s=0.1, window_s=0.1, window_steps=1, most_s=20.0, share=1.0)
-ABLE = job_pb2.Capabilities(pause=True, offload=True, checkpoint=True)
+ABLE = job_pb2.Capabilities(can_pause=True, can_offload=True, can_checkpoint=True)
 
 
 class Fleet:
