@@ -22,8 +22,8 @@ def test_an_observed_set_that_is_too_large_goes_up_in_parts_that_each_fit() -> N
     parts = _first_parts(request)
     assert max(part.ByteSize() for part in (*parts, request)) <= PART_BYTES + 100
     assert [part.observation for part in parts] == [7] * len(parts)
-    assert all(part.continues for part in parts)
-    assert not request.continues
+    assert all(part.has_more for part in parts)
+    assert not request.has_more
     assert request.storage_proved
     assert [gang.epoch for part in (*parts, request) for gang in part.gangs] == list(range(1, 901))
 

@@ -433,13 +433,13 @@ def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPat
         await made.daemon("n2")
         told = made.master.progress
         await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"]))
-        await until(lambda: 1 in told and "less than 1 % of a processor" in told[1].concern, "an idle job")
+        await until(lambda: 1 in told and "less than 1 % of a processor" in told[1].stall_reason, "an idle job")
         await made.master.want("n2", made.gang({"n2": [0]}, "n2", uid=str(uuid.uuid4()), epoch=2))
         running = await made.master.until("n2", 2, in_phase(Observed.PHASE_RUNNING))
         await until(lambda: 2 in told and told[2].step > 0, "steps")
         os.kill(running.ranks[0].pid, signal.SIGSTOP)
-        await until(lambda: "no step for" in told[2].concern, "a hang")
+        await until(lambda: "no step for" in told[2].stall_reason, "a hang")
         os.kill(running.ranks[0].pid, signal.SIGCONT)
-        await until(lambda: not told[2].concern, "its end")
+        await until(lambda: not told[2].stall_reason, "its end")
 
     run(story)

@@ -179,7 +179,7 @@ def test_daemons_are_told_how_long_logs_are_kept(tmp_path: Path, kept: float | N
     async def story() -> None:
         async with serving(tmp_path, logs_kept_seconds=kept) as served:
             session = await Speaker(served, "n1").open()
-            assert (seconds(session.logs_kept) if session.HasField("logs_kept") else None) == kept
+            assert (seconds(session.log_retention) if session.HasField("log_retention") else None) == kept
 
     asyncio.run(story())
 

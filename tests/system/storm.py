@@ -447,7 +447,7 @@ class Storm:
                 for delta in stream:
                     nodes += delta.view.nodes
                     jobs.update({job.job: job for job in delta.jobs})
-                    if not delta.continues:
+                    if not delta.has_more:
                         break
             finally:
                 stream.cancel()

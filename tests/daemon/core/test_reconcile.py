@@ -100,7 +100,7 @@ STATES = st.builds(
 
 
 def carried_out(state: Observed, actions: tuple[object, ...]) -> Observed:
-    gangs, finished = dict(state.gangs), dict(state.jobs.finished)
+    gangs, finished = dict(state.gangs), dict(state.finished)
     for action in actions:
         match action:
             case Start(one) | ReportGone(one):
@@ -146,4 +146,4 @@ def test_no_order_is_obeyed_that_is_not_higher_and_nothing_finished_starts(
         if isinstance(action, Obey):
             assert action.wanted.order > state.gangs[action.wanted.job_uid, action.wanted.epoch].order
         if isinstance(action, Start):
-            assert action.wanted.epoch > state.jobs.finished.get(action.wanted.job_uid, 0)
+            assert action.wanted.epoch > state.finished.get(action.wanted.job_uid, 0)
