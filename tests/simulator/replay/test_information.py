@@ -42,6 +42,9 @@ class _Recorded(_Replay):
 
     def left_s(self, now_s: float) -> np.ndarray:
         """Seconds of work that are hidden at that time; 0 for ended jobs, all for jobs still to come."""
+        # Time slices are credited when their group is next looked at.
+        self.clock.now = EPOCH_S + now_s
+        self.nodes.sync_groups()
         left = self.work.remaining(np.arange(len(self.jobs)), EPOCH_S + now_s)
         # Rounding leaves nothing of ended jobs.
         return np.where(left > 1e-3, left, 0.0)
