@@ -165,7 +165,7 @@ class Story:
         if shown.code or nodes.code:
             return False
         gang = json.loads(shown.out).get("gang") or {}
-        free = sum(int(node["row"].get("free_mask", 0)).bit_count() for node in json.loads(nodes.out)["nodes"])
+        free = sum(int(node["view_entry"].get("free_mask", 0)).bit_count() for node in json.loads(nodes.out)["nodes"])
         return gang.get("phase") == "RUNNING" and not gang.get("move_claims") and free == len(self.cluster.daemons) - 2
 
 

@@ -103,7 +103,7 @@ def claim(node: str, device: int, shared: bool) -> resources_pb2.Claim:
 
 
 def beside(run: Run) -> list[str]:
-    return list((run.show().get("gang") or {}).get("beside", []))
+    return list((run.show().get("gang") or {}).get("colocated_jobs", []))
 
 
 def goes_on(run: Run, steps: int = 3) -> None:

@@ -22,7 +22,7 @@ def node_of(run: Run) -> str:
 
 def is_empty(shell: Shell, name: str) -> bool:
     (node,) = [one for one in shell.json("nodes")["nodes"] if one["name"] == f"nodes/{name}"]
-    return int(node["row"].get("free_mask", 0)) == 1
+    return int(node["view_entry"].get("free_mask", 0)) == 1
 
 
 def test_time_sliced_jobs_of_a_drained_node_are_saved_if_no_node_has_room_and_else_moved(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ class Training:
             devices, nodes = self.devices(), self.shell.try_("nodes", "--json")
             if not devices or nodes.code or self.last_step() < done + 2:
                 return False
-            free = sum(int(node["row"].get("free_mask", 0)).bit_count() for node in json.loads(nodes.out)["nodes"])
+            masks = [int(node["view_entry"].get("free_mask", 0)) for node in json.loads(nodes.out)["nodes"]]
+            free = sum([mask.bit_count() for mask in masks])
             return free == 2 * len(self.cluster.daemons) - devices
 
         eventually(is_quiet, what=f"the job goes on after {what}", within_seconds=120, story=self.story)

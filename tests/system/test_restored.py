@@ -33,6 +33,10 @@ def type_all(cluster: Cluster, block: str) -> None:
         subprocess.run(shlex.split(here), check=True)
 
 
+def free_devices(shell: Shell) -> int:
+    return sum([int(node["view_entry"]["free_mask"]).bit_count() for node in shell.json("nodes")["nodes"]])
+
+
 def quarantined(shell: Shell) -> list[dict[str, object]]:
     return list(shell.json("nodes", "quarantine", "list"))
 
@@ -146,7 +150,7 @@ def test_a_restored_master_takes_what_runs_and_runs_nothing_twice(tmp_path: Path
         gangs = quarantined(shell)
         assert {str(gang["job"]) for gang in gangs} == {since.starts.name, since.other.name}
         assert "quarantined" in shell("nodes")
-        free = sum(int(node["row"]["free_mask"]).bit_count() for node in shell.json("nodes")["nodes"])
+        free = free_devices(shell)
         assert free == 12 - (2 + 1 + 1 + 1 + 1)
         names = {str(gang["job"]): str(gang["name"]).rpartition("/")[2] for gang in gangs}
         shell(*typed(names[since.starts.name], 1))
@@ -155,7 +159,7 @@ def test_a_restored_master_takes_what_runs_and_runs_nothing_twice(tmp_path: Path
         shell(*typed(names[since.other.name], 2), "--yes")
         eventually(lambda: not quarantined(shell), what="nothing is quarantined", story=cluster.story)
         eventually(
-            lambda: sum(int(node["row"]["free_mask"]).bit_count() for node in shell.json("nodes")["nodes"]) == free + 1,
+            lambda: free_devices(shell) == free + 1,
             what="its device is free",
             story=cluster.story,
         )
