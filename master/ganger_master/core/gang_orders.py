@@ -62,7 +62,7 @@ def run(gang: Gang, now: float) -> Gang:
 
 
 def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
-    """PlanChange the level of the stop that is under way."""
+    """Change the level of the stop that is under way."""
     sequence = gang.master_sequence + 1
     return replace(
         gang,
