@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger.job_state import JobState
-from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import ProposePlan
+from ganger_master.core import quarantine
+from ganger_master.core.answers import Done, PlanAnswer
+from ganger_master.core.commands import EndQuarantined, OpenStore, ProposePlan
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
+from msgspec.structs import replace
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=4 * _GIB)
@@ -25,7 +27,7 @@ class Story:
     """Nodes n1, n2, ...; only the plans here start jobs."""
 
     def __init__(self, nodes: int) -> None:
-        self.cluster = FaultCluster(1, [], CoreSettings())
+        self.cluster = FaultCluster(1, [], CoreSettings(restored_wait_seconds=5.0))
         self.turns: dict[str, DaemonTurns] = {}
         for number in range(1, nodes + 1):
             self.cluster.add_node(
@@ -70,13 +72,17 @@ class Story:
         self.propose(self.change(SuspendChange, number, level=SuspendLevel.OFFLOAD))
         assert self.cluster.run_until(lambda: self.gang(number).phase is GangPhase.PARKED, within)
 
-    def rows(self, *rows: tuple[int, ...], node_set: int = 0) -> None:
+    def rows(
+        self, *rows: tuple[int, ...], node_set: int = 0, moves: Mapping[int, tuple[Claim, ...]] | None = None
+    ) -> None:
+        """`moves`: the claims that jobs move to."""
         numbers = sorted({number for row in rows for number in row})
         self.propose(
             *[
                 self.change(
                     SliceChange,
                     number,
+                    (moves or {}).get(number, ()),
                     level=SuspendLevel.OFFLOAD,
                     together=1,
                     node_set=node_set,
@@ -86,6 +92,28 @@ class Story:
                 for number in numbers
             ]
         )
+
+    def go_back(self, copy: dict[tuple[str, str], bytes]) -> None:
+        """The database goes back to the copy, and the master settles what its nodes run."""
+        self.cluster.restore(copy, OpenStore("", is_restored=True))
+        assert self.cluster.run_until(lambda: self.cluster.state.counters.restoring is None, 60.0)
+
+    def end_quarantined(self, *numbers: int) -> None:
+        """An operator ends the quarantined gangs of these jobs, which then wait for other ones."""
+        for number in numbers:
+            job = self.job(number)
+            for epoch in quarantine.live_epochs(self.cluster.state, job.uid):
+                assert isinstance(self.cluster.ask(EndQuarantined(job.uid, epoch)), Done)
+        state = self.cluster.state
+        assert self.cluster.run_until(
+            lambda: not any(self.job(number).uid in state.nodes.strays_of for number in numbers), 60.0
+        )
+        assert all(self.job(number).state is JobState.PENDING for number in numbers)
+
+    def beside(self, guest: int, host: int) -> Claim:
+        """The only claim of the host, for the guest, with room for its own state."""
+        (there,) = self.gang(host).claims
+        return replace(there, arena_bytes=self.job(guest).arena_bytes_per_device * there.device_mask.bit_count())
 
     def all_end(self) -> None:
         jobs = self.cluster.state.jobs
@@ -151,4 +179,49 @@ def test_turns_go_on_when_the_leader_has_lost_its_notes() -> None:
     assert story.cluster.run_until(
         lambda: story.turns["n2"].sets[story.gang(both).node_set].position.switch.sequence > obeyed.sequence + 3, 60.0
     )
+    story.all_end()
+
+
+def test_a_restored_master_gives_no_gang_the_devices_of_a_member_of_its_group_that_it_does_not_know() -> None:
+    """One job was on its way into a time slice when the copy was made, and is there by now. The matrix is the same, but
+    the gang obeys a later order than the database has."""
+    story = Story(nodes=1)
+    host, guest = story.submit(1, steps=400), story.submit(1, steps=400)
+    story.place(host, ("n1", 0b1, 0))
+    story.place(guest, ("n1", 0b10, 0))
+    source = story.job(guest).epoch
+    story.rows((host,), (guest,), moves={guest: (story.beside(guest, host),)})
+    story.cluster.run_for(1.0)
+    copy = story.cluster.backup()
+    assert story.cluster.run_until(lambda: story.job(guest).moved_from == source, 60.0)
+    story.cluster.run_for(30.0)
+    story.go_back(copy)
+    story.cluster.check_devices()
+    assert not story.cluster.state.gangs.sets
+    story.end_quarantined(host, guest)
+    story.place(host, ("n1", 0b1, 0))
+    story.place(guest, ("n1", 0b10, 0))
+    story.all_end()
+
+
+def test_a_database_that_goes_back_twice_gives_no_gang_the_devices_of_a_member_that_joined_since_the_backup() -> None:
+    """After the first restore no daemon knows the group any more, and the second restore finds it in the copy again."""
+    story = Story(nodes=1)
+    one, two, third = [story.submit(1, steps=400) for _ in range(3)]
+    for number in (one, two):
+        story.place(number, ("n1", 0b1, 0))
+        story.rest(number)
+    story.rows((one,), (two,))
+    story.cluster.run_for(30.0)
+    copy = story.cluster.backup()
+    (node_set,) = story.cluster.state.gangs.sets
+    story.rows((one,), (two,), (third,), node_set=node_set, moves={third: (story.beside(third, one),)})
+    story.cluster.run_for(60.0)
+    for _ in range(2):
+        story.go_back(copy)
+        story.cluster.check_devices()
+        story.cluster.run_for(10.0)
+    story.end_quarantined(one, two, third)
+    for number, device in ((one, 0b1), (two, 0b10), (third, 0b100)):
+        story.place(number, ("n1", device, 0))
     story.all_end()

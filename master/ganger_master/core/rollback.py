@@ -210,9 +210,16 @@ class AdoptVerdict(Struct, frozen=True):
     epoch: int
 
 
-Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict
+class RequeueVerdict(Struct, frozen=True):
+    """The gang that the database has was never launched: the job waits for another one."""
+
+
+Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict | RequeueVerdict
 # As the history counts them.
-_COUNTED_AS: Final = {EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted"}
+_COUNTED_AS: Final = {
+    EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted",
+    RequeueVerdict: "requeued",
+}  # fmt: skip
 
 
 def verdict_of(
@@ -399,17 +406,35 @@ def _note_checkpoints(
 def _forget_changed_sets(
     state: State, reports: Mapping[str, Observe], alive: Mapping[str, _LiveGangs], verdicts: dict[int, Verdict]
 ) -> None:
-    """Forget time-slice groups that were changed since the copy was made, and mark their gangs for quarantine. Daemons
-    keep such gangs off each other's devices."""
+    """Forget time-slice groups that have changed since the copy was made, and mark all their gangs for adoption, which
+    quarantines those that are time-sliced: daemons keep such gangs off each other's devices.
+
+    A group has changed if its daemons know a newer matrix or do not know the group, or if a gang of it is not as
+    stored. Such a gang leaves the database; the other gangs, if they stayed, would be given its devices while it still
+    runs there."""
+    adopted = {verdict.epoch for verdict in verdicts.values() if isinstance(verdict, AdoptVerdict)}
     for number, node_set in list(state.gangs.sets.items()):
-        seen = [rows for name, report in reports.items() for rows in report.rows if rows.node_set == number]
-        if all(rows.known <= node_set.newest.version for rows in seen):
+        is_heard = not reports.keys().isdisjoint(node_set.nodes)
+        known = [rows.known for report in reports.values() for rows in report.rows if rows.node_set == number]
+        epochs = {epoch for row in node_set.rows for epoch in row} & state.gangs.keys()
+        is_same = max(known) <= node_set.newest.version if known else not is_heard
+        if is_same and not epochs & adopted:
             continue
-        for epoch in {epoch for row in node_set.rows for epoch in row} & state.gangs.keys():
-            job = state.jobs[state.gangs[epoch].job]
-            if isinstance(verdicts.get(job.number), KeepVerdict) and alive.get(job.uid):
-                verdicts[job.number] = AdoptVerdict(epoch)
+        for epoch in sorted(epochs):
+            gang = state.gangs[epoch]
+            job = state.jobs[gang.job]
+            parts = alive.get(job.uid)
+            if not isinstance(verdicts.get(job.number), KeepVerdict):
+                continue
+            if parts:
+                # The job may be about to move into the group or out of it: it has the gang that may step.
+                verdicts[job.number] = AdoptVerdict(_newest_living(state, parts) or epoch)
+            elif gang.intent is not GangIntent.STOP and reports.keys() >= set(gang.nodes):
+                verdicts[job.number] = RequeueVerdict()
         state.forget_set(number)
+        for gang in [state.gangs[epoch] for epoch in sorted(epochs)]:
+            if gang.node_set == number:
+                state.put_gang(replace(gang, node_set=0))
 
 
 def _release_gangs(
