@@ -22,7 +22,6 @@ KNOWN_LONG: frozenset[tuple[str, str]] = frozenset(
         ("master/ganger_master/planner/optimus_stage.py", "plan_optimus"),
         ("master/ganger_master/planner/shared.py", "plan_shared"),
         ("master/ganger_master/planner/wanting.py", "of"),
-        ("master/ganger_master/simulator/planner_shell.py", "__init__"),
         ("master/ganger_master/simulator/report/figures.py", "figures"),
         ("master/ganger_master/simulator/run.py", "__init__"),
         # The tables of the first schema, which is never edited again.

@@ -106,6 +106,9 @@ class ColocationStage:
             context.findings.extend(findings)
         context.come_back(max(now, self.packing.next_look_s(table, every_s)))
 
+    def is_idle(self, context: PlanContext) -> bool:
+        return context.now < self.packing.next_look_s(context.jobs, context.settings.pace.every_s)
+
     def settle(self, outcome: PlanOutcome) -> None:
         self.packing = self.packing.without(self._before, outcome.refused, outcome.barred)
 

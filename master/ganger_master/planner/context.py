@@ -42,13 +42,22 @@ class PlannerSettings:
     pace: when plans are made, and when they may preempt.
     resize_s: seconds that a resize by checkpoint and restart takes.
     oracle: remaining seconds by job number; only policies that know durations read it.
-    line_limit: pending jobs of the order that a plan reports at most.
+    capacity: what gangs can have; None: what the view has.
+    line_limit: pending jobs of the order that a plan reports at most. Without any, plans that change nothing are
+        passed over (`vain_plans`).
+    bounds_waits: no job waits without bound (`orders.aging`), whatever the order.
+    unplaced_rest: jobs that fit nowhere are left out for some seconds, so that the next plans choose others.
+    look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
     """
 
     pace: PlanPace
     resize_s: float = 30.0
     oracle: Callable[[Integers], Floats] | None = None
+    capacity: Capacity | None = None
     line_limit: int = LINE_LIMIT
+    bounds_waits: bool = True
+    unplaced_rest: bool = True
+    look_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ class ClusterChange:
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     quantum_s: seconds of a time slice; None: no time slicing.
     moves_per_hour: opportunistic migrations of a node and hour; None: the planner decides.
+    free_devices: number of free devices on available nodes; None: counted where it is needed.
     """
 
     view: View
@@ -74,13 +84,15 @@ class ClusterChange:
     changing: frozenset[int] = frozenset()
     quantum_s: float | None = None
     moves_per_hour: float | None = None
+    free_devices: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReports:
-    """Reports of running jobs by number."""
+    """Reports of running jobs by number. `profiled`: numbers of jobs that were measured otherwise."""
 
-    reports: Mapping[int, ProgressReport]
+    reports: Mapping[int, ProgressReport] = field(default_factory=dict)
+    profiled: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ class PlanContext:
     rates: measurements of jobs; None: no stage of this policy reads them.
     cluster: the last `ClusterChange`.
     excluded: jobs and nodes that recent refusals exclude.
-    next_stop_s: when the next plan may preempt, if this one does not; else the one after it.
+    pace: the times of this plan and the next ones.
     last_line: the order of pending jobs as last reported.
     on_trial: numbers of jobs in co-locations under measurement.
     draft, findings: the plan so far, and findings of earlier trials.
@@ -164,7 +176,7 @@ class PlanContext:
     rates: RateSources | None
     cluster: ClusterChange
     excluded: ExcludedJobs
-    next_stop_s: float
+    pace: PlanPace
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
     draft: PlanDraft = field(default_factory=PlanDraft)
@@ -182,7 +194,15 @@ class PlanContext:
     @property
     def capacity(self) -> Capacity:
         """Return the devices, cores and memory that gangs can have."""
-        return capacity_of(self.room.view, self.jobs)
+        return self.settings.capacity or capacity_of(self.room.view, self.jobs)
+
+    @property
+    def free_devices(self) -> int:
+        """Return the number of free devices on available nodes."""
+        if self.cluster.free_devices is not None:
+            return self.cluster.free_devices
+        self.room.follow()
+        return self.room.free_devices
 
     def come_back(self, when_s: float) -> None:
         """Request the next plan at `when_s` at the latest, without any event."""
@@ -198,6 +218,10 @@ class PlanStage(Protocol):
 
     def plan(self, context: PlanContext) -> None:
         """Add changes to the draft."""
+        ...
+
+    def is_idle(self, context: PlanContext) -> bool:
+        """Return whether `plan` would certainly change nothing."""
         ...
 
     def settle(self, outcome: PlanOutcome) -> None:

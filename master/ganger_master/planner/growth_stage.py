@@ -162,10 +162,14 @@ class GrowthStage:
             context.on_trial,
         )
         self._changed = frozenset(change.number for change in sizes.changes)
-        context.add(PlanDraft(sizes.changes, next_change_s=sizes.next_s))
+        context.add(PlanDraft(sizes.changes))
+        context.come_back(sizes.next_s)
         context.findings.extend(sizes.findings)
         if sizes.is_giving:
             context.is_giving, context.may_preempt = True, False
+
+    def is_idle(self, context: PlanContext) -> bool:
+        return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         self.growing = self.growing.without(outcome.refused & self._changed, outcome.now)

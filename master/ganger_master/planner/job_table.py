@@ -6,8 +6,9 @@ The order and number of updates make no difference: the last state of each job c
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -60,7 +61,9 @@ class LiveTable:
         self._numbers = np.zeros((10, _FIRST_ROOM))
         self._flags = np.zeros((4, _FIRST_ROOM), bool)
         # Rows of jobs that could start, that return their devices, and that run on devices which may be shared.
-        self._waiting: dict[int, None] = {}
+        # Keys of the queue by row: priority, highest first, then number. `_queue` holds them in order.
+        self._waiting: dict[int, tuple[int, int, int]] = {}
+        self._queue: list[tuple[int, int, int]] = []
         self._going: set[int] = set()
         self._sharing: set[int] = set()
         # None: to be computed again, for a gang has joined or left shared devices. `_units` is the same by row.
@@ -117,10 +120,7 @@ class LiveTable:
         waits = job.state is _PENDING and is_parked and job.ending is None and not job.next_epoch
         returns_devices = gang is not None and _returns_devices(gang)
         self._flags[:, row] = is_preemptible, holds, waits, returns_devices
-        if waits:
-            self._waiting[row] = None
-        else:
-            self._waiting.pop(row, None)
+        self._queue_up(job, row, waits)
         if returns_devices:
             self._going.add(row)
         else:
@@ -401,8 +401,23 @@ class LiveTable:
         """Return the jobs that could start, by priority and number; none if there are more than `most`."""
         if len(self._waiting) > most:
             return []
-        found = [job for row in self._waiting if (job := self.jobs[row]) is not None]
-        return sorted(found, key=lambda job: (-job.spec.priority, job.number))
+        return list(self.queue())
+
+    def queue(self) -> Iterator[JobRecord]:
+        """Yield the jobs that could start, by priority and number."""
+        for *_, row in self._queue:
+            if (job := self.jobs[row]) is not None:
+                yield job
+
+    def _queue_up(self, job: JobRecord, row: int, waits: bool) -> None:
+        before, key = self._waiting.get(row), (-job.spec.priority, job.number, row) if waits else None
+        if before == key:
+            return
+        if before is not None:
+            del self._waiting[row], self._queue[bisect_left(self._queue, before)]
+        if key is not None:
+            self._waiting[row] = key
+            insort(self._queue, key)
 
     def is_going(self, rows: Integers) -> Flags:
         """Return by row whether the job returns its devices."""
@@ -433,22 +448,21 @@ class LiveTable:
     def _keep_out(self, quotas: QuotaUse, numbers: Iterable[int]) -> None:
         """Update which of these pending jobs their users' quotas keep out."""
         for number in numbers:
-            row = self._row_of[number]
-            self._live[row] = self._flags[2, row] = number not in quotas.kept_out
-            if number in quotas.kept_out:
-                self._waiting.pop(row, None)
-            else:
-                self._waiting[row] = None
+            row, waits = self._row_of[number], number not in quotas.kept_out
+            self._live[row] = self._flags[2, row] = waits
+            if (job := self.jobs[row]) is not None:
+                self._queue_up(job, row, waits)
 
     def _drop(self, number: int, row: int) -> None:
         del self._row_of[number]
+        job = self.jobs[row]
         self._live[row] = False
         self._flags[:, row] = False
-        self._waiting.pop(row, None)
+        if job is not None:
+            self._queue_up(job, row, False)
         self._going.discard(row)
         if row in self._sharing:
             self._share(row, False)
-        job = self.jobs[row]
         if self.quotas is not None and job is not None:
             self._keep_out(self.quotas, self.quotas.put(job, None, False))
         self.jobs[row] = self.gangs[row] = None

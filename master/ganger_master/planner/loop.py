@@ -8,6 +8,7 @@ at the cost of time.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -27,9 +28,11 @@ from ganger_master.planner.context import (
     ProgressReports,
 )
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan_pace import is_stop
+from ganger_master.planner.passes import OrderStage
+from ganger_master.planner.plan_pace import RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
+from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 # Longest line that is reported with every change, and seconds between two reports of a longer one.
 _SHORT_LINE: Final = 100
 _LINE_S: Final = 1.0
+_NO_JOBS: Final[frozenset[int]] = frozenset()
 
 
 class PlannerLoop:
@@ -53,11 +57,13 @@ class PlannerLoop:
         memory: PlannerMemory | None = None,
     ) -> None:
         self.policy, self.settings = policy, settings
-        self.order = policy.aging_order
+        order = policy.aging_order if settings.bounds_waits else policy.order
+        # A round begins with an empty cluster.
+        self.order = replace(order, preempts=True) if isinstance(settings.pace, RoundPace) else order
         self.learns = self.order.learns or policy.tetris is not None
         self.table = LiveTable(self.learns)
         self._rates = rates
-        self._stages = stages_of(policy, memory)
+        self._stages, self._order = stages_of(policy, self.order, memory)
         self._pace = settings.pace
         self._refused = RefusalBackoff()
         self._excluded = NONE_EXCLUDED
@@ -97,6 +103,8 @@ class PlannerLoop:
 
     def _follow(self, change: ClusterChange, now: float) -> None:
         self._is_news = True
+        if self._order is not None:
+            self._order.vain.follow([*[job.number for job, _, _ in change.jobs], *change.forgotten])
         if change.is_whole:
             self.table = LiveTable(self.learns, change.quotas)
         if self._room is None or self._room.view is not change.view:
@@ -108,7 +116,7 @@ class PlannerLoop:
                 table.put(replace_of(job, state=JobState.PENDING), None)
             table.put(job, gang)
             self._refused.forget(job.number)
-            if rates is not None and not job.state.is_finished:
+            if rates is not None and table.get(job.number) is not None:
                 rates.put(job, gang, signature, now)
             elif rates is not None:
                 rates.forget(job.number, now)
@@ -126,6 +134,7 @@ class PlannerLoop:
         self._cluster = change
 
     def _measure(self, progress: ProgressReports, now: float) -> None:
+        self._is_news = self._is_news or bool(progress.profiled)
         if self._rates is None or self._room is None:
             return
         rates, policy = self._rates, self.policy
@@ -134,7 +143,7 @@ class PlannerLoop:
             is_reason = rates.record(number, report, now) or is_reason
         # A policy that co-locates beside an order plans that at its own pace.
         self._is_news = self._is_news or (is_reason and _acts_on_measures(policy))
-        if policy.tuning is not None and policy.tuning.by_profiles:
+        if progress.reports and policy.tuning is not None and policy.tuning.by_profiles:
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in self.table.running}
             self._is_news = rates.update_trials(self._room.view, ran, now) or self._is_news
 
@@ -144,21 +153,43 @@ class PlannerLoop:
         """Return a plan if one is due, and else when the next one is, in Unix seconds without any event; infinite if
         only an event can bring it. A plan may be empty, and has a verdict, too."""
         assert self._open is None, "the last plan has no verdict yet"
-        wait_s = self._pace.wait_s(now, self._is_news)
-        if wait_s > 0.0 or self._cluster is None:
-            return None, now + wait_s
+        next_s = self.next_s(now)
+        if next_s > now or self._cluster is None:
+            return None, next_s
+        if self._is_passed_over():
+            self._is_news, self._pace = False, self._pace.passed_over(now)
+            return None, self.next_s(now)
         context = self._context(now)
         self._is_news = False
+        if not self.settings.line_limit and all(stage.is_idle(context) for stage in self._stages):
+            self._pace = self._pace.passed_over(now)
+            return None, self.next_s(now)
         for stage in self._stages:
             stage.plan(context)
         plan = self._plan_of(context)
         self._open = plan, context
         return plan, math.inf
 
+    def _is_passed_over(self) -> bool:
+        """Return whether a plan could only start jobs, and too few devices are free in all."""
+        if self.settings.line_limit or self._order is None or len(self._stages) > 1 or self._cluster is None:
+            return False
+        free = self._cluster.free_devices
+        return free is not None and self._order.vain.starts_no_job(self.table, free)
+
+    def next_s(self, now: float) -> float:
+        """Return when the next plan is due, in Unix seconds without any event; infinite if only an event can bring
+        it."""
+        return now + self._pace.wait_s(now, self._is_news)
+
     def _context(self, now: float) -> PlanContext:
         assert self._room is not None, "the cluster was observed"
         assert self._cluster is not None, "the cluster was observed"
         excluded = self._refused.at(now)
+        began_s = self._pace.round_began_s(now)
+        if began_s < math.inf:
+            waiting = self.table.queue()
+            excluded = excluded.resting(frozenset([job.number for job in waiting if job.create_time > began_s]))
         # A refused change that may be repeated is as good as an event.
         is_news = self._is_news or excluded != self._excluded
         self._excluded = excluded
@@ -167,23 +198,27 @@ class PlannerLoop:
             self.policy,
             self.order,
             self.settings,
-            self._pace.may_stop(now),
+            self._pace.may_stop(now, self._is_news),
             is_news,
             self.table,
             self._room,
             self._rates,
             self._cluster,
             excluded,
-            self._pace.next_stop_s(now),
+            self._pace,
             self._line or (),
-            frozenset().union(*[stage.on_trial for stage in self._stages]),
+            frozenset().union(*[stage.on_trial for stage in self._stages]) if len(self._stages) > 1 else _NO_JOBS,
         )
 
     def _plan_of(self, context: PlanContext) -> Plan:
         draft, now = context.draft, context.now
-        started = {change.number for change in draft.changes if isinstance(change, StartChange)}
-        line = tuple([number for number in draft.line.tolist() if number not in started][: self.settings.line_limit])
-        tells = line != self._line and (len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_S)
+        line, most = self._line, self.settings.line_limit
+        if most:
+            started = {change.number for change in draft.changes if isinstance(change, StartChange)}
+            line = tuple([number for number in draft.line.tolist() if number not in started][:most])
+        tells = False
+        if line is not None and line != self._line:
+            tells = len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_S
         if tells:
             self._line, self._line_told_s = line, now
         if line != self._line:
@@ -201,8 +236,10 @@ class PlannerLoop:
         refusals = tuple([(change, answer.refusals) for change, answer in pairs if not answer.approved])
         outcome = PlanOutcome(now, refusals)
         # Under a strict order no later job would start in place of an unplaced one.
-        unplaced = frozenset[int]() if self.order.is_strict else context.draft.unplaced
-        self._refused.note_unplaced(unplaced, context.may_preempt, context.now)
+        unplaced = frozenset[int]()
+        if self.settings.unplaced_rest:
+            unplaced = unplaced if self.order.is_strict else context.draft.unplaced
+            self._refused.note_unplaced(unplaced, context.may_preempt, context.now)
         for change, reasons in refusals:
             self._refused.note(change, reasons, now)
         for stage in self._stages:
@@ -217,8 +254,10 @@ class PlannerLoop:
         )
 
 
-def stages_of(policy: Policy, memory: PlannerMemory | None = None) -> list[PlanStage]:
-    """Return the stages of a policy, in order, as `memory` left them."""
+def stages_of(
+    policy: Policy, order: JobOrder, memory: PlannerMemory | None = None
+) -> tuple[list[PlanStage], OrderStage | None]:
+    """Return the stages of a policy, in order, as `memory` left them, and the one of them that starts jobs by order."""
     # Imported on demand: the stages of few policies take longer to load than many passes.
     stages: list[PlanStage] = []
     if policy.grows:
@@ -231,21 +270,19 @@ def stages_of(policy: Policy, memory: PlannerMemory | None = None) -> list[PlanS
 
         beside = MigrationStage(None, None if memory is None else memory.moving) if policy.moves else None
         stages.append(SharingStage(beside, None if memory is None else memory.shared))
-        return stages if beside is None else [*stages, beside]
-    from ganger_master.planner.passes import OrderStage
-
-    order = OrderStage(None if memory is None else memory.resizing)
+        return stages if beside is None else [*stages, beside], None
+    starting = OrderStage(policy, order, None if memory is None else memory.resizing)
     if policy.moves:
         from ganger_master.planner.migrate_stage import MigrationStage
 
-        stages.append(MigrationStage(order, None if memory is None else memory.moving))
+        stages.append(MigrationStage(starting, None if memory is None else memory.moving))
     else:
-        stages.append(order)
+        stages.append(starting)
     if policy.packs:
         from ganger_master.planner.colocation_stage import ColocationStage
 
         stages.append(ColocationStage(None if memory is None else memory.packing))
-    return stages
+    return stages, starting
 
 
 def measures_jobs(policy: Policy) -> bool:

@@ -126,21 +126,13 @@ class MigrationStage:
         self.moving = moving or MigrationMemory()
 
     def plan(self, context: PlanContext) -> None:
+        context.reservations = self.moving.promises
         if self._around is None and (context.draft.changes or context.findings):
             return
-        terms = MigrationTerms(
-            context.policy.placement,
-            context.cluster.draining,
-            holes=self._around is not None,
-            is_strict=context.order.is_strict,
-            per_hour=context.cluster.moves_per_hour,
-            rated=context.measured.together,
-            on_trial=context.on_trial,
-        )
         excluded = context.excluded if self._around is not None else NONE_EXCLUDED
         found, self.moving, findings, again_s = plan_moves(
             lambda kept_out, may_stop: self._inner(context, kept_out, may_stop),
-            terms,
+            self._terms(context),
             context.jobs,
             context.now,
             context.room,
@@ -156,6 +148,22 @@ class MigrationStage:
         context.findings.extend(findings)
         context.come_back(again_s)
         context.reservations = self.moving.promises
+
+    def _terms(self, context: PlanContext) -> MigrationTerms:
+        return MigrationTerms(
+            context.policy.placement,
+            context.cluster.draining,
+            holes=self._around is not None,
+            is_strict=context.order.is_strict,
+            per_hour=context.cluster.moves_per_hour,
+            rated=context.measured.together,
+            on_trial=context.on_trial,
+        )
+
+    def is_idle(self, context: PlanContext) -> bool:
+        if context.may_preempt or self._around is None or not self._around.is_idle(context):
+            return False
+        return moves_no_job(self.moving, self._terms(context), context.jobs, context.now, context.room)
 
     def _inner(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
         return context.draft if self._around is None else self._around.found(context, kept_out, may_stop)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +14,10 @@ from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.plan_pace import RoundPace
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import PassTerms, capacity_of
+from ganger_master.planner.terms import capacity_of
+from ganger_master.planner.vain_plans import VainPlans, terms_of
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
@@ -23,9 +25,7 @@ from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
     # Modules of special passes load only for their policies: the import takes longer than many passes.
-    from ganger.cluster.resources import GangShape
 
-    from ganger_master.core.job_model import JobRecord
     from ganger_master.planner.in_place_resize import Resizing
     from ganger_master.policies.tunings.demand import Known
 
@@ -33,21 +33,60 @@ if TYPE_CHECKING:
 class OrderStage:
     """The stage, with its state: jobs that wait for the next plan that may preempt, and resizes under way."""
 
-    def __init__(self, resizing: Resizing | None = None) -> None:
+    def __init__(self, policy: Policy, order: JobOrder, resizing: Resizing | None = None) -> None:
         self.resizing = resizing
+        self.vain = VainPlans(policy, order)
         # Jobs that the last preempting plan preempted for others.
         self._displaced: frozenset[int] = frozenset()
+        self._packed_at_s = -math.inf
 
     def plan(self, context: PlanContext) -> None:
         context.add(self.found(context, context.excluded, context.may_preempt))
 
     def found(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
         """Return the changes of the pass."""
+        found = self.vain.shortcut(context) or self._packed_round(context, kept_out, may_stop)
+        if found is None:
+            found = self._pass(context, kept_out if may_stop else kept_out.resting(self._displaced), may_stop)
+        self._displaced = found.displaced or self._displaced
+        self.resizing = found.resizing or self.resizing
+        self.vain.note(found, context.jobs, context.now)
+        if found.next_change_s < math.inf:
+            # A plan that may not preempt hardly depends on the order. Sizes change as often as a plan may preempt.
+            pace = context.pace
+            next_s = pace.next_stop_s(context.now) if context.policy.resizes else pace.stopped_at_s + pace.every_s
+            found = replace(found, next_change_s=max(found.next_change_s, next_s))
+        return found
+
+    def _packed_round(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft | None:
+        """Return the changes that pack a round, where the tuning places jobs; None where it does not, or cannot."""
+        tuning, now = context.policy.tuning, context.now
+        places = tuning is not None and tuning.place is not None and not context.policy.is_placement_named
+        if tuning is None or not (places and may_stop and isinstance(context.pace, RoundPace)):
+            return None
+        from ganger_master.planner.synergy_round import plan_packed
+        from ganger_master.policies.tunings.demand import NOTHING
+
+        # A job that a round preempted may rank before others now, but a round preempts only once.
+        may_stop, self._packed_at_s = self._packed_at_s != now, now
+        oracle, capacity, table = context.settings.oracle, context.capacity, context.jobs
+        return plan_packed(
+            tuning,
+            context.order,
+            table,
+            now,
+            capacity,
+            context.room.view,
+            may_stop,
+            oracle,
+            within_quotas(context.order, table, now, capacity, oracle, kept_out),
+            known=(None if context.rates is None else context.rates.known) or NOTHING,
+        )
+
+    def _pass(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
         policy, settings, rates = context.policy, context.settings, context.rates
-        if not may_stop:
-            kept_out = kept_out.resting(self._displaced)
         capacity = self._capacity(context)
-        found = plan_by(
+        return plan_by(
             policy,
             context.order,
             context.jobs,
@@ -63,15 +102,13 @@ class OrderStage:
             resize_s=settings.resize_s,
             resizing=self.resizing,
         )
-        self._displaced = found.displaced or self._displaced
-        self.resizing = found.resizing or self.resizing
-        if policy.resizes:
-            found = replace(found, next_change_s=max(found.next_change_s, context.next_stop_s))
-        return found
+
+    def is_idle(self, context: PlanContext) -> bool:
+        return self.vain.is_vain(context, self._displaced)
 
     def _capacity(self, context: PlanContext) -> Capacity:
         """Return the capacity with what resizes under way hold."""
-        if self.resizing is None:
+        if self.resizing is None or context.settings.capacity is not None:
             return context.capacity
         return capacity_of(context.room.view, context.jobs, self.resizing)
 
@@ -151,18 +188,3 @@ def plan_by(
         )
     terms = terms_of(policy, table)
     return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
-
-
-def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
-    """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
-    co-locates, a job leaves memory for another one."""
-    if not policy.packs:
-        return PassTerms(mates_now=lambda: table.mates)
-    return PassTerms(shape=_shape_for_two(), mates_now=lambda: table.mates)
-
-
-@cache
-def _shape_for_two() -> Callable[[JobRecord], GangShape]:
-    from ganger_master.planner.colocation_stage import shape_for_two
-
-    return shape_for_two

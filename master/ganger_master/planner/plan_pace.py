@@ -7,7 +7,7 @@ pending jobs may preempt again, or when a refused change may be repeated. Planni
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import floor, inf
 from typing import Final, assert_never
 
 from ganger_master.core.change_reason import Goal
@@ -52,19 +52,29 @@ class PlanPace:
     """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
 
     every_s: float
+    least_rest_s: float = _LEAST_REST_SECONDS
+    least_alone_s: float = _LEAST_ALONE_SECONDS
     stopped_at_s: float = -inf
     # Plans in a row with a refused change.
     failures: int = 0
     # The next plan comes at `ready_s` at the earliest, and at `alone_s` without any event.
     ready_s: float = -inf
     alone_s: float = inf
+    # When the order of jobs is due to be planned again without any event.
+    due_s: float = inf
 
     def begun(self, stopped_at_s: float) -> PlanPace:
         """Return the pace where a job was preempted at `stopped_at_s` before the first plan."""
         return replace(self, stopped_at_s=max(self.stopped_at_s, stopped_at_s))
 
-    def may_stop(self, now: float) -> bool:
-        return now >= self.stopped_at_s + self.every_s
+    def may_stop(self, now: float, is_news: bool = True) -> bool:
+        """Return whether a plan may preempt. One that follows another at the same instant may do what that one
+        might."""
+        return now == self.stopped_at_s or now >= self.stopped_at_s + self.every_s
+
+    def round_began_s(self, now: float) -> float:
+        """Return the time since which new jobs wait for the next round; infinite without rounds."""
+        return inf
 
     def next_stop_s(self, now: float) -> float:
         """Return when the next plan may preempt, if this one does not; if this one may, when the one after it may."""
@@ -74,6 +84,10 @@ class PlanPace:
         """Return the seconds until the next plan; infinite to wait for an event."""
         return max(0.0, self.ready_s - now, 0.0 if is_news else self.alone_s - now)
 
+    def passed_over(self, now: float) -> PlanPace:
+        """Return the pace where a plan was due now, and would have changed nothing."""
+        return self if self.alone_s > now else replace(self, alone_s=self.due_s if self.due_s > now else inf)
+
     def after(
         self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
     ) -> PlanPace:
@@ -81,13 +95,77 @@ class PlanPace:
         `again_s`: when postponed work is due."""
         stopped_at_s = now if stopped else self.stopped_at_s
         failures = self.failures + 1 if refused else 0
-        rest_s = max(_LEAST_REST_SECONDS, _REST * took_s)
-        alone_s = min(again_s, found.next_change_s)
+        rest_s = max(self.least_rest_s, _REST * took_s)
+        due_s = found.next_change_s
         if found.waits or found.leaves_waiting:
             # Orders that change all the time are planned again whenever jobs may be preempted for them.
-            alone_s = min(alone_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
-        alone_s = max(alone_s, now + _LEAST_ALONE_SECONDS)
+            due_s = min(due_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
+        alone_s = max(min(again_s, due_s), now + self.least_alone_s)
         if refused:
             rest_s = max(rest_s, _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1])
             alone_s = min(alone_s, now + rest_s)
-        return replace(self, stopped_at_s=stopped_at_s, failures=failures, ready_s=now + rest_s, alone_s=alone_s)
+        return replace(
+            self, stopped_at_s=stopped_at_s, failures=failures, ready_s=now + rest_s, alone_s=alone_s, due_s=due_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EventPace(PlanPace):
+    """Plan on events only, each of which may preempt; without one when a stage has postponed work."""
+
+    def may_stop(self, now: float, is_news: bool = True) -> bool:
+        return is_news
+
+    def after(
+        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+    ) -> PlanPace:
+        return self if again_s == self.alone_s else replace(self, alone_s=again_s)
+
+
+# Times closer than this are the same instant: sums of decimals are seldom exact.
+INSTANT_S: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPace(EventPace):
+    """Preempt only at the beginning of a round of `step_s` seconds; the first one began at `since_s`. Jobs start until
+    `settles_s` later, once preempted ones have returned their devices."""
+
+    step_s: float = 300.0
+    since_s: float = 0.0
+    settles_s: float = 0.0
+    planned_s: float = -inf
+
+    def rounds(self, time: float) -> float:
+        """Return the number of rounds until a time; whole at the beginning of a round."""
+        rounds = (time - self.since_s) / self.step_s
+        nearest = round(rounds)
+        return nearest if abs(rounds - nearest) * self.step_s < INSTANT_S else rounds
+
+    def start_s(self, number: float) -> float:
+        """Return when a round begins."""
+        return round(self.since_s + self.step_s * number, 6)
+
+    def may_stop(self, now: float, is_news: bool = True) -> bool:
+        rounds = self.rounds(now)
+        return rounds == floor(rounds)
+
+    def round_began_s(self, now: float) -> float:
+        return self.start_s(floor(self.rounds(now)))
+
+    def wait_s(self, now: float, is_news: bool) -> float:
+        rounds = self.rounds(now)
+        whole = floor(rounds)
+        is_first = rounds == whole and self.planned_s != now
+        may_start = rounds == whole or (rounds - whole) * self.step_s <= self.settles_s + INSTANT_S
+        if is_first or (is_news and may_start):
+            return 0.0
+        return max(0.0, min(self.alone_s, self.start_s(whole + 1)) - now)
+
+    def passed_over(self, now: float) -> PlanPace:
+        return replace(self, planned_s=now)
+
+    def after(
+        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+    ) -> PlanPace:
+        return replace(self, alone_s=again_s, planned_s=now)

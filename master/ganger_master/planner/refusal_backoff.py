@@ -82,6 +82,8 @@ class RefusalBackoff:
 
     def at(self, now: float) -> ExcludedJobs:
         """Return the exclusions at `now`, and drop expired notes."""
+        if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
+            return NONE_EXCLUDED
         for ends in (self._not_started, self._not_stopped):
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]

@@ -77,7 +77,7 @@ class SharingStage:
             self.shared,
             context.measured.together,
             context.capacity.gpus,
-            min(QUANTUM_S, context.settings.pace.every_s),
+            context.settings.look_s or min(QUANTUM_S, context.settings.pace.every_s),
             context.excluded,
             turn_s=self._quantum_s(cluster.quantum_s, context.now),
             received_s=context.measured.received_s,
@@ -86,6 +86,7 @@ class SharingStage:
             errands=self._migrations.moving.errands if self._migrations is not None else (),
         )
         context.add(found)
+        context.come_back(found.next_change_s)
         context.findings.extend(findings)
 
     def _quantum_s(self, wanted_s: float | None, now: float) -> float | None:
@@ -93,6 +94,9 @@ class SharingStage:
         if wanted_s is None or now >= self._believed_until_s:
             return wanted_s
         return max(wanted_s, self._least_quantum_s)
+
+    def is_idle(self, context: PlanContext) -> bool:
+        return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         self.shared = self.shared.without(self._before, outcome.refused)

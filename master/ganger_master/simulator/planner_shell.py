@@ -1,64 +1,101 @@
-"""The simulated planner: decides when to plan, runs the pass of the policy and proposes the changes to the core."""
+"""The simulated planner: it feeds the planner's loop with what happens in the core, and proposes the loop's plans."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
-from ganger.job_state import JobState
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
-from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import Command
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.core.state import State
-from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import within_quotas
-from ganger_master.planner.passes import plan_by, terms_of
-from ganger_master.planner.plan import PlanDraft, may_start, started
-from ganger_master.planner.plan_pace import is_stop
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports
+from ganger_master.planner.loop import PlannerLoop
+from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.optimus_sizes import nothing_believed
+from ganger_master.policies.optimus_sizes import Believed, nothing_believed
+from ganger_master.policies.timeslice_fairness import QUANTUM_S, quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
-from ganger_master.simulator.replay import EPOCH_S, INSTANT_S, Clock, round_start, rounds_until
+from ganger_master.simulator.replay import EPOCH_S, Clock
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload
 from ganger_master.simulator.true_rates import Work
 
 if TYPE_CHECKING:
-    # What most policies do not do is loaded only for those that do: it takes longer than to replay a hundred jobs.
-    from ganger_master.planner.in_place_resize import Resizing
+    # What most policies do not read is loaded only for those that do: it takes longer than to replay a hundred jobs.
+    from ganger.cluster.view import View
+
+    from ganger_master.planner.measurements import ProgressReport, RememberedRates
+    from ganger_master.policies.tunings.demand import Known
     from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
-    from ganger_master.simulator.moves import Moves
-    from ganger_master.simulator.packing import Packer
-    from ganger_master.simulator.sharing import Sharing
-    from ganger_master.simulator.sizes import Sizing
     from ganger_master.simulator.true_rates import Scaling, TrueRates
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """The last plan: the jobs that it started and stopped (together `jobs`), and the jobs to start once the stopped
-    ones have released their devices, in order."""
+class ModelledMeasurements:
+    """All that a policy reads of measurements (`planner.measurements.RateSources`), as the models have it: nothing need
+    be reported to it. `windows`, `known`, `estimates`: None if the policy reads none."""
 
-    at: float
-    started: frozenset[int] = frozenset()
-    stopped: frozenset[int] = frozenset()
-    follow: tuple[int, ...] = ()
-    jobs: frozenset[int] = frozenset()
+    trials: Mapping[int, int] = {}
 
+    def __init__(
+        self,
+        windows: ModelledRates | None,
+        known: Known | None,
+        estimates: ModelledEstimates | None,
+        received_s: Callable[[], Mapping[int, float]],
+    ) -> None:
+        self._windows, self._known, self._estimates = windows, known, estimates
+        self._received_s = received_s
 
-NOTHING_PLANNED = _Planned(-np.inf)
+    @property
+    def received_s(self) -> Mapping[int, float]:
+        return self._received_s()
+
+    @property
+    def together(self) -> ModelledRates:
+        assert self._windows is not None, "rates are modelled"
+        return self._windows
+
+    @property
+    def speeds(self) -> ModelledRates:
+        return self.together
+
+    @property
+    def known(self) -> Known:
+        from ganger_master.policies.tunings.demand import NOTHING
+
+        return NOTHING if self._known is None else self._known
+
+    @property
+    def remembered(self) -> RememberedRates:
+        from ganger_master.planner.measurements import RememberedRates
+
+        return RememberedRates()
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        return nothing_believed if self._estimates is None else self._estimates.believed
+
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
+        """Do nothing: the models follow the jobs themselves."""
+
+    def forget(self, number: int, now: float) -> None:
+        """Do nothing: the models follow the jobs themselves."""
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        """Do nothing: the models follow the jobs themselves."""
+
+    def record(self, number: int, heard: ProgressReport, now: float) -> bool:
+        return False
+
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+        return False
 
 
 class Planning:
@@ -66,8 +103,7 @@ class Planning:
 
     `send` passes a command to the core and returns its answer. `rates`: None if every job runs at its recorded rate.
     `scaling`: None if no job is elastic. `windows`: None if the policy reads no measurements of daemons. `work`: the
-    true remaining work, which only oracles and the modelled reports read. `received_s`: seconds for which each running
-    job has trained, by number.
+    true remaining work, which only oracles and the modelled reports read.
     """
 
     def __init__(
@@ -86,433 +122,166 @@ class Planning:
         send: Callable[[Command], object],
         received_s: Callable[[], Mapping[int, float]],
     ) -> None:
-        self._jobs, self._policy, self._options = jobs, policy, options
+        self._jobs, self._servers, self._policy, self._options = jobs, servers, policy, options
         self._clock, self._state, self._nodes, self._work = clock, state, nodes, work
-        self._windows, self._send, self._received_s = windows, send, received_s
-        self._order = policy.order if options.ideal else policy.aging_order
-        if options.round_s is not None:
-            # A round begins with an empty cluster.
-            self._order = replace(self._order, preempts=True)
+        self._windows, self._send = windows, send
         self._places = policy.places is Places.PLANNER
-        # Running gangs keep their devices, cores and memory.
-        self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
-        # Plans concern pending jobs only.
-        self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
-        does_more = self._order.preempts or self._order.learns or policy.shares
-        # With quotas, free devices are no proof that a pending job can start.
-        self._is_bounded = bool(state.settings.quota_devices)
-        # A plan only starts jobs, on any free GPUs, and its outcome does not depend on time.
-        only_starts = options.ideal and self._is_plain and not does_more and not self._is_bounded
-        self._only_starts = only_starts and self._order.next_change is None and self._order.with_history is None
-        learns = self._order.learns or policy.tetris is not None
-        self.table = LiveTable(learns, state.settings.quota_devices)
-        self._room = CapacityIndex(state.view)
-        self._capacity = Capacity(
-            servers.gpus,
-            servers.millicores / 1000,
-            float(servers.memory_bytes),
-            max(group.configuration_set.devices for group in servers.groups),
-        )
-        self._known = None if rates is None else rates.known(self._is_profiled)
         self.measured = self._measured(scaling)
-        # Resizes in progress of a policy that decides on sizes.
-        self._resizing: Resizing | None = None
-        # None: the policy does not grow, migrate or co-locate jobs.
-        self.sizing = self._sizing() if scaling is not None and policy.grows else None
-        self.moves = self._moves() if policy.moves else None
-        self.sharing = self._sharing() if policy.shares else None
-        self._packer = self._packing() if policy.packs else None
-        # Jobs preempted by the last plan that preempted; they wait until the next plan that may preempt.
-        self._displaced: frozenset[int] = frozenset()
-        # Whether something changed since the last plan, and the jobs whose entries in the table are out of date.
-        self._is_news = False
+        known = None if rates is None else rates.known(self._is_profiled)
+        is_measured = not (windows is None and known is None and self.measured is None)
+        self._rates = ModelledMeasurements(windows, known, self.measured, received_s) if is_measured else None
+        self._grows = policy.grows and scaling is not None
+        # Jobs that changed since the loop observed them last.
         self._changed: dict[int, None] = {}
-        # Kept while nothing but this plan has happened at its instant and its effects do not change the ranking.
-        self._planned = NOTHING_PLANNED
-        self._wakes_s = self._stopped_at = self._packed_at = -np.inf
-        # When the next plan is due without a change; an earlier plan for another reason does not reset this.
-        self._due_at = np.inf
-        # Whether plans follow the schedule of a live planner (`planner.loop`).
-        self._is_paced = not options.ideal and options.round_s is None
+        self._made: PlannerLoop | None = None
+        # When time is to reach the next instant for a plan; times at which new windows are due.
+        self._wakes_s = -math.inf
+        self._looks: set[float] = set()
+
+    @property
+    def loop(self) -> PlannerLoop:
+        """The loop, made once the servers are there."""
+        if self._made is None:
+            # Where no job is elastic, none grows.
+            policy = replace(self._policy, grows=self._grows)
+            self._made = PlannerLoop(policy, self._settings(), self._rates)
+            self._made.observe(
+                ClusterChange(self._state.view, is_whole=True, quotas=self._state.settings.quota_devices),
+                self._clock.now,
+            )
+        return self._made
+
+    @property
+    def quantum_s(self) -> float:
+        """Return the seconds of a time slice; it fills a round with its switch, or the cost of a switch decides."""
+        switch_s, step_s = self._nodes.switch_s, self._options.round_s
+        least_s = quantum_s(switch_s, 0.0)
+        if step_s is None:
+            return max(QUANTUM_S, least_s)
+        return math.ceil((least_s + switch_s) / step_s or 1.0) * step_s - switch_s
+
+    def _settings(self) -> PlannerSettings:
+        options, costs, servers = self._options, self._options.costs, self._servers
+        return PlannerSettings(
+            self._pace(),
+            resize_s=0.0 if options.ideal else costs.suspend_s + costs.start_s + costs.resume_s,
+            oracle=self._oracle,
+            capacity=Capacity(
+                servers.gpus,
+                servers.millicores / 1000,
+                float(servers.memory_bytes),
+                max(group.configuration_set.devices for group in servers.groups),
+            ),
+            # No client reads the order.
+            line_limit=0,
+            bounds_waits=not options.ideal,
+            # That would be a plan every few seconds for as long as a job fits nowhere; events bring enough of them.
+            unplaced_rest=False,
+            look_s=QUANTUM_S if options.round_s is None else options.round_s,
+        )
+
+    def _pace(self) -> PlanPace:
+        """Return the pace of the options. Planning takes no virtual time."""
+        options = self._options
+        every_s = options.plan_every_s
+        if options.round_s is not None:
+            settles_s = self._nodes.longest_stop_s
+            return RoundPace(every_s, step_s=options.round_s, since_s=EPOCH_S, settles_s=settles_s)
+        return EventPace(every_s) if options.ideal else PlanPace(every_s, least_rest_s=0.0, least_alone_s=0.0)
 
     def jobs_changed(self, numbers: Collection[int]) -> None:
         """Note that these jobs were submitted, changed or ended."""
-        if not numbers or not self._places:
-            return
-        self._is_news = True
-        self._changed.update(dict.fromkeys(numbers))
-        if not self._planned.jobs.issuperset(numbers):
-            self._planned = NOTHING_PLANNED
+        if self._places:
+            self._changed.update(dict.fromkeys(numbers))
 
     def estimates_changed(self) -> None:
         """Note that the policy has new measurements or profiles."""
-        self._is_news = True
+        self.loop.observe(ProgressReports(profiled=(0,)), self._clock.now)
+
+    def trains(self, number: int) -> None:
+        """Note that an elastic job trains as of now: enough of it is measured some time later."""
+        if self._grows and self._windows is not None:
+            self._windows.now = self._clock.now
+            self._look_at(self._windows.next_look_s(number))
 
     def plan(self) -> bool:
         """Propose a plan if one is due. Return whether the core approved a change."""
+        if not self._places:
+            return False
+        loop, now = self.loop, self._clock.now
         if self._changed:
-            self._refresh_table()
-        if not len(self.table):
+            self._follow(loop)
+        if not len(loop.table):
             return False
-        self._wake_at(self._due_at)
-        if self.sharing is not None:
-            return self._share(self.sharing)
-        return self._plan() or (self._packer is not None and self._pack(self._packer))
+        if self._windows is not None:
+            self._windows.now = now
+        plan, next_s = loop.step(now)
+        if plan is None:
+            self._wake_at(next_s)
+            return False
+        answers = self._propose(plan)
+        loop.observe(PlanVerdict(answers), now)
+        if self._grows and self._windows is not None:
+            for number in loop.memory.growing.trials:
+                self._look_at(self._windows.next_look_s(number))
+        if any(answer.approved for answer in answers):
+            return True
+        self._wake_at(loop.next_s(now))
+        return False
 
-    def _plan(self) -> bool:
-        now = self._clock.now
-        planned = self._carried_out(now)
-        if planned.started and not planned.follow:
-            # All chosen jobs have started; another pass would choose the same ones.
-            self._is_news = False
-            return False
-        may_stop = self._may_stop()
-        moves, sizing = self.moves, self.sizing
-        is_due = may_stop or (moves is not None and moves.is_due)
-        if not is_due and not (self._is_news and self._may_start()):
-            return False
-        is_news, self._is_news = self._is_news, False
-        if self._only_for_waiting and not self.table.has_waiting:
-            self._planned = NOTHING_PLANNED
-            return False
-        has_other_work = may_stop or sizing is not None or (moves is not None and not moves.has_nothing_to_move())
-        if self._starts_no_job() if self._only_starts else not has_other_work and self._is_futile():
-            return False
-        if sizing is not None:
-            sizing.plan(())
-            # GPUs taken back from grown jobs will serve the pending jobs, so this plan need not preempt.
-            may_stop = may_stop and not sizing.is_giving
-        findings: tuple[TrialFinding, ...] = ()
-        if moves is not None:
-            found, findings = moves.around(lambda kept_out, may: self._pass(now, may, kept_out), may_stop, is_news)
-        else:
-            found = self._shortcut_pass(now, planned) or self._pass(now, may_stop)
-        self._displaced = found.displaced or self._displaced
-        self._due_at = self._next_due_s(found)
-        self._wake_at(self._due_at)
-        if sizing is not None:
-            found, findings = sizing.beside(found), (*findings, *sizing.findings)
-        self._resizing = found.resizing or self._resizing
-        is_carried_out = self._propose(found, findings)
-        self._planned = self._repeatable(found, now)
-        return is_carried_out
-
-    def _next_due_s(self, found: PlanDraft) -> float:
-        """Return when the next pass is due without a change; infinite: only after a change."""
-        due_s = np.inf
-        if found.next_change_s < np.inf and self._options.round_s is None:
-            # Sizes are decided as often as a plan may preempt.
-            earliest = self._next_stop_s if self._policy.resizes else self._stopped_at + self._options.plan_every_s
-            due_s = max(found.next_change_s, earliest)
-        if self._is_paced and (found.waits or found.leaves_waiting):
-            due_s = min(due_s, self._next_stop_s)
-        return due_s
-
-    def _refresh_table(self) -> None:
-        """Bring the table up to date with the jobs that changed."""
-        state, table = self._state, self.table
+    def _follow(self, loop: PlannerLoop) -> None:
+        """Let the loop observe the jobs that changed."""
+        state = self._state
+        jobs, gone = [], []
         for number in self._changed:
             job = state.jobs.get(number)
             if job is not None:
-                table.put(job, state.gangs.get(job.epoch))
-            elif table.get(number) is not None:
+                jobs.append((job, state.gangs.get(job.epoch), 0))
+            else:
                 # It ended, and the core has already dropped it from its finished jobs.
-                table.forget(number)
+                gone.append(number)
         self._changed.clear()
-
-    def _repeatable(self, found: PlanDraft, now: float) -> _Planned:
-        """Return the plan if the next pass of its instant would choose the same jobs, else `NOTHING_PLANNED`."""
-        is_steady = self._order.is_steady and self._order.next_change is None
-        if not is_steady or not self._is_plain or self._policy.moves or self.sizing is not None or self._is_bounded:
-            return NOTHING_PLANNED
-        if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
-            return NOTHING_PLANNED
-        started = frozenset([change.number for change in found.changes if isinstance(change, StartChange)])
-        stopped = frozenset([change.number for change in found.changes if isinstance(change, SuspendChange)])
-        return _Planned(now, started, stopped, found.follow, started | stopped)
-
-    def _carried_out(self, now: float) -> _Planned:
-        """Return the last plan of this instant if all of its changes have taken effect, else `NOTHING_PLANNED`."""
-        planned, jobs = self._planned, self._state.jobs
-        is_done = planned.at == now and all(jobs[number].state is JobState.HOLDING for number in planned.started)
-        if is_done and all(number not in jobs or not jobs[number].epoch for number in planned.stopped):
-            return planned
-        return NOTHING_PLANNED
-
-    def _shortcut_pass(self, now: float, planned: _Planned) -> PlanDraft | None:
-        """Return the result of the pass if the chosen jobs are known without ranking all jobs; else None."""
-        jobs: Sequence[JobRecord] = [self._state.jobs[number] for number in planned.follow]
-        if not jobs and self._only_starts and self._order.by_arrival and self.table.has_waiting:
-            jobs = self._first_of_queue()
-        if not jobs:
-            return None
-        terms = terms_of(self._policy, self.table)
-        return started(jobs, self._policy.placement, self.table, now, self._room, terms=terms)
-
-    def _first_of_queue(self) -> list[JobRecord]:
-        """Return the jobs that an order by arrival starts on the free GPUs."""
-        state, found = self._state, []
-        free, least = state.nodes.free_devices, self.table.least_waiting_gpus
-        for number in state.queue.waiting:
-            if free < least:
-                break
-            job = state.jobs[number]
-            if job.gpus <= free:
-                found.append(job)
-                free -= job.gpus
-            elif self._order.is_strict:
-                break
-        return found
-
-    def _starts_no_job(self) -> bool:
-        """Return whether too few GPUs are free in all for a plan that can only start jobs."""
-        state = self._state
-        if not (self._order.is_strict and self._order.by_arrival):
-            return not self.table.has_waiting or self.table.least_waiting_gpus > state.nodes.free_devices
-        first = next(iter(state.queue.waiting), None)
-        return first is None or state.jobs[first].gpus > state.nodes.free_devices
-
-    def _is_futile(self) -> bool:
-        """Return whether a plan that may not preempt would start no job and the next plan is already scheduled."""
-        is_scheduled = self._due_at == self._stopped_at + self._options.plan_every_s > self._clock.now
-        if not is_scheduled or not self._is_plain or not self.table.has_waiting:
-            return False
-        terms = terms_of(self._policy, self.table)
-        if may_start(self._policy.placement, self.table, self._room, terms, self._displaced):
-            return False
-        # Skipping the pass must not skip its effect on the job estimates, which depend on the times of passes.
-        self.table.look(self._clock.now, self._order)
-        return True
-
-    def _share(self, sharing: Sharing) -> bool:
-        """Plan for a policy with time slices and co-location: after a change, and at the end of every quantum."""
-        now, sizing, moves = self._clock.now, self.sizing, self.moves
-        if self._options.round_s is not None and not (self._may_stop() or self._may_start()):
-            return False
-        if not self._is_news and now < sharing.next_look_s:
-            return False
-        self._is_news = False
-        found, findings, before = PlanDraft(), tuple[TrialFinding, ...](), sharing.remembered
-        if sizing is not None:
-            sizing.plan(before.packs.on_trial)
-            findings = sizing.findings
-        # While grown jobs give GPUs back, pending jobs are about to get devices of their own.
-        if sizing is None or not sizing.is_giving:
-            errands = () if moves is None else moves.moving.errands
-            found, packed = sharing.plan(self._nodes.switch_s, errands, self._newcomers)
-            findings = (*findings, *packed)
-            self._due_at = sharing.next_look_s
-            self._wake_at(self._due_at)
-        if sizing is not None:
-            found = sizing.beside(found)
-        if not found.changes and not findings:
-            return moves is not None and self._propose(*moves.of_sharers(sharing.remembered.packs.on_trial))
-        answer = self._answer(found.changes, findings)
-        if answer is None:
-            return False
-        refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
-        sharing.remembered = sharing.remembered.without(before, refused)
-        return len(refused) < len(answer.verdicts)
-
-    def _pack(self, packer: Packer) -> bool:
-        """Propose co-locations, once no other change is due at this instant."""
-        if self._changed:
-            return False
-        before, answer, next_look_s = packer.packing, None, packer.next_look_s
-        if self._clock.now >= next_look_s:
-            answer = self._answer(*packer.plan())
-            next_look_s = packer.next_look_s
-        if next_look_s < np.inf:
-            self._wake_at(next_look_s)
-        if answer is None:
-            return False
-        refused = frozenset(verdict.number for verdict in answer.verdicts if not verdict.approved)
-        packer.packing = packer.packing.without(before, refused)
-        return len(refused) < len(answer.verdicts)
-
-    def _propose(self, found: PlanDraft, findings: tuple[TrialFinding, ...] = ()) -> bool:
-        answer = self._answer(found.changes, findings)
-        return answer is not None and any(verdict.approved for verdict in answer.verdicts)
-
-    def _answer(self, changes: tuple[PlanChange, ...], findings: tuple[TrialFinding, ...] = ()) -> PlanAnswer | None:
-        if not changes and not findings:
-            return None
-        answer = self._answer_in_parts(changes, findings)
-        refused = {verdict.number for verdict in answer.verdicts if not verdict.approved}
-        if self._is_paced:
-            made = [change for change in changes if change.number not in refused]
-            if any(is_stop(change, self._policy.resizes) for change in made):
-                self._stopped_at = self._clock.now
-        if self._resizing is not None:
-            self._resizing = self._resizing.without(refused)
-        if self.sizing is not None:
-            self.sizing.refused(refused)
-        return answer
-
-    def _answer_in_parts(self, changes: tuple[PlanChange, ...], findings: tuple[TrialFinding, ...]) -> PlanAnswer:
-        """Propose the plan in parts, as a live planner does, and return all verdicts."""
-        promises = None if self.moves is None else self.moves.moving.promises
-        verdicts: list[ChangeAnswer] = []
-        version = 0
-        for part in list(parts_of(changes)) or [()]:
-            answer = self._send(commands.ProposePlan(part, promises=promises, findings=findings))
-            assert isinstance(answer, PlanAnswer)
-            verdicts.extend(answer.verdicts)
-            version = answer.view_version
-            promises, findings = None, ()
-        return PlanAnswer(tuple(verdicts), version)
-
-    def _pass(self, now: float, may_stop: bool, kept_out: ExcludedJobs = NONE_EXCLUDED) -> PlanDraft:
-        tuning = self._policy.tuning
-        is_packed = tuning is not None and tuning.place is not None and not self._policy.is_placement_named
-        if tuning is not None and is_packed and self._options.round_s is not None and may_stop:
-            from ganger_master.planner.synergy_round import plan_packed
-            from ganger_master.policies.tunings.demand import NOTHING
-
-            # A job that a round preempted may rank before others now, but a round preempts only once.
-            may_stop, self._packed_at = self._packed_at != now, now
-            kept_out = within_quotas(self._order, self.table, now, self._capacity, self._oracle, kept_out)
-            packed = plan_packed(
-                tuning,
-                self._order,
-                self.table,
-                now,
-                self._capacity,
-                self._room.view,
-                may_stop,
-                self._oracle,
-                kept_out,
-                known=self._known or NOTHING,
-            )
-            if packed is not None:
-                return packed
-        if not may_stop:
-            kept_out = kept_out.resting(self._displaced | self._newcomers)
-        return plan_by(
-            self._policy,
-            self._order,
-            self.table,
-            now,
-            self._capacity,
-            self._room,
-            may_stop,
-            remaining_s=self._oracle,
-            kept_out=kept_out,
-            known=self._known,
-            believed=nothing_believed if self.measured is None else self.measured.believed,
-            resize_s=self._resize_s,
-            resizing=self._resizing,
+        change = ClusterChange(
+            state.view,
+            jobs,
+            gone,
+            draining=tuple(state.nodes.draining),
+            changing=frozenset([number for number, one in state.gangs.sets.items() if one.coming is not None]),
+            quantum_s=self.quantum_s,
+            moves_per_hour=self._options.moves_per_hour,
+            free_devices=state.nodes.free_devices,
         )
+        loop.observe(change, self._clock.now)
 
-    @property
-    def _resize_s(self) -> float:
-        costs = self._options.costs
-        return 0.0 if self._options.ideal else costs.suspend_s + costs.start_s + costs.resume_s
-
-    def _may_start(self) -> bool:
-        """Return whether a plan at this instant may start jobs without preempting: in a round, only while the devices
-        that its plan released become free."""
-        step = self._options.round_s
-        if step is None:
-            return True
-        since_s = rounds_until(self._clock.now, step) % 1.0 * step
-        return 0.0 < since_s <= self._nodes.longest_stop_s + INSTANT_S
-
-    @property
-    def _newcomers(self) -> frozenset[int]:
-        """Jobs submitted since the round began, which wait for the next one; empty without rounds."""
-        step = self._options.round_s
-        if step is None:
-            return frozenset()
-        began_s = round_start(math.floor(rounds_until(self._clock.now, step)), step)
-        waiting = self.table.waiting_jobs(len(self.table))
-        return frozenset([job.number for job in waiting if job.create_time > began_s])
-
-    def _may_stop(self) -> bool:
-        """Return whether a plan at this instant may preempt; in rounds, also schedule the plan of the next round."""
-        now, step = self._clock.now, self._options.round_s
-        if step is not None:
-            rounds = rounds_until(now, step)
-            whole = math.floor(rounds)
-            self._wake_at(round_start(whole + 1, step))
-            return rounds == whole
-        if self._options.ideal:
-            return self._is_news
-        return now == self._stopped_at or now >= self._stopped_at + self._options.plan_every_s
-
-    @property
-    def _next_stop_s(self) -> float:
-        """The next time at which a plan may preempt, after this instant."""
-        return (self._clock.now if self._may_stop() else self._stopped_at) + self._options.plan_every_s
+    def _propose(self, plan: Plan) -> list[ChangeAnswer]:
+        """Propose the plan in parts, as a live planner does, and return all verdicts."""
+        answers: list[ChangeAnswer] = []
+        reservations, findings = plan.reservations, plan.findings
+        parts = list(parts_of(plan.changes)) or ([] if plan.is_empty else [()])
+        for part in parts:
+            answer = self._send(commands.ProposePlan(part, promises=reservations, findings=findings))
+            assert isinstance(answer, PlanAnswer)
+            answers.extend(answer.verdicts)
+            reservations, findings = None, ()
+        return answers
 
     def _wake_at(self, time: float) -> None:
-        if time <= self._clock.now or time == np.inf:
+        if time <= self._clock.now or time == math.inf:
             # `run` repeats the plan of this instant until it changes nothing.
             return
         if self._wakes_s <= self._clock.now or time < self._wakes_s:
             self._wakes_s = time
             self._clock.at(time, _nothing)
 
-    def _sizing(self) -> Sizing | None:
-        from ganger_master.simulator.sizes import Sizing
+    def _look_at(self, time: float) -> None:
+        """Plan again at this time, when there are new windows."""
+        if self._clock.now < time < math.inf and time not in self._looks:
+            self._looks.add(time)
+            self._clock.at(time, lambda: self._look(time))
 
-        if self._windows is None:
-            return None
-        most_idle_s = self._options.plan_every_s
-        return Sizing(
-            self._policy.placement,
-            self.table,
-            self._room,
-            self._windows,
-            self._clock,
-            most_idle_s,
-            self.estimates_changed,
-        )
-
-    def _moves(self) -> Moves:
-        from ganger_master.simulator.moves import Moves
-
-        assert self._windows is not None
-        return Moves(
-            self._policy.placement,
-            self._order.is_strict,
-            self._state,
-            self.table,
-            self._room,
-            self._windows,
-            self._clock,
-            self._options.moves_per_hour,
-        )
-
-    def _sharing(self) -> Sharing:
-        from ganger_master.simulator.sharing import Sharing
-
-        assert self._windows is not None
-        return Sharing(
-            self._policy.placement,
-            self.table,
-            self._room,
-            self._windows,
-            self._clock,
-            self._capacity.gpus,
-            self._options.round_s,
-            self._state,
-            self._received_s,
-        )
-
-    def _packing(self) -> Packer:
-        from ganger_master.simulator.packing import Packer
-
-        assert self._windows is not None
-        return Packer(
-            self._policy.placement,
-            self.table,
-            self._room,
-            self._windows,
-            self._clock,
-            self._capacity.gpus,
-            self._options.plan_every_s,
-        )
+    def _look(self, time: float) -> None:
+        self._looks.discard(time)
+        self.estimates_changed()
 
     def _measured(self, scaling: Scaling | None) -> ModelledEstimates | None:
         """Return the measurements of a policy that resizes jobs; None for all others."""
@@ -527,7 +296,7 @@ class Planning:
             lambda job: work.done(job, clock.now),
             lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),
             lambda job: float(jobs.submit_s[job]) + options.profile_s <= clock.now - EPOCH_S,
-            self._capacity.gpus_per_node,
+            max(group.configuration_set.devices for group in self._servers.groups),
             options.seed,
         )
 

@@ -252,7 +252,7 @@ class _Replay:
         """Return the seconds for which each running job has trained, by number."""
         self.nodes.sync_groups()
         now = self.clock.now - EPOCH_S
-        return {job.number: self.ledger.received_s(job.number - 1, now) for job, _ in self.planning.table.running}
+        return {job.number: self.ledger.received_s(job.number - 1, now) for job, _ in self.planning.loop.table.running}
 
     def _company(self, job: int, gang: Gang) -> frozenset[int]:
         """Return the other jobs that train on its devices."""
@@ -273,8 +273,8 @@ class _Replay:
         gang = self._where[job]
         beside = frozenset(other + 1 for other in self._company(job, gang))
         self.windows.trains(job + 1, self.clock.now, rate, beside, gang.devices)
-        if self.planning.sizing is not None and self._specs[job].is_elastic:
-            self.planning.sizing.trains(job + 1)
+        if self._specs[job].is_elastic:
+            self.planning.trains(job + 1)
         return self.work.change(job, self.clock.now, rate)
 
     def _retime(self, company: frozenset[int]) -> None:

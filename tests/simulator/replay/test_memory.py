@@ -22,7 +22,7 @@ def held(replay: _Replay) -> Iterator[tuple[str, int]]:
     of their own."""
     state = replay.state
     core = (state, state.view, state.queue.waiting, state.queue.lacking)
-    for part in (*core, replay.nodes, replay.turns, replay.planning.table, replay.clock):
+    for part in (*core, replay.nodes, replay.turns, replay.planning.loop.table, replay.clock):
         for name, value in vars(part).items():
             if isinstance(value, Sized) and not isinstance(value, deque):
                 yield f"{type(part).__name__}.{name}", len(value)

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from ganger_master.planner import migrate_stage
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
-from ganger_master.simulator.moves import Moves
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
@@ -116,16 +116,15 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
     )
     ends = []
     # The second also runs the migration stage where no job could be migrated.
-    for has_nothing_to_move in (Moves.has_nothing_to_move, lambda moves: False):
+    for moves_no_job in (migrate_stage.moves_no_job, lambda *arguments: False):
         replay = Watched(
             jobs, servers_from_flags(nodes=nodes, gpus_per_node=4), policy, replace(OPTIONS, plan_every_s=20.0)
         )
-        with patch.object(Moves, "has_nothing_to_move", has_nothing_to_move):
+        with patch.object(migrate_stage, "moves_no_job", moves_no_job):
             replay.run()
         outcomes = replay.ledger.outcomes()
         assert outcomes.finished.all()
         ends.append(outcomes.end_s)
-        assert replay.planning.moves is not None
-        errands = replay.planning.moves.moving.errands
+        errands = replay.planning.loop.memory.moving.errands
         assert all(not one.legs or one.waiting not in replay.state.jobs.live for one in errands)
     assert np.array_equal(ends[0], ends[1])

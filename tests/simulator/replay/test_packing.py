@@ -39,9 +39,7 @@ def options(rows: Workload) -> ReplayOptions:
 
 
 def packs_of(replay: _Replay) -> Colocations:
-    packer = replay.planning._packer
-    assert packer is not None
-    return packer.packing.packs
+    return replay.planning.loop.memory.packing.packs
 
 
 def test_light_jobs_share_gpus_while_others_wait_and_all_are_done_sooner() -> None:
@@ -112,7 +110,7 @@ def test_once_the_queue_is_empty_co_located_jobs_are_separated() -> None:
     assert packs_of(replay).kept >= 1
     replay.run()
     assert packs_of(replay).packs == ()
-    assert not replay.planning.table.sharing
+    assert not replay.planning.loop.table.sharing
 
 
 def test_without_switching_costs_or_places_nothing_is_measured_and_no_job_co_located() -> None:

@@ -50,8 +50,7 @@ def replayed(rows: Workload, seed: int = 0) -> _Replay:
 
 
 def packs_of(replay: _Replay) -> Colocations:
-    assert replay.planning.sharing is not None
-    return replay.planning.sharing.remembered.packs
+    return replay.planning.loop.memory.shared.packs
 
 
 def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:

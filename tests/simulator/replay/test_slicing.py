@@ -60,8 +60,7 @@ def test_a_gang_that_wants_everything_gets_its_turn_and_is_whole() -> None:
 def test_a_quantum_is_as_long_as_fifty_switches_take_and_as_a_round_if_there_are_rounds() -> None:
     slow = ReplayOptions(costs=SwitchCosts(offload_s=2.0, restore_s=3.0))
     replay = _Replay(jobs((0.0, 1, 60.0)), cluster(), "gandiva", slow, None)
-    assert replay.planning.sharing is not None
-    assert replay.planning.sharing.quantum_s(replay.nodes.switch_s) == 250.0
+    assert replay.planning.quantum_s == 250.0
     rounds = ReplayOptions(round_s=300.0)
     found = simulate(jobs(*[(0.0, 1, 3000.0)] * 6), cluster(), "gandiva", rounds).outcomes
     assert set(found.first_start_s % 300.0) <= {0.0, COSTS.offload_s}

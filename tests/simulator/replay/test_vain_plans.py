@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
+from ganger_master.planner.passes import OrderStage
+from ganger_master.planner.vain_plans import NOTHING_PLANNED, VainPlans
 from ganger_master.policies.orders.registry import ORDERS
 from ganger_master.simulator import run
 from ganger_master.simulator.inputs import ReplayOptions
-from ganger_master.simulator.planner_shell import NOTHING_PLANNED, Planning
 from ganger_master.simulator.run import _Replay
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload
@@ -34,7 +35,7 @@ class _Counted(_Replay):
         return super().send(command)
 
     def run(self) -> None:
-        with patch.object(Planning, "_pass", autospec=True, side_effect=Planning._pass) as passes:
+        with patch.object(OrderStage, "_pass", autospec=True, side_effect=OrderStage._pass) as passes:
             super().run()
         self.passes = passes.call_count
 
@@ -63,7 +64,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
     jobs = crowd()
     some = _Counted(jobs, policy)
     some.run()
-    with patch.object(Planning, "_is_futile", lambda self: False):
+    with patch.object(VainPlans, "_is_futile", lambda self, context, resting: False):
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
@@ -79,8 +80,8 @@ def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(Planning, "_carried_out", lambda self, now: NOTHING_PLANNED),
-        patch.object(Planning, "_starts_no_job", lambda self: False),
+        patch.object(VainPlans, "_carried_out", lambda self, table, now: NOTHING_PLANNED),
+        patch.object(VainPlans, "_starts_no_job", lambda self, table, free: False),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
@@ -95,7 +96,7 @@ def test_jobs_known_to_be_chosen_start_as_if_all_had_been_ranked(policy: str, ro
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(Planning, "_shortcut_pass", lambda self, now, planned: None),
+        patch.object(VainPlans, "shortcut", lambda self, context: None),
         patch.object(run, "BY_COUNTS", ANYWHERE),
     ):
         every = _Counted(jobs, policy, options)
@@ -112,13 +113,13 @@ def test_an_order_without_preemption_makes_no_plan_while_the_next_job_is_too_lar
     jobs, options = crowd(), ReplayOptions(ideal=True)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(Planning, "_starts_no_job", lambda self: False):
+    with patch.object(VainPlans, "_starts_no_job", lambda self, table, free: False):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.7 * every.passes, "most plans of an oversubscribed cluster start no job"
     never_ended = pytest.raises(AssertionError, match="never ended")
-    with never_ended, patch.object(Planning, "_starts_no_job", lambda self: True):
+    with never_ended, patch.object(VainPlans, "_starts_no_job", lambda self, table, free: True):
         _Counted(jobs, policy, options).run()
 
 
