@@ -133,6 +133,8 @@ class Planning:
         self._grows = policy.grows and scaling is not None
         # Jobs that changed since the loop observed them last.
         self._changed: dict[int, None] = {}
+        # Time-slice groups with a matrix that some of their nodes have not acknowledged.
+        self._changing: frozenset[int] = frozenset()
         self._made: PlannerLoop | None = None
         # When time is to reach the next instant for a plan; times at which new windows are due.
         self._wakes_s = -math.inf
@@ -209,7 +211,9 @@ class Planning:
         if not self._places:
             return False
         loop, now = self.loop, self._clock.now
-        if self._changed:
+        changing = self._changing_groups()
+        if self._changed or changing != self._changing:
+            self._changing = changing
             self._follow(loop)
         if not len(loop.table):
             return False
@@ -229,8 +233,12 @@ class Planning:
         self._wake_at(loop.next_s(now))
         return False
 
+    def _changing_groups(self) -> frozenset[int]:
+        """Return the numbers of the time-slice groups with a matrix that is not acknowledged yet."""
+        return frozenset([number for number, one in self._state.gangs.sets.items() if one.coming is not None])
+
     def _follow(self, loop: PlannerLoop) -> None:
-        """Let the loop observe the jobs that changed."""
+        """Let the loop observe the jobs and time-slice groups that changed."""
         state = self._state
         jobs, gone = [], []
         for number in self._changed:
@@ -246,7 +254,7 @@ class Planning:
             jobs,
             gone,
             draining=tuple(state.nodes.draining),
-            changing=frozenset([number for number, one in state.gangs.sets.items() if one.coming is not None]),
+            changing=self._changing,
             quantum_s=self.quantum_s,
             moves_per_hour=self._options.moves_per_hour,
             free_devices=state.nodes.free_devices,
