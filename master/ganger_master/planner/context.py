@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Refusal, RefusalKind
 from ganger.cluster.view import View
+from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.change_reason import TrialFinding
@@ -60,8 +61,7 @@ class PlannerSettings:
     look_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterChange:
+class ClusterChange(Struct, frozen=True, gc=False):
     """What has changed in the cluster; with `is_whole` everything that there is.
 
     jobs: changed jobs with their gangs, and the signature of each one's series.
@@ -79,7 +79,7 @@ class ClusterChange:
     jobs: Sequence[tuple[JobRecord, Gang | None, int]] = ()
     forgotten: Sequence[int] = ()
     is_whole: bool = False
-    quotas: Mapping[str, int] = field(default_factory=dict)
+    quotas: Mapping[str, int] = {}
     draining: tuple[str, ...] = ()
     changing: frozenset[int] = frozenset()
     quantum_s: float | None = None

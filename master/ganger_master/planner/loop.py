@@ -104,7 +104,7 @@ class PlannerLoop:
     def _follow(self, change: ClusterChange, now: float) -> None:
         self._is_news = True
         if self._order is not None:
-            self._order.vain.follow([*[job.number for job, _, _ in change.jobs], *change.forgotten])
+            self._order.vain.follow(change)
         if change.is_whole:
             self.table = LiveTable(self.learns, change.quotas)
         if self._room is None or self._room.view is not change.view:

@@ -67,6 +67,8 @@ class PlanDraft:
     def followed_by(self, later: PlanDraft) -> PlanDraft:
         """Return a later stage's draft after these changes, without its changes of the same jobs and without the atomic
         groups of such changes."""
+        if not self.changes and self.next_change_s == math.inf:
+            return later
         numbers = {change.number for change in self.changes}
         groups = {change.together for change in later.changes if change.together and change.number in numbers}
         others = [one for one in later.changes if one.number not in numbers and one.together not in groups]

@@ -16,7 +16,7 @@ from ganger.job_state import JobState
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext
+from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft, may_start, started
 from ganger_master.planner.terms import PassTerms
@@ -58,9 +58,12 @@ class VainPlans:
         # Kept while nothing but this plan has happened at its instant and its effects do not change the ranking.
         self._planned = NOTHING_PLANNED
 
-    def follow(self, numbers: Collection[int]) -> None:
-        """Note that these jobs have changed."""
-        if not self._planned.jobs.issuperset(numbers):
+    def follow(self, change: ClusterChange) -> None:
+        """Note what has changed."""
+        planned = self._planned.jobs
+        if planned and not (
+            planned.issuperset([job.number for job, _, _ in change.jobs]) and planned.issuperset(change.forgotten)
+        ):
             self._planned = NOTHING_PLANNED
 
     def is_vain(self, context: PlanContext, resting: Collection[int]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from ganger_master.policies.tunings.demand import Known
     from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
     from ganger_master.simulator.true_rates import Scaling, TrueRates
+
+_NO_GROUPS: Final[frozenset[int]] = frozenset()
 
 
 class ModelledMeasurements:
@@ -153,7 +156,7 @@ class Planning:
             )
         return self._made
 
-    @property
+    @cached_property
     def quantum_s(self) -> float:
         """Return the seconds of a time slice; it fills a round with its switch, or the cost of a switch decides."""
         switch_s, step_s = self._nodes.switch_s, self._options.round_s
@@ -235,6 +238,8 @@ class Planning:
 
     def _changing_groups(self) -> frozenset[int]:
         """Return the numbers of the time-slice groups with a matrix that is not acknowledged yet."""
+        if not self._state.gangs.sets:
+            return _NO_GROUPS
         return frozenset([number for number, one in self._state.gangs.sets.items() if one.coming is not None])
 
     def _follow(self, loop: PlannerLoop) -> None:
