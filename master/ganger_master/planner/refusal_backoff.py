@@ -97,5 +97,7 @@ class RefusalBackoff:
     @property
     def next_s(self) -> float:
         """When the first note expires, in Unix seconds; infinite without notes."""
+        if not (self._not_started or self._not_stopped or self._closed):
+            return float("inf")
         ends = [*self._not_started.values(), *self._not_stopped.values(), *(end for end, _ in self._closed.values())]
         return min(ends, default=float("inf"))
