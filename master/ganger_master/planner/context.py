@@ -23,7 +23,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.plan import NOTHING_TO_DO, PlanDraft
 from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.planner.terms import capacity_of
@@ -179,7 +179,7 @@ class PlanContext:
     pace: PlanPace
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
-    draft: PlanDraft = field(default_factory=PlanDraft)
+    draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
     reservations: tuple[Promise, ...] | None = None
     is_giving: bool = False

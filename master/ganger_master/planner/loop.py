@@ -109,16 +109,19 @@ class PlannerLoop:
             self.table = LiveTable(self.learns, change.quotas)
         if self._room is None or self._room.view is not change.view:
             self._room = CapacityIndex(change.view)
-        table, rates = self.table, self._rates
+        table, rates, has_notes = self.table, self._rates, self._refused.has_notes
         for job, gang, signature in change.jobs:
             if job.state.is_finished and table.get(job.number) is None:
                 # It ended before this loop began: jobs like it may take as long.
                 table.put(replace_of(job, state=JobState.PENDING), None)
             table.put(job, gang)
-            self._refused.forget(job.number)
-            if rates is not None and table.get(job.number) is not None:
+            if has_notes:
+                self._refused.forget(job.number)
+            if rates is None:
+                continue
+            if table.get(job.number) is not None:
                 rates.put(job, gang, signature, now)
-            elif rates is not None:
+            else:
                 rates.forget(job.number, now)
         for number in change.forgotten:
             if table.get(number) is not None:

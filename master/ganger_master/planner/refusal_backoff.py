@@ -95,9 +95,14 @@ class RefusalBackoff:
         return ExcludedJobs(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
 
     @property
+    def has_notes(self) -> bool:
+        """Return whether any job has a note that expires."""
+        return bool(self._not_started or self._not_stopped or self._closed)
+
+    @property
     def next_s(self) -> float:
         """When the first note expires, in Unix seconds; infinite without notes."""
-        if not (self._not_started or self._not_stopped or self._closed):
+        if not self.has_notes:
             return float("inf")
         ends = [*self._not_started.values(), *self._not_stopped.values(), *(end for end, _ in self._closed.values())]
         return min(ends, default=float("inf"))
