@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ganger.injob.gang_pages import page_path
 from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now_ns
-from ganger.protocol.boundary_agreement import RelayedPoint
+from ganger.protocol.stop_rules import RelayedPoint
 from ganger_daemon.gang.control_pages import ControlPages
 
 POLL_S = 0.0002
@@ -33,7 +33,7 @@ RANKS = """
 import ctypes, json, mmap, os, random, struct, sys, time
 import torch, torch.distributed, torch.nn.parallel
 import ganger
-from ganger.injob.arena import VARIABLE, arena_variable, make_arena
+from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
 plan = json.loads(sys.argv[1])
 parent = os.getpid()
 for rank, environment in enumerate(plan["ranks"]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ganger.console.exit_codes import CommandError, ExitCode
+from ganger.console import CommandError, ExitCode
 from ganger_master.simulator.thread_limits import one_thread_each
 
 _ROWS = Path("build/reproduce")
@@ -76,7 +76,7 @@ def reproduce(
 
         # Found out now, not after hours.
         made_ready(document.parent)
-    from ganger.console.tables import print_table
+    from ganger.console import print_table
     from ganger_master.simulator.output import ProgressBar
 
     from experiments import results

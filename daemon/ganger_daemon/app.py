@@ -22,9 +22,9 @@ import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire
 from ganger.wire.resource_names import is_node_id
-from ganger.wire.roles import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials, tell_end
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from ganger.console.parameter_types import Directory, Within
+from ganger.console import Directory, Within
 
 if TYPE_CHECKING:
     from ganger_daemon.devices.virtual import VirtualSpec
@@ -103,7 +103,7 @@ def daemon(
     verbose: bool,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
-    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode
 
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from ganger import __version__
 from ganger.wire.endpoints import EndpointError, is_loopback
-from ganger.wire.roles import CallerRole
+from ganger.wire.methods import CallerRole
 from ganger.wire.tls import check_directory, server_context, tell_end
 
 from ganger_master.config import Config

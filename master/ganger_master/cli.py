@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import click
-from ganger.console.parameter_types import Directory
+from ganger.console import Directory
 
 
 @click.command()
@@ -43,7 +43,7 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     """
     import asyncio
 
-    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode
 
     from ganger_master import app, config
     from ganger_master.runtime import log_format as logs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ganger.cli.bench import bench
+from ganger.cli.checkout import bench
 
 from benchmarks.bench_report import AtLeast, AtMost, report
 from benchmarks.machine import stolen_share

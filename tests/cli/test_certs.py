@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.console.exit_codes import ExitCode
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.console import ExitCode
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.tls import check_directory
 from kit.shell import Done, Shell
 

@@ -14,7 +14,7 @@ import pytest
 from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.client import Client
-from ganger.console.tables import aligned, fitted
+from ganger.console import aligned, fitted
 from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import Call, CannedMaster, add_members, running_job

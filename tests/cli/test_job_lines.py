@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.cli import job_table
 from ganger.cli.show import pairs
-from ganger.console.safe_text import bounded, cells, visible
-from ganger.console.tables import without_spare
+from ganger.console import bounded, cells, visible, without_spare
 from ganger.v1 import array_pb2, job_pb2, resources_pb2
 
 

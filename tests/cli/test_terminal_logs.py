@@ -6,7 +6,7 @@ import io
 
 import pytest
 from ganger.cli.logs import print_chunks
-from ganger.console.safe_text import LogText
+from ganger.console import LogText
 from ganger.v1.job_service_pb2 import LogChunk
 
 

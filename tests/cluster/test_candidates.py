@@ -6,8 +6,7 @@ import time
 
 import pytest
 from ganger.cluster.fit import fit
-from ganger.cluster.impossible import impossible
-from ganger.cluster.placement import candidates, choose_mode
+from ganger.cluster.placement import candidates, choose_mode, impossible
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.view import LoadMode, View

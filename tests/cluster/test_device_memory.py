@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 from ganger.cluster.fit import fit
-from ganger.cluster.impossible import impossible
-from ganger.cluster.placement import candidates
+from ganger.cluster.placement import candidates, impossible
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.view import View

@@ -111,8 +111,8 @@ def test_names_change_with_the_version_of_the_wire_only() -> None:
     renamed = ("ganger.v1.Claim", "ganger.v1.NodeClaim"), ("  1 node string", "  1 host string")
     assert broken_by(*renamed, has_same_names=False) == []
     assert broken_by(*renamed) == [
-        "ganger.v1.Claim is ganger.v1.NodeClaim now: keep the name, or raise NEWEST_VERSION of ganger.wire.versions",
-        "ganger.v1.NodeClaim: node = 1 is host now: keep the name, or raise NEWEST_VERSION of ganger.wire.versions",
+        "ganger.v1.Claim is ganger.v1.NodeClaim now: keep the name, or raise NEWEST_VERSION of ganger.wire.channels",
+        "ganger.v1.NodeClaim: node = 1 is host now: keep the name, or raise NEWEST_VERSION of ganger.wire.channels",
     ]
 
 

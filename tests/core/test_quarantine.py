@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.wire.errors import RoleNotPermitted
-from ganger.wire.roles import CallerIdentity, CallerRole, check_call
+from ganger.wire.methods import CallerIdentity, CallerRole, check_call
 from ganger_master.core.quarantine import is_skipped, note_ids
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ganger.agent.v1 import agent_pb2
-from ganger.injob import state_image as image
+from ganger.injob import state_image
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
 from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, collect, collect_abandoned, publish_here
 from ganger_daemon.checkpoints.layout import CheckpointName, complete, room_missing
@@ -48,10 +48,10 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
     for rank in range(world):
         header = {"format": 1, "step": step, "rank": rank, "world": world, "tensors": [], "tree": None}
         header["device_model"] = f"model {rank}"
-        kind = image.preferred_digest()
+        kind = state_image.preferred_digest()
         data = bytes([rank]) * 4096
-        preamble, encoded = image.lay_out(header, len(data), kind)
-        digests = image.ChunkDigests(kind, image.CHUNK_BYTES)
+        preamble, encoded = state_image.lay_out(header, len(data), kind)
+        digests = state_image.ChunkDigests(kind, state_image.CHUNK_BYTES)
         digests.update(data)
         path = tmp / f"rank-{rank}.shard"
         path.write_bytes(preamble.pack() + encoded + data + digests.trailer())
@@ -341,7 +341,7 @@ def test_a_header_of_another_attempt_and_a_directory_of_another_name_are_found_o
 def rewritten(shard: Path, **words: int) -> None:
     """Give the preamble of a shard other sizes."""
     content = shard.read_bytes()
-    preamble = dataclasses.replace(image.parse_preamble(content[:64]), **words)
+    preamble = dataclasses.replace(state_image.parse_preamble(content[:64]), **words)
     shard.write_bytes(preamble.pack() + content[64:])
 
 
@@ -386,22 +386,22 @@ def hostile_numbers(path: Path) -> None:
 def hostile_header(path: Path) -> None:
     """28 MB of nested lists: as objects of Python they would take thirty times as much."""
     header = {"step": 9, "rank": 0, "world": 2, "tensors": [], "tree": [[]] * 7_000_000}
-    preamble, encoded = image.lay_out(header, 0, image.preferred_digest())
-    digests = image.ChunkDigests(image.preferred_digest(), image.CHUNK_BYTES)
+    preamble, encoded = state_image.lay_out(header, 0, state_image.preferred_digest())
+    digests = state_image.ChunkDigests(state_image.preferred_digest(), state_image.CHUNK_BYTES)
     (path / "rank-0.shard").write_bytes(preamble.pack() + encoded + digests.trailer())
 
 
 def hostile_size(path: Path) -> None:
     """A file without data whose preamble promises a TiB of it."""
-    data, chunks = 1 << 40, (1 << 40) // image.CHUNK_BYTES
-    offset = image.parse_preamble((path / "rank-0.shard").read_bytes()[:64]).data_offset
+    data, chunks = 1 << 40, (1 << 40) // state_image.CHUNK_BYTES
+    offset = state_image.parse_preamble((path / "rank-0.shard").read_bytes()[:64]).data_offset
     rewritten(path / "rank-0.shard", trailer_offset=offset + data, total_bytes=offset + data + 8 * (chunks + 1))
 
 
 def hostile_chunks(path: Path) -> None:
     """A digest for every byte."""
     shard = path / "rank-0.shard"
-    data, offset = 1 << 36, image.parse_preamble(shard.read_bytes()[:64]).data_offset
+    data, offset = 1 << 36, state_image.parse_preamble(shard.read_bytes()[:64]).data_offset
     total = offset + data + 8 * (data + 1)
     rewritten(shard, chunk_bytes=1, trailer_offset=offset + data, total_bytes=total)
     os.truncate(shard, total)

@@ -19,7 +19,7 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import reason_of
-from ganger.wire.roles import CallerRole
+from ganger.wire.methods import CallerRole
 
 pytestmark = pytest.mark.system
 

@@ -13,7 +13,7 @@ import sys
 import time
 
 import xxhash
-from ganger.injob import state_image as image
+from ganger.injob import state_image
 from ganger.injob.control import Control, Handlers
 from ganger.injob.page import Capability, PagePhase, PageState, Word
 from ganger.training import agent
@@ -26,15 +26,15 @@ def padded(size):
 def image_parts(step, rank, world, data):
     """What comes before the data, the data itself and not a copy of it, what comes after."""
     header = {"format": 1, "step": step, "samples": step, "rank": rank, "world": world, "tensors": [], "tree": None}
-    kind = image.preferred_digest()
-    preamble, encoded = image.lay_out(header, len(data), kind)
-    digests = image.ChunkDigests(kind, image.CHUNK_BYTES)
+    kind = state_image.preferred_digest()
+    preamble, encoded = state_image.lay_out(header, len(data), kind)
+    digests = state_image.ChunkDigests(kind, state_image.CHUNK_BYTES)
     digests.update(data)
     return preamble.pack() + encoded, memoryview(data), digests.trailer()
 
 
 def read_image(whole):
-    preamble = image.parse_preamble(whole)
+    preamble = state_image.parse_preamble(whole)
     header = json.loads(whole[64 : preamble.data_offset])
     return header["step"], bytearray(whole[preamble.data_offset : preamble.trailer_offset])
 
@@ -93,7 +93,7 @@ def restored(control):
             return read_image(file.read())
     control.page.set(Word.STATE, PageState.RESTORING)
     wait_for_bytes(control, 64)
-    total = image.parse_preamble(os.pread(control.arena_fd, 64, 0)).total_bytes
+    total = state_image.parse_preamble(os.pread(control.arena_fd, 64, 0)).total_bytes
     wait_for_bytes(control, total)
     return read_image(os.pread(control.arena_fd, total, 0))
 

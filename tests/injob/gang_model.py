@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ganger.protocol.boundary_agreement import BoundaryDecision, RankPoint, stop_step
+from ganger.protocol.stop_rules import BoundaryDecision, RankPoint, stop_step
 
 Rule = Callable[[Sequence[RankPoint], int], BoundaryDecision]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.protocol.boundary_agreement import BoundaryDecision, RankPoint, decide, has_ended, stop_step
+from ganger.protocol.stop_rules import BoundaryDecision, RankPoint, decide, has_ended, stop_step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injob.gang_model import DeadlockError, Gang, LeaderGang, OverrunError, Setting, fixed_allowance

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from ganger.injob import order_handler as obedience
-from ganger.injob.arena import arena_variable, inherited_arena, make_arena
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
 from ganger.injob.gang_pages import GangPages, page_path
 from ganger.injob.page import (
@@ -35,7 +34,8 @@ from ganger.injob.page import (
     now_ns,
 )
 from ganger.injob.process_identity import start_ticks
-from ganger.protocol.boundary_agreement import has_ended
+from ganger.injob.state_image import arena_variable, inherited_arena, make_arena
+from ganger.protocol.stop_rules import has_ended
 from kit.waiting import eventually
 
 WORKER = str(Path(__file__).with_name("worker.py"))

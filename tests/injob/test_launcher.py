@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.injob.environment import TaskPlace, torchrun_environment
 from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.launcher.launch_request import TaskPlace, torchrun_environment
 from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.process_identity import start_ticks
 from injob.launcher_kit import HAS_TORCH, Place, exit_record, log_text, page_of
@@ -386,7 +386,7 @@ def test_watchers_hear_of_exits(plain: Place) -> None:
 
 def test_arena_is_shared_by_rank_launcher_and_daemon(plain: Place) -> None:
     body = (
-        "import mmap, os\nfrom ganger.injob.arena import inherited_arena\n"
+        "import mmap, os\nfrom ganger.injob.state_image import inherited_arena\n"
         "fd = inherited_arena(os.environ['GANGER_ARENA'])\n"
         "m = mmap.mmap(fd, 0); m[:5] = b'state'; print(len(m), flush=True)\n"
         "try: os.ftruncate(fd, 0)\nexcept PermissionError: print('sealed', flush=True)\n"

@@ -26,7 +26,7 @@ from ganger.injob.page import (
     RawPoint,
     Word,
 )
-from ganger.protocol.boundary_agreement import RankPoint
+from ganger.protocol.stop_rules import RankPoint
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from ganger.wire.certificate_authority import AUTHORITY_KEY, issue, make_authority
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.tls import AUTHORITY, CERTIFICATE
 
 HOSTS = ("127.0.0.1", "localhost")

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob import state_image as image
+from ganger.injob import state_image
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ def verify_image(source: Path | int) -> ImageSummary:
 
 
 def _verify(descriptor: int) -> ImageSummary:
-    preamble = image.parse_preamble(os.pread(descriptor, image.PREAMBLE_BYTES, 0))
-    header = image.parse_header(preamble, _read_exactly(descriptor, preamble.header_bytes, image.PREAMBLE_BYTES))
-    digests = image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    preamble = state_image.parse_preamble(os.pread(descriptor, state_image.PREAMBLE_BYTES, 0))
+    header = state_image.parse_header(
+        preamble, _read_exactly(descriptor, preamble.header_bytes, state_image.PREAMBLE_BYTES)
+    )
+    digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     for offset in range(preamble.data_offset, preamble.trailer_offset, preamble.chunk_bytes):
         size = min(preamble.chunk_bytes, preamble.trailer_offset - offset)
         digests.update(_read_exactly(descriptor, size, offset))
     found = _read_exactly(descriptor, preamble.trailer_bytes, preamble.trailer_offset)
-    image.check_trailer(digests.trailer(), found)
+    state_image.check_trailer(digests.trailer(), found)
     return ImageSummary(
         step=int(header.get("step", 0)),
         samples=int(header.get("samples", 0)),
@@ -57,7 +59,7 @@ def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
     while size:
         part = os.pread(descriptor, size, offset)
         if not part:
-            raise image.ImageError("TRUNCATED", f"the image ends at byte {offset}, {size} bytes too early")
+            raise state_image.ImageError("TRUNCATED", f"the image ends at byte {offset}, {size} bytes too early")
         parts.append(part)
         size -= len(part)
         offset += len(part)

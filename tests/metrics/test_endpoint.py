@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from ganger.console.exit_codes import ExitCode
+from ganger.console import ExitCode
 from ganger.v1 import node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.tls import client_context
 from ganger_master.app import Master

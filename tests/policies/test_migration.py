@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.locality import LocalityModel
 from ganger_master.policies.backoff import FailedTrials

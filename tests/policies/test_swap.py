@@ -6,11 +6,10 @@ import heapq
 import math
 from itertools import combinations
 
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.park_and_move import swap_for

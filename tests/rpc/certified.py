@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.roles import CallerRole
+from ganger.wire.methods import CallerRole
 from ganger_master.app import Master
 from ganger_master.config import Config
 from kit.certified import Authority

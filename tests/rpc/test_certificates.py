@@ -19,7 +19,7 @@ from ganger.wire import errors
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
 from ganger.wire.errors import from_rpc_error
-from ganger.wire.roles import ROLES, CallerIdentity, CallerRole
+from ganger.wire.methods import ROLES, CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import read_files, server_credentials
 from kit.certified import Authority

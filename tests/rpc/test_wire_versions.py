@@ -11,9 +11,8 @@ import grpc.aio
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import node_pb2, resources_pb2, scheduling_pb2
-from ganger.wire.channels import TOKEN_KEY
+from ganger.wire.channels import NEWEST_VERSION, SUPPORTED_VERSIONS, TOKEN_KEY, VERSIONS_KEY
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error
-from ganger.wire.versions import NEWEST_VERSION, SUPPORTED_VERSIONS, VERSIONS_KEY
 from ganger_daemon.node.session import session_version
 from kit.recorded_wire import RecordedWire
 from rpc.kit import Served, serving

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.console.exit_codes import ExitCode
+from ganger.console import ExitCode
 from kit.certified import Authority
 from kit.cluster import GANGER, Cluster
 from kit.machines import Machine, apart, here

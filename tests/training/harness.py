@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ganger.injob.arena import VARIABLE, arena_variable, make_arena
 from ganger.injob.page import Page, PageOrderKind, PageParkLevel, PagePhase, Word
+from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 60.0

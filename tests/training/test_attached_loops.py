@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ganger.injob.gang_pages import GangPages
 from ganger.injob.page import EXIT_NO_STATE, Capability, Word
-from ganger.protocol.boundary_agreement import has_ended
+from ganger.protocol.stop_rules import has_ended
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch

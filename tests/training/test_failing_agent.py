@@ -31,7 +31,7 @@ FAILING = {
     "taking the page": "ganger.injob.control.Control.claim",
     "the state's keeper": "ganger.training.state_keeper.StateKeeper.handlers",
     "the first look at a script": "ganger.training.unmodified_script.UnmodifiedScript._examine",
-    "finding what is trained": "ganger.training.object_discovery.Discovery.training",
+    "finding what is trained": "ganger.training.script_objects.Discovery.training",
     "counting bytes": "ganger.training.state_keeper._live_tensors",
     "publishing": "ganger.training.progress_reporter.ProgressReporter.publish",
     "a boundary": "ganger.injob.order_handler.Obedience.attend",

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ganger.injob import state_image as form
+from ganger.injob import state_image
 from ganger.injob.state_image import ImageError
-from ganger.training import state_codec as codec
+from ganger.training import state_codec
 from ganger.training.image_io import (
     ArenaSink,
     ArenaSource,
@@ -30,8 +30,8 @@ from kit.images import verify_image
 
 
 def _write(path: Path, state: Any, step: int = 7) -> str:
-    table = codec.TensorTable()
-    tree = codec.encode(state, table)
+    table = state_codec.TensorTable()
+    tree = state_codec.encode(state, table)
     plan = plan_image(tree, table.tensors, step=step, samples=70, rank=1, world=2)
     with path.open("wb") as file:
         return write_image(plan, FileSink(file.fileno()))
@@ -41,7 +41,7 @@ def _read(path: Path) -> Any:
     with path.open("rb") as file:
         image = open_image(FileSource(file.fileno()))
         tensors = read_tensors(image, {}, torch.device)
-        return codec.decode(image.tree, tensors.__getitem__)
+        return state_codec.decode(image.tree, tensors.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_arrays_of_numpy_come_back(tmp_path: Path) -> None:
 
 
 def test_what_has_no_portable_form_is_named() -> None:
-    with pytest.raises(codec.StateNotSupportedError, match=r"state\.a\[1\]: a pathlib\.\w*Path"):
-        codec.encode({"a": [1, Path("x")]}, codec.TensorTable())
+    with pytest.raises(state_codec.StateNotSupportedError, match=r"state\.a\[1\]: a pathlib\.\w*Path"):
+        state_codec.encode({"a": [1, Path("x")]}, state_codec.TensorTable())
 
 
 def test_a_tensor_that_occurs_twice_is_stored_once() -> None:
-    table = codec.TensorTable()
+    table = state_codec.TensorTable()
     weight = torch.randn(4)
-    assert codec.encode([weight, weight.detach()], table) == [{"$": "tensor", "i": 0}] * 2
+    assert state_codec.encode([weight, weight.detach()], table) == [{"$": "tensor", "i": 0}] * 2
     assert len(table.tensors) == 1
 
 
@@ -134,7 +134,7 @@ def test_verify_returns_what_the_writer_said(tmp_path: Path) -> None:
 
 
 def test_without_xxhash_images_are_hashed_with_crc32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "_xxh3_64", None)
+    monkeypatch.setattr(state_image, "_xxh3_64", None)
     _write(tmp_path / "image", {"w": torch.randn(100)})
     assert verify_image(tmp_path / "image").step == 7
     data = bytearray((tmp_path / "image").read_bytes())
@@ -182,8 +182,8 @@ def test_another_format_is_named(damaged: tuple[Path, bytearray], at: int, value
 
 
 def test_an_arena_is_byte_identical_to_a_shard_and_fills_front_to_back(tmp_path: Path) -> None:
-    table = codec.TensorTable()
-    tree = codec.encode({"w": torch.randn(5 << 20), "v": torch.randn(7)}, table)
+    table = state_codec.TensorTable()
+    tree = state_codec.encode({"w": torch.randn(5 << 20), "v": torch.randn(7)}, table)
     plan = plan_image(tree, table.tensors, step=1, samples=2, rank=0, world=1)
     durable_shard(str(tmp_path), 0, plan.total_bytes, lambda fd: _discard(write_image(plan, FileSink(fd))))
     arena = bytearray(b"\xee" * (plan.total_bytes + 100))
@@ -193,7 +193,7 @@ def test_an_arena_is_byte_identical_to_a_shard_and_fills_front_to_back(tmp_path:
     assert bytes(arena[: plan.total_bytes]) == shard
     assert filled == sorted(filled)
     assert filled[-1] == plan.total_bytes
-    assert max(b - a for a, b in zip([0, *filled], filled, strict=False)) <= form.CHUNK_BYTES
+    assert max(b - a for a, b in zip([0, *filled], filled, strict=False)) <= state_image.CHUNK_BYTES
 
 
 def test_an_arena_that_is_too_small_is_refused() -> None:
@@ -203,8 +203,8 @@ def test_an_arena_that_is_too_small_is_refused() -> None:
 
 
 def test_a_reader_takes_each_tensor_as_its_bytes_arrive() -> None:
-    table = codec.TensorTable()
-    tree = codec.encode([torch.randn(100), torch.randn(200)], table)
+    table = state_codec.TensorTable()
+    tree = state_codec.encode([torch.randn(100), torch.randn(200)], table)
     plan = plan_image(tree, table.tensors, step=0, samples=0, rank=0, world=1)
     arena = bytearray(plan.total_bytes)
     write_image(plan, ArenaSink(memoryview(arena), lambda filled: None))
@@ -212,12 +212,12 @@ def test_a_reader_takes_each_tensor_as_its_bytes_arrive() -> None:
     image = open_image(ArenaSource(memoryview(arena), asked.append))
     read_tensors(image, {}, torch.device)
     assert asked == sorted(asked)
-    assert asked[0] == form.PREAMBLE_BYTES
+    assert asked[0] == state_image.PREAMBLE_BYTES
 
 
 def test_a_byte_that_was_changed_on_its_way_into_an_arena_is_found() -> None:
-    table = codec.TensorTable()
-    tree = codec.encode([torch.randn(100), torch.randn(200)], table)
+    table = state_codec.TensorTable()
+    tree = state_codec.encode([torch.randn(100), torch.randn(200)], table)
     plan = plan_image(tree, table.tensors, step=0, samples=0, rank=0, world=1)
     arena = bytearray(plan.total_bytes)
     write_image(plan, ArenaSink(memoryview(arena), lambda filled: None))

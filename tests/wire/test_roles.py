@@ -6,7 +6,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire.errors import CertificateInvalid, RoleNotPermitted, from_status, to_status
-from ganger.wire.roles import (
+from ganger.wire.methods import (
     LOCAL,
     ROLES,
     CallerIdentity,

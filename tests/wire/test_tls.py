@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from ganger.wire.certificate_authority import CertificateError, issue, make_authority
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import (
     AUTHORITY,

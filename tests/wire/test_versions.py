@@ -9,18 +9,18 @@ import grpc
 import grpc.aio
 import pytest
 from ganger.v1 import node_pb2
-from ganger.wire.channels import open_aio_channel
-from ganger.wire.endpoints import Endpoint
-from ganger.wire.errors import RequestInvalid, WireVersionUnsupported, from_rpc_error
-from ganger.wire.servers import bind, make_server
-from ganger.wire.versions import (
+from ganger.wire.channels import (
     SUPPORTED_VERSIONS,
     UNSTATED_VERSIONS,
     VERSIONS_KEY,
     WireVersions,
     common_version,
+    open_aio_channel,
     read_versions,
 )
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.errors import RequestInvalid, WireVersionUnsupported, from_rpc_error
+from ganger.wire.servers import bind, make_server
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
-from ganger.wire.versions import NEWEST_VERSION
+from ganger.wire.channels import NEWEST_VERSION
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
@@ -177,7 +177,7 @@ def breaks(old: WireListing, new: WireListing, *, has_same_names: bool) -> Itera
             continue
         compared.add(pair)
         if has_same_names and pair[0] != pair[1]:
-            yield f"{pair[0]} is {pair[1]} now: keep the name, or raise NEWEST_VERSION of ganger.wire.versions"
+            yield f"{pair[0]} is {pair[1]} now: keep the name, or raise NEWEST_VERSION of ganger.wire.channels"
         before_type, after_type = old.types[pair[0]], new.types[pair[1]]
         yield from _type_breaks(pair[1], before_type, after_type, has_same_names=has_same_names)
         for number, one in before_type.fields.items():
@@ -199,7 +199,7 @@ def _type_breaks(name: str, old: WireType, new: WireType, *, has_same_names: boo
         elif has_same_names and before.name != now.name:
             yield (
                 f"{name}: {before.name} = {number} is {now.name} now: keep the name, or raise NEWEST_VERSION of "
-                "ganger.wire.versions"
+                "ganger.wire.channels"
             )
     for number in sorted(old.reserved.intersection(new.fields)):
         yield f"{name}: {new.fields[number].name} = {number} was reserved: take a number that was never used"

@@ -189,7 +189,7 @@ def renamed(source: str, names: Mapping[str, str], modules: Mapping[str, Mapping
         if isinstance(node, ast.ClassDef) and node.name in names and not hidden_in(node):
             column = node.col_offset + 6
             places.append((node.lineno, column, column + len(node.name), names[node.name]))
-        if isinstance(node, ast.Global):
+        if isinstance(node, ast.Global) and (set(node.names) & set(names)):
             raise MergeRefusedError("a global statement")
         if (
             isinstance(node, ast.Attribute)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ganger.console.parameter_types import Directory, Within
+from ganger.console import Directory, Within
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 
@@ -23,7 +23,7 @@ def init(directory: Path) -> None:
 
     ca-key.pem there makes certificates: with it, every role in the cluster can be taken. Keep it where no job runs.
     """
-    from ganger.console.exit_codes import CommandError
+    from ganger.console import CommandError
     from ganger.wire.certificate_authority import AUTHORITY_KEY, CertificateError, make_authority
 
     try:
@@ -49,10 +49,10 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
 
     Masters and daemons accept connections and need --host; other roles have none.
     """
-    from ganger.console.exit_codes import CommandError
+    from ganger.console import CommandError
     from ganger.wire import certificate_authority as certificates
+    from ganger.wire.methods import CallerIdentity, CallerRole, is_name
     from ganger.wire.resource_names import is_node_id
-    from ganger.wire.roles import CallerIdentity, CallerRole, is_name
 
     if not is_name(name) or (role == CallerRole.DAEMON and not is_node_id(name)):
         raise click.UsageError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ganger.console.exit_codes import CommandError, ExitCode
+from ganger.console import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -172,7 +172,7 @@ def _report_bug(error: BaseException) -> int:
 
 
 def _say(message: str) -> None:
-    from ganger.console.safe_text import visible
+    from ganger.console import visible
 
     sys.stdout.flush()
     print(f"ganger: {visible(message, lines=True)}", file=sys.stderr)

@@ -49,7 +49,7 @@ def history(
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     if subjects and (by_name or by_user or by_all):
         raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
@@ -81,8 +81,7 @@ def history(
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
     """Print the history of one job or array; of anything else its events."""
     from ganger.cli.job_table import happening
-    from ganger.console.json_output import print_json
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_json, print_line
     from ganger.history import summary, tell
 
     if not name.startswith(("jobs/", "arrays/")):
@@ -114,7 +113,7 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
 def _print_failure(client: Client, name: str) -> None:
     """Print where a failed job ran and how its log ends, while the master still keeps the job."""
     from ganger.cli import failures
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.wire.errors import JobNotFound
 
     try:
@@ -128,7 +127,7 @@ def _print_failure(client: Client, name: str) -> None:
 def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
     from ganger.cli.job_table import happening
-    from ganger.console.json_output import plain
+    from ganger.console import plain
     from ganger.history import tell
 
     events = list(client.list_events(name))
@@ -184,8 +183,7 @@ def _subject(client: Client, subject: str | None) -> str:
 
 
 def _print_events(client: Client, subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    from ganger.console.json_output import print_json, print_json_line
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_json, print_json_line, print_line
 
     known = client.list_events(subject, after) if limit is None else _newest(client, subject, after, limit)
     if as_json and not follow:

@@ -224,7 +224,7 @@ def repin(job: str, as_json: bool) -> None:
 @json_option
 def cancel(selection: Selection, reason: str, as_json: bool) -> int:
     """End jobs for good; of an array every member that has not ended."""
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     with open_client() as client:
         cancelled, worst = each_of(selection.named(client), lambda name: _cancel(client, name, reason))
@@ -251,7 +251,7 @@ def _cancel(client: Client, name: str, reason: str) -> Job | Array:
 
 
 def _tell_cancelled(client: Client, job: Job) -> None:
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.job import FINISHED
 
     _tell(job, False)
@@ -274,7 +274,7 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
 
     Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
     from ganger.cli.job_table import job_sentence
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
     from ganger.job import Job as Handle
     from ganger.job import JobState
 
@@ -360,8 +360,7 @@ def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
 
 def _tell(message: Job, as_json: bool, what: str = "") -> None:
     from ganger.cli import job_table
-    from ganger.console.json_output import print_json
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_json, print_line
     from ganger.job import FINISHED
 
     if as_json:

@@ -171,7 +171,7 @@ def members(client: Client, name: str) -> list[str]:
 
 def print_answers(answers: Sequence[Any], selection: Selection) -> None:
     """Print as JSON: one object for one job that was named, nothing if it was refused; else a list."""
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     if not selection.is_single:
         print_json(list(answers))

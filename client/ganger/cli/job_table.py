@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from ganger.cli.options import number
-from ganger.console.json_output import short_enum
-from ganger.console.safe_text import bounded
+from ganger.console import bounded, short_enum
 from ganger.history import Happening, sentence
 from ganger.job import FINISHED
 from ganger.units import format_duration

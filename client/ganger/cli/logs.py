@@ -116,7 +116,7 @@ def _print_log(
 def _tell_why_nothing(client: Client, job: str) -> None:
     """Report on stderr, of a job with an empty log, whether it was ever launched, and if not, why."""
     from ganger.cli.job_table import job_sentence
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.wire.errors import ApiError
 
     with contextlib.suppress(ApiError):
@@ -136,7 +136,7 @@ def _tell_why_nothing(client: Client, job: str) -> None:
 
 def follow_job(client: Client, job: str) -> int:
     """Prints the log of rank 0 until the job ends, then how it ended. Ctrl-C leaves the job running."""
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.job import Job, JobState, state_of
 
     try:
@@ -162,7 +162,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
 
     def tell() -> None:
         from ganger.cli.job_table import job_sentence
-        from ganger.console.safe_text import print_line
+        from ganger.console import print_line
         from ganger.v1.job_pb2 import Job
         from ganger.wire.errors import ApiError
 
@@ -204,7 +204,7 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
     if raw or not sys.stdout.isatty():
         yield write
         return
-    from ganger.console.safe_text import LogText
+    from ganger.console import LogText
 
     text = LogText()
     try:
@@ -216,7 +216,7 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
     """As JSON on a line of its own. Bytes that are no UTF-8, or half a sign at an end, are there once more as such."""
-    from ganger.console.json_output import plain
+    from ganger.console import plain
 
     fields = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}
     if fields["data"].encode() != chunk.data:

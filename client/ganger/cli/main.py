@@ -44,6 +44,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
     "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
+    "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
+    "bench": ("ganger.cli.checkout", "bench", "Run a benchmark."),
     "completion": ("ganger.cli.program_info", "completion", "Print the completion script of a shell."),
     "version": ("ganger.cli.program_info", "version", "Print versions of client and master."),
 }
@@ -53,8 +55,6 @@ _ADDED_HELP = {
     "daemon": "Run the daemon of this node.",
     "scheduler": "Run job schedulers.",
     "planner": "Run the planner.",
-    "demo": "Show real jobs being paused, moved and re-pinned, with proof.",
-    "bench": "Run a benchmark.",
     "reproduce": "Run the papers' experiments again.",
     "simulate": "Replay a trace in virtual time.",
     "compare": "Replay a trace under several policies, side by side.",

@@ -1,19 +1,160 @@
-"""Nodes: listing them, and what an operator may say about them."""
+"""`ganger nodes`, `drain`, `cordon`, `uncordon`, `lost`: nodes, and gangs on them that the master did not start."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
-from ganger.cli.options import NodeType, confirm, json_option, number, open_client
-from ganger.cli.quarantine import quarantine, restore_line
+from ganger.cli.options import NodeType, completing_client, confirm, json_option, number, open_client
 
 if TYPE_CHECKING:
+    from ganger.client import Client
     from ganger.v1.job_service_pb2 import Explanation
-    from ganger.v1.node_pb2 import ListNodesResponse, Node
+    from ganger.v1.node_pb2 import ListNodesResponse, Node, QuarantinedGang
+
+_QUARANTINE_HEADINGS = ("GANG", "JOB", "USER", "NODES", "STATE", "WHY")
+
+
+class GangType(click.ParamType):  # type: ignore[type-arg]  # as of nodes
+    """A quarantined gang as it is listed, "UID-EPOCH" or an unambiguous beginning of that; completes from the list."""
+
+    name = "gang"
+
+    def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
+        try:
+            with completing_client(context) as client:
+                gangs = [number(gang.name) for gang in client.list_quarantined_gangs()]
+                return [CompletionItem(gang) for gang in gangs if gang.startswith(text)]
+        # Whatever goes wrong, nothing is completed.
+        except Exception:
+            return []
+
+
+@click.group(invoke_without_command=True, short_help="List, adopt or end gangs that the master did not start.")
+@json_option
+@click.pass_context
+def quarantine(context: click.Context, as_json: bool) -> None:
+    """List gangs that run on nodes and that the master did not start; end or adopt them."""
+    if context.invoked_subcommand is not None:
+        context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
+        return
+    _list(as_json)
+
+
+@quarantine.command("list")
+@json_option
+def list_gangs(as_json: bool) -> None:
+    """List quarantined gangs."""
+    _list(as_json)
+
+
+def _list(as_json: bool) -> None:
+    from ganger.console import print_json, print_table
+
+    with open_client() as client:
+        gangs = client.list_quarantined_gangs()
+    if as_json:
+        print_json(list(gangs))
+        return
+    rows = [
+        (
+            number(gang.name),
+            number(gang.job) if gang.job_known else f"{number(gang.job)} (unknown)",
+            gang.user,
+            " ".join(number(part.node) for part in gang.parts),
+            " ".join(dict.fromkeys(part.phase.lower() for part in gang.parts)),
+            f"{gang.reason}; {gang.adoption_refusal}" if gang.adoption_refusal else f"{gang.reason}; it can be adopted",
+        )
+        for gang in gangs
+    ]
+    print_table(_QUARANTINE_HEADINGS, rows, "no gang is quarantined")
+
+
+@quarantine.command("end")
+@click.argument("gang", type=GangType())
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+def end(gang: str, yes: bool, as_json: bool) -> None:
+    """Kill a quarantined gang.
+
+    A job that the master has then starts again from its newest checkpoint: cancel it if it is not wanted.
+    """
+    with open_client() as client:
+        found = _found(client, gang)
+        confirm(f"kill the processes of {_description(found)}?", yes)
+        client.end_quarantined_gang(found.name)
+    _print({"name": found.name, "ended": True}, f"{_description(found)} is ended", as_json)
+
+
+@quarantine.command("adopt", short_help="Take a quarantined gang as that of its job.")
+@click.argument("gang", type=GangType())
+@json_option
+def adopt(gang: str, as_json: bool) -> None:
+    """Take a quarantined gang as the gang of its job. Where the master has no such job, it makes one."""
+    with open_client() as client:
+        found = _found(client, gang)
+        job = client.adopt_quarantined_gang(found.name)
+    _print({"name": found.name, "job": job}, f"job {number(job)} has the gang of epoch {found.epoch}", as_json)
+
+
+@quarantine.command("go-on", short_help="Go on without nodes that have not reported.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+def go_on(yes: bool, as_json: bool) -> None:
+    """After a restore of the master's database, go on without the nodes that have not reported.
+
+    What they run may be started a second time, and is quarantined when they report.
+    """
+    with open_client() as client:
+        awaited = client.get_cluster().restore.awaited_nodes
+        names = " ".join(map(number, awaited))
+        if awaited:
+            confirm(f"go on without {names}? Jobs that run there may run twice.", yes)
+        missing = client.settle_restore()
+    text = f"goes on without {' '.join(map(number, missing))}" if missing else "goes on: all nodes have reported"
+    _print({"missing_nodes": list(missing)}, f"the master {text}", as_json)
+
+
+def restore_line(client: Client) -> str:
+    """Return what the master waits for after a restore of its database; empty if it waits for nothing."""
+    cluster = client.get_cluster()
+    if not cluster.HasField("restore"):
+        return ""
+    awaited = cluster.restore.awaited_nodes
+    waits = f"waits for what {' '.join(map(number, awaited))} run" if awaited else "settles what nodes have reported"
+    return f"the master's database was restored ({cluster.restore.reason}): it starts nothing, and {waits}"
+
+
+def _found(client: Client, text: str) -> QuarantinedGang:
+    """Return the gang of this name, or of an unambiguous beginning of it. Raises GangNotFound."""
+    from ganger.wire.errors import GangNotFound
+
+    gangs: Sequence[QuarantinedGang] = client.list_quarantined_gangs()
+    fitting = [gang for gang in gangs if number(gang.name).startswith(number(text))]
+    exact = [gang for gang in fitting if number(gang.name) == number(text)]
+    if len(exact or fitting) == 1:
+        return (exact or fitting)[0]
+    what = f"{len(fitting)} quarantined gangs begin with" if fitting else "no quarantined gang is"
+    raise GangNotFound(f"{what} {text[:80]!r}: `ganger nodes quarantine list` shows them")
+
+
+def _description(gang: QuarantinedGang) -> str:
+    return f"epoch {gang.epoch} of job {number(gang.job)} on {' '.join(number(part.node) for part in gang.parts)}"
+
+
+def _print(fields: dict[str, object], line: str, as_json: bool) -> None:
+    from ganger.console import print_json, print_line
+
+    if as_json:
+        print_json(fields)
+    else:
+        print_line(line)
+
 
 _HEADINGS = ("NODE", "STATE", "TYPE", "GPUS", "FREE", "CORES", "FREE", "MEMORY", "FREE", "SEEN", "REASON")
 reason_option = click.option("--reason", "-m", required=True, help="For others, and the history.")
@@ -27,8 +168,7 @@ def nodes(context: click.Context, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
         return
-    from ganger.console.json_output import print_json
-    from ganger.console.tables import print_table
+    from ganger.console import print_json, print_table
 
     with open_client() as client:
         answer = client.list_nodes()
@@ -50,7 +190,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
     Reports of each job where it goes, or what it waits for; later `ganger why JOB` does.
     """
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.v1.job_pb2 import Job
     from ganger.wire.errors import JobNotFound
 
@@ -123,8 +263,7 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
 def show(node: str, as_json: bool) -> None:
     """Show all that is known of a node."""
     from ganger.cli.job_table import devices
-    from ganger.console.json_output import print_json
-    from ganger.console.tables import print_pairs
+    from ganger.console import print_json, print_pairs
     from ganger.units import format_cores, format_memory
 
     with open_client() as client:
@@ -160,7 +299,7 @@ def remove(node: str, as_json: bool) -> None:
     Its daemon must be stopped, and no job may have anything on it: drain it first, or declare it lost. If its daemon
     is started again all the same, it joins as a new node.
     """
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     with open_client() as client:
         client.remove_node(node)
@@ -230,8 +369,7 @@ def launches_text(node: Node) -> str:
 
 
 def _tell(node: Node, as_json: bool) -> None:
-    from ganger.console.json_output import print_json
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_json, print_line
 
     if as_json:
         print_json(node)

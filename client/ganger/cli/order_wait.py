@@ -35,7 +35,7 @@ class _Explained:
 
     def report(self, job: Job) -> None:
         """Print the obstacle if the wait has lasted for long enough since it was printed last."""
-        from ganger.console.safe_text import print_line
+        from ganger.console import print_line
 
         waited = time.monotonic() - self._began
         if waited >= self._next_s:

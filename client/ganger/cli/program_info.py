@@ -12,7 +12,7 @@ from ganger.cli.options import json_option, open_client
 @json_option
 def version(as_json: bool) -> None:
     """Print versions of client and master."""
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError
 

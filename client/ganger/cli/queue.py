@@ -68,8 +68,7 @@ def queue(
 ) -> None:
     """List jobs; without options those that have not ended. A job array is one line."""
     from ganger.cli import job_table
-    from ganger.console.json_output import print_json
-    from ganger.console.tables import print_table
+    from ganger.console import print_json, print_table
     from ganger.v1.job_pb2 import Job
 
     asked, wrong = pairs("--label", labels)

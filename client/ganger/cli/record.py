@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ganger.cli.options import json_option, open_client
-from ganger.console.parameter_types import Within
+from ganger.console import Within
 
 _MOST_S = 3600
 
@@ -27,8 +27,7 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
     The file is in the master's state directory, under captures/. `ganger replay FILE` makes the decisions once more
     and prints the reasons.
     """
-    from ganger.console.exit_codes import CommandError
-    from ganger.console.json_output import print_json
+    from ganger.console import CommandError, print_json
     from ganger.units import format_memory, parse_memory
     from ganger.wire import times
 
@@ -68,7 +67,7 @@ def _copied(recorded: Path, out: Path) -> Path:
     import os
     import shutil
 
-    from ganger.console.exit_codes import CommandError
+    from ganger.console import CommandError
 
     try:
         with recorded.open("rb") as source:

@@ -54,7 +54,7 @@ def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[
 
 
 def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
-    from ganger.console.json_output import plain
+    from ganger.console import plain
 
     is_array = one.DESCRIPTOR.name == "Array"
     return {**plain(one), **({"members": [plain(member) for member in members]} if is_array else {})}
@@ -62,7 +62,7 @@ def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
 
 def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) -> None:
     from ganger.cli import job_table
-    from ganger.console.tables import print_pairs, print_table
+    from ganger.console import print_pairs, print_table
 
     if one.DESCRIPTOR.name == "Job":
         print_pairs([*pairs(cast("Job", one)), *report])
@@ -225,8 +225,7 @@ def _checkpoint(job: Job) -> str:
 def why(job: str, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
     from ganger.cli import failures, job_table
-    from ganger.console.json_output import print_json
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_json, print_line
     from ganger.job import FINISHED
     from ganger.units import format_duration
     from ganger.v1.job_pb2 import Gang, Job

@@ -118,8 +118,7 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.spec import make_spec
-    from ganger.spec_files import load_job_file
+    from ganger.spec import load_job_file, make_spec
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)
@@ -150,7 +149,7 @@ def submit(
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     if dry_run:
         print_json(spec)
@@ -176,7 +175,7 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
 
 
 def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
 
     if dry_run:
         print_json(request)
@@ -280,7 +279,7 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
     you have confirmed it.
     """
     from ganger.cli.failures import report
-    from ganger.console.json_output import print_json
+    from ganger.console import print_json
     from ganger.spec import make_update
 
     given = {key: value for key, value in flags.items() if value is not None}
@@ -336,7 +335,7 @@ def _update(
 
 def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
     from ganger.cli.job_table import job_sentence
-    from ganger.console.safe_text import print_line
+    from ganger.console import print_line
     from ganger.v1.job_pb2 import Job
 
     what = "".join(f", {key.replace('_', ' ')} {value}" for key, value in given.items())

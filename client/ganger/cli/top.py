@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ganger.cli.options import json_option, number, open_client
-from ganger.console.parameter_types import Within
+from ganger.console import Within
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -95,7 +95,7 @@ def top(interval: float, once: bool, as_json: bool) -> None:
             _print_json(client)
             return
         if once or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-            from ganger.console.tables import aligned
+            from ganger.console import aligned
 
             now = picture(client, _ONCE_LINES)
             print(now.headline, *(aligned(headings, rows) for headings, rows, _ in now.tables()), sep="\n\n")
@@ -112,7 +112,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def _print_json(client: Client) -> None:
-    from ganger.console.json_output import plain, print_json
+    from ganger.console import plain, print_json
 
     cluster = client.get_cluster()
     print_json(
@@ -145,7 +145,7 @@ def _draw(client: Client, is_over: Callable[[], bool]) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from ganger.console.tables import rich_table
+    from ganger.console import rich_table
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
     def left_out(number: int) -> Text:

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
-from ganger.console.parameter_types import Directory
+from ganger.console import Directory
 
 _READY_S = 60.0
 _WATCH_S = 0.5

@@ -1,8 +1,8 @@
-"""An index of the nodes of a view by free capacity, which follows their changes.
+"""An index of the nodes of a view by free capacity, which follows their changes, and trials on it.
 
 Nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each node says which
 they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only finds nodes; `fit`
-alone decides whether a claim fits. Claims are taken and given back on a trial.
+alone decides whether a claim fits. Claims are taken and given back on a trial, and all of it is undone later.
 """
 
 from __future__ import annotations
@@ -414,3 +414,51 @@ def _numbered(spans: Sequence[Hashable]) -> NDArray[np.int32]:
     """The number of each, as the first of its kind came; -1 for None."""
     numbers: dict[Hashable, int] = {}
     return np.array([-1 if span is None else numbers.setdefault(span, len(numbers)) for span in spans], np.int32)
+
+
+Claims: TypeAlias = tuple[Claim, ...]
+
+
+# Claims that were taken (None), or given back by nodes of these affinities.
+Step: TypeAlias = tuple[Claims, tuple[int, ...] | None]
+
+
+class Trial:
+    """The one tentative change of a capacity index. The index shows all of it at once."""
+
+    def __init__(self, room: CapacityIndex) -> None:
+        self.room = room
+        self._done: list[Step] = []
+
+    @property
+    def mark(self) -> int:
+        """The point that `undo` returns to."""
+        return len(self._done)
+
+    def take(self, claims: Claims) -> None:
+        self.room.take(claims)
+        self._done.append((claims, None))
+
+    def give(self, claims: Iterable[Claim]) -> None:
+        """Give claims back; those of nodes that left are ignored."""
+        view = self.room.view
+        there = tuple([claim for claim in claims if claim.node in view])
+        affinities = tuple([view.affinity[view.slots[claim.node]] for claim in there])
+        self.room.give(there)
+        self._done.append((there, affinities))
+
+    def undo(self, mark: int = 0) -> list[Step]:
+        """Restore the index at a mark, or before the trial. Return what was undone, for `redo`."""
+        undone = self._done[mark:]
+        while len(self._done) > mark:
+            claims, affinities = self._done.pop()
+            if affinities is None:
+                self.room.give(claims)
+                continue
+            for claim, affinity in zip(claims, affinities, strict=True):
+                self.room.take((claim,), affinity)
+        return undone
+
+    def redo(self, undone: Iterable[Step]) -> None:
+        for claims, affinities in undone:
+            (self.take if affinities is None else self.give)(claims)

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import as_requested, is_still_free, make_claim
-from ganger.cluster.counted import FreeDevices
 from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
-from ganger.cluster.placement_search import PLENTY, evenly, fewest, greedily
+from ganger.cluster.placement_search import PLENTY, FreeDevices, evenly, fewest, greedily
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
 

@@ -21,8 +21,8 @@ import time
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
 
-from ganger.injob import arena
 from ganger.injob import exit_code as exitcode
+from ganger.injob import state_image
 from ganger.injob.gang_pages import GangPages
 from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
@@ -135,8 +135,8 @@ class Control:
         path = os.environ.get("GANGER_PAGE", "")
         if not path:
             return None
-        arena_value = os.environ.get(arena.VARIABLE, "")
-        arena_fd = arena.inherited_arena(arena_value)
+        arena_value = os.environ.get(state_image.VARIABLE, "")
+        arena_fd = state_image.inherited_arena(arena_value)
         if arena_value and arena_fd is None:
             print(
                 "ganger: this process did not inherit the arena of its rank, so it trains without control:"

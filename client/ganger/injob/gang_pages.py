@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ganger.injob.page import Page, PageError, Word, page_path
-from ganger.protocol.boundary_agreement import RankPoint
+from ganger.protocol.stop_rules import RankPoint
 
 __all__ = ["GangPages", "page_path"]
 

@@ -32,7 +32,7 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
-from ganger.protocol.boundary_agreement import BoundaryDecision, decide
+from ganger.protocol.stop_rules import BoundaryDecision, decide
 
 # No order has this number, so the hot path comes here at its next boundary whatever the page says.
 FIRST_LOOK = -1

@@ -35,7 +35,7 @@ from ganger.injob.page_layout import (
     Word,
 )
 from ganger.injob.process_identity import start_ticks
-from ganger.protocol.boundary_agreement import RankPoint
+from ganger.protocol.stop_rules import RankPoint
 
 __all__ = [
     "CHECKPOINT_BIT",

@@ -2,7 +2,7 @@
 
 A boundary is the next fetch from the loader after an optimizer's step, so that what a script does after the step
 (schedules, logging) is part of it. Torch is hooked when it is imported, not before. Only the process that was launched
-takes the page; where another one trains, the job can be frozen and no more (see `child_training`). What the agent
+takes the page; where another one trains, the job can be frozen and no more (see `rank_processes`). What the agent
 cannot handle is named, and offered less: no failure of the agent ends a job, but where a state has to be brought back.
 """
 
@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
-from ganger.training import child_training
+from ganger.training import rank_processes
 from ganger.training.output_replay import Diversion
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def install() -> None:
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
-    if os.environ.get("GANGER_RESTORE") and not child_training.is_child():
+    if os.environ.get("GANGER_RESTORE") and not rank_processes.is_child():
         _diversion = Diversion(_replay_log())
         atexit.register(_ended_too_early)
     if "torch" in sys.modules:
@@ -70,16 +70,16 @@ def _hook() -> None:
         _waiting.remove()
         _waiting = None
     try:
-        from ganger.training.process_group import hook_tcp_rendezvous
+        from ganger.training.rank_processes import hook_tcp_rendezvous
 
         hook_tcp_rendezvous()
-        if child_training.is_child():
-            child_training.watch()
+        if rank_processes.is_child():
+            rank_processes.watch()
             return
         from ganger.training.unmodified_script import UnmodifiedScript
 
         _script = UnmodifiedScript(_diversion)
-        os.register_at_fork(after_in_child=child_training.watch_after_fork)
+        os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
     except Exception as problem:  # in the middle of the user's `import torch`
         _stand_aside(problem)
@@ -95,7 +95,7 @@ def _stand_aside(problem: Exception) -> None:
 
     try:
         control = Control.from_environment()
-        if control is not None and control.restore is not None and not child_training.is_child():
+        if control is not None and control.restore is not None and not rank_processes.is_child():
             if _diversion is not None:
                 _diversion.end()
             control.give_up_restore(f"cannot restore: {failure_text(problem)}")

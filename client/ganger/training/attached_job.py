@@ -17,13 +17,11 @@ import torch
 from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page import Capability, Opaque, PagePhase, Word
-from ganger.training import agent, child_training
-from ganger.training.device_model import tell
-from ganger.training.loader import ElasticLoader
+from ganger.training import agent, rank_processes
+from ganger.training.loader import ElasticLoader, mixed, seed_everything
 from ganger.training.loop_position import LoopPosition
-from ganger.training.process_group import keep_default_group
 from ganger.training.progress_reporter import ProgressReporter
-from ganger.training.sampler import mixed, seed_everything
+from ganger.training.rank_processes import keep_default_group
 from ganger.training.state import (
     Restored,
     TrainingObjects,
@@ -32,6 +30,7 @@ from ganger.training.state import (
     restore_random,
     why_not_replicated,
 )
+from ganger.training.state_codec import tell
 from ganger.training.state_keeper import StateKeeper
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.
@@ -60,9 +59,9 @@ def attach(
         schedulers=_named(scheduler, "scheduler"),
         scalers=_named(scaler, "scaler"),
     )
-    is_child = child_training.is_child()
+    is_child = rank_processes.is_child()
     if is_child:
-        child_training.watch()
+        rank_processes.watch()
     control = None if is_child else Control.from_environment()
     if control is not None and not control.claim():
         # a helper process of a script: the one that trains has the page

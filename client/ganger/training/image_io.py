@@ -16,10 +16,9 @@ from typing import Any, Callable, Protocol
 
 import torch
 
-from ganger.injob import state_image as form
+from ganger.injob import state_image
 from ganger.injob.state_image import ImageError, Preamble
-from ganger.training.device_model import device_model
-from ganger.training.state_codec import dtype_named
+from ganger.training.state_codec import device_model, dtype_named
 
 # Small enough that what was copied is still in the processor's cache when it is hashed: together they take little
 # longer than the copy alone. And the stream of an image is never far behind the copy that fills it.
@@ -63,9 +62,9 @@ def plan_image(
             entry["strides"] = list(tensor.stride())
         table.append(entry)
         offsets.append(position)
-        position = form.aligned(position + size)
+        position = state_image.aligned(position + size)
     header = {
-        "format": form.VERSION,
+        "format": state_image.VERSION,
         "step": step,
         "samples": samples,
         "rank": rank,
@@ -76,7 +75,7 @@ def plan_image(
         "tensors": table,
         "tree": tree,
     }
-    preamble, encoded = form.lay_out(header, position, form.preferred_digest())
+    preamble, encoded = state_image.lay_out(header, position, state_image.preferred_digest())
     return ImagePlan(preamble, encoded, tuple(tensors), tuple(offsets))
 
 
@@ -105,7 +104,7 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     preamble = plan.preamble
     sink.put(preamble.pack())
     sink.put(plan.header)
-    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
 
     def put(data: Any) -> None:
         sink.put(data)
@@ -362,12 +361,12 @@ class OpenImage:
 
 def open_image(source: ByteSource) -> OpenImage:
     """Raises ImageError, OSError."""
-    start = bytearray(form.PREAMBLE_BYTES)
+    start = bytearray(state_image.PREAMBLE_BYTES)
     source.read_into(memoryview(start), 0)
-    preamble = form.parse_preamble(start)
+    preamble = state_image.parse_preamble(start)
     encoded = bytearray(preamble.header_bytes)
-    source.read_into(memoryview(encoded), form.PREAMBLE_BYTES)
-    return OpenImage(preamble, form.parse_header(preamble, encoded), source)
+    source.read_into(memoryview(encoded), state_image.PREAMBLE_BYTES)
+    return OpenImage(preamble, state_image.parse_header(preamble, encoded), source)
 
 
 def read_tensors(
@@ -380,7 +379,7 @@ def read_tensors(
     """
     table = image.header["tensors"]
     preamble = image.preamble
-    digests = form.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     position = 0
     result: dict[int, torch.Tensor] = {}
     for index in sorted(range(len(table)), key=lambda i: (table[i]["offset"], i)):
@@ -394,11 +393,11 @@ def read_tensors(
     found = bytearray(preamble.trailer_bytes)
     # the last bytes: with them all of the image has arrived
     image.source.read_into(memoryview(found), preamble.trailer_offset)
-    form.check_trailer(digests.trailer(), bytes(found))
+    state_image.check_trailer(digests.trailer(), bytes(found))
     return result
 
 
-def _skip(image: OpenImage, start: int, end: int, digests: form.ChunkDigests) -> None:
+def _skip(image: OpenImage, start: int, end: int, digests: state_image.ChunkDigests) -> None:
     while start < end:
         gap = bytearray(min(end - start, TRANSFER_BYTES))
         image.source.read_into(memoryview(gap), image.preamble.data_offset + start)
@@ -411,7 +410,7 @@ def _read_tensor(
     entry: dict[str, Any],
     destination: torch.Tensor | None,
     device_of: Callable[[str], torch.device],
-    digests: form.ChunkDigests,
+    digests: state_image.ChunkDigests,
 ) -> torch.Tensor:
     try:
         dtype, shape = dtype_named(entry["dtype"]), tuple(int(n) for n in entry["shape"])

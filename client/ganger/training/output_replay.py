@@ -23,7 +23,7 @@ import types
 import weakref
 from typing import Any, Callable
 
-from ganger.training.script_modules import is_own, package_of
+from ganger.training.replay_safety import is_own, package_of
 
 TAIL_BYTES = 8192
 # These open a file because their caller wants it open.

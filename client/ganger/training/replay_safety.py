@@ -1,9 +1,12 @@
-"""Whether running a script again brings its own loops back to where they were.
+"""Whether running a script again brings its own loops back to where they were, and which modules are the script's.
 
 A restart repeats the body of every finished pass over a loader once, so a `for epoch in ...` around the passes comes
 out right, and the pass it stopped in goes on in the middle. A `for` that runs inside one pass does not: nothing can set
 its counter. `for step in range(n): batch = next(batches)` is the common case; written as `while step < n` it is fine,
 as plain variables are put back.
+
+Imports no torch: the agent uses this before the first line of a script, which may set variables that torch reads when
+it is imported.
 """
 
 from __future__ import annotations
@@ -13,11 +16,32 @@ import functools
 import gc
 import inspect
 import itertools
+import os
 import sys
+import sysconfig
 import types
 from typing import Any
 
-from ganger.training.script_modules import package_of
+_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def is_own(name: Any) -> bool:
+    """Whether the module of that name belongs to the script."""
+    if name == "__main__":
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and package_of(name) not in ("ganger", "torch", "sitecustomize") and _is_own_file(file)
+
+
+def package_of(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_own_file(file: str) -> bool:
+    return not file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
+
 
 _COUNTING = (itertools.islice, zip, map, itertools.chain, itertools.zip_longest)
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from ganger.training import state_codec as codec
-from ganger.training.device_model import device_model, notice_of_change
+from ganger.training import state_codec
 from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
-from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable
+from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
 
 
 def capture_random() -> dict[str, Any]:
@@ -127,20 +126,21 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
     }
     live = len(table.tensors)
     tree["schedulers"] = {
-        name: codec.encode(item.state_dict(), table, f"scheduler {name}") for name, item in training.schedulers.items()
+        name: state_codec.encode(item.state_dict(), table, f"scheduler {name}")
+        for name, item in training.schedulers.items()
     }
     tree["scalers"] = {
-        name: codec.encode(item.state_dict(), table, f"scaler {name}") for name, item in training.scalers.items()
+        name: state_codec.encode(item.state_dict(), table, f"scaler {name}") for name, item in training.scalers.items()
     }
-    tree["random"] = codec.encode(capture_random(), table, "random")
-    tree["position"] = codec.encode(position, table, "position")
+    tree["random"] = state_codec.encode(capture_random(), table, "random")
+    tree["position"] = state_codec.encode(position, table, "position")
     return Captured(tree, tuple(table.tensors), live)
 
 
 def position_of(image: OpenImage) -> dict[str, Any]:
     """The position alone, which needs no tensors. Raises StateMismatchError."""
     try:
-        position: dict[str, Any] = codec.decode(image.tree["position"], TensorRef)
+        position: dict[str, Any] = state_codec.decode(image.tree["position"], TensorRef)
     except (ValueError, KeyError, TypeError) as error:
         raise StateMismatchError(f"the saved position cannot be read: {error}") from error
     return position
@@ -152,10 +152,10 @@ def restore(training: TrainingObjects, image: OpenImage) -> Restored:
     Raises StateMismatchError, ImageError, OSError. After an error the objects hold a mixture: the process must end.
     """
     try:
-        saved = codec.references(image.tree)
+        saved = state_codec.references(image.tree)
         destinations = dict(_destinations(training, saved, image))
         tensors = read_tensors(image, destinations, lambda kind: _device(training, kind))
-        state = codec.decode(image.tree, tensors.__getitem__)
+        state = state_codec.decode(image.tree, tensors.__getitem__)
         _apply(training, state)
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
         notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
@@ -181,11 +181,11 @@ def _encode_model(model: torch.nn.Module, table: TensorTable, name: str) -> Any:
     for path, _, _, tensor in _own_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise StateNotSupportedError(f"{name}.{path}: not initialized yet; run one batch through the model first")
-        tensors[path] = codec.encode(tensor, table, f"{name}.{path}")
+        tensors[path] = state_codec.encode(tensor, table, f"{name}.{path}")
         if tensor.grad is not None:
-            grads[path] = codec.encode(tensor.grad, table, f"{name}.{path}.grad")
+            grads[path] = state_codec.encode(tensor.grad, table, f"{name}.{path}.grad")
     extra = {
-        path: codec.encode(module.get_extra_state(), table, f"{name}.{path} extra state")
+        path: state_codec.encode(module.get_extra_state(), table, f"{name}.{path} extra state")
         for path, module in model.named_modules()
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
     }
@@ -237,17 +237,19 @@ def _has_own_format(optimizer: torch.optim.Optimizer) -> bool:
 
 def _encode_optimizer(optimizer: torch.optim.Optimizer, table: TensorTable, name: str) -> Any:
     if _has_own_format(optimizer):
-        return {"own": codec.encode(optimizer.state_dict(), table, f"optimizer {name}")}
+        return {"own": state_codec.encode(optimizer.state_dict(), table, f"optimizer {name}")}
     numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     groups = [
-        codec.encode({key: item for key, item in group.items() if key != "params"}, table, f"optimizer {name} group")
+        state_codec.encode(
+            {key: item for key, item in group.items() if key != "params"}, table, f"optimizer {name} group"
+        )
         for group in optimizer.param_groups
     ]
     state = []
     for key, value in optimizer.state.items():
-        number = numbers.get(id(key)) if isinstance(key, torch.Tensor) else codec.encode([key], table, "key")
+        number = numbers.get(id(key)) if isinstance(key, torch.Tensor) else state_codec.encode([key], table, "key")
         if number is not None:
-            state.append([number, codec.encode(value, table, f"optimizer {name} state of parameter {number}")])
+            state.append([number, state_codec.encode(value, table, f"optimizer {name} state of parameter {number}")])
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": state}
 
 
@@ -311,10 +313,10 @@ def _moved_beside(values: Any, parameter: torch.Tensor) -> Any:
 
 def _encode_object(item: Any, table: TensorTable, name: str) -> Any:
     if isinstance(item, torch.Generator):
-        return codec.encode(item.get_state(), table, name)
+        return state_codec.encode(item.get_state(), table, name)
     if isinstance(item, torch.Tensor):
-        return codec.encode(item, table, name)
-    return codec.encode(item.state_dict(), table, f"object {name}")
+        return state_codec.encode(item, table, name)
+    return state_codec.encode(item.state_dict(), table, f"object {name}")
 
 
 def apply_object(item: Any, saved: Any) -> None:

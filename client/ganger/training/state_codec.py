@@ -1,4 +1,4 @@
-"""State trees as tagged JSON, with tensors taken out into a table.
+"""State trees as tagged JSON, with tensors taken out into a table, and the model of device that they live on.
 
 Plain JSON values stand for themselves; everything else is an object with the key "$": tensors, tuples, dictionaries
 whose keys are not strings, bytes, numpy values, ... Nothing in a tree can make the reader run code.
@@ -11,6 +11,7 @@ import math
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -219,3 +220,29 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Callable[[int], Any]], Any]] = {
     "ordered": lambda e, t: OrderedDict(_pairs(e, t)),
     "counter": lambda e, t: Counter(dict(_pairs(e, t))),
 }
+
+
+def device_model(tensors: Iterable[torch.Tensor]) -> str:
+    """The names of the accelerators they are on ("NVIDIA H200"), in order; empty without any."""
+    names = (_name(device) for device in {tensor.device for tensor in tensors})
+    return ", ".join(sorted({name for name in names if name}))
+
+
+def notice_of_change(saved_on: str, here: str) -> str:
+    """A sentence for the job's log; empty where the model is the same, or one of them is not known."""
+    if not saved_on or not here or saved_on == here:
+        return ""
+    return (
+        f"its state was saved on {saved_on} and goes on on {here}: from here on results may differ in their last bits. "
+        "--gpu-type keeps a job on one type of GPU"
+    )
+
+
+def tell(notice: str) -> None:
+    if notice:
+        print(f"ganger: {notice}", file=sys.stderr, flush=True)
+
+
+def _name(device: torch.device) -> str:
+    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return "" if ask is None else str(ask(device))

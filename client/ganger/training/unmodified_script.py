@@ -21,17 +21,15 @@ from torch.utils.data import DataLoader
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, PagePhase
-from ganger.training.device_model import tell
 from ganger.training.loops import Loop, OneBatch, Resumed
-from ganger.training.object_discovery import Discovery
 from ganger.training.output_replay import Diversion
-from ganger.training.process_group import keep_default_group
 from ganger.training.progress_reporter import ProgressReporter
+from ganger.training.rank_processes import keep_default_group
 from ganger.training.replay_safety import counted_by, fetch_place, loops_inside_pass
-from ganger.training.script_files import OwnFiles
+from ganger.training.script_objects import Discovery, OwnFiles
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
-from ganger.training.state_codec import StateNotSupportedError
+from ganger.training.state_codec import StateNotSupportedError, tell
 from ganger.training.state_keeper import StateKeeper
 
 # Evaluation loops make no steps, so silence alone says little; this many batches without any step do.

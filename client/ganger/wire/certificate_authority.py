@@ -1,7 +1,7 @@
 """A small authority of one's own: makes it, and certificates of roles and names by it.
 
 Keys are EC P-256, certificates X.509 v3 (RFC 5280) with the hosts, and the URI that says role and name
-(`ganger.wire.roles`), as subject alternative names. Roles that only dial (users, operators, ...) get
+(`ganger.wire.methods`), as subject alternative names. Roles that only dial (users, operators, ...) get
 certificates that are not valid for servers. A directory with such files is refused.
 """
 
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ganger.wire.roles import CallerIdentity, CallerRole, served_name
+from ganger.wire.methods import CallerIdentity, CallerRole, served_name
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
 
 AUTHORITY_KEY: Final = "ca-key.pem"

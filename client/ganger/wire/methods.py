@@ -1,13 +1,23 @@
-"""What each method of the API promises: its deadline, whether a lost answer may be asked for again, and how large a
-request of it may be. To read a request takes its server up to 25 ms a MiB, so most methods take little.
+"""The methods of the API: deadline, repeatability and request size of each, and the roles that may call it.
 
-The table is checked against the services in the tests, so that a new method cannot be forgotten.
+To read a request takes its server up to 25 ms a MiB, so most methods take little. The tables are checked against the
+services in the tests, so that a new method cannot be forgotten.
+
+A certificate names its holder by one URI among its subject alternative names, `ganger://ROLE/NAME`, for example
+`ganger://daemon/n1`. A caller with a server's start-up token, on the server's own machine, has the roles of `LOCAL`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from ganger.wire.errors import CertificateInvalid, RoleNotPermitted
 
 # Streams end by themselves after 30 minutes; a minute more lets the server be the one to end them.
 _STREAM_SECONDS = 31 * 60.0
@@ -126,3 +136,157 @@ def retry_service_config() -> str:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     return json.dumps({"methodConfig": [{"name": retried, "retryPolicy": policy}]})
+
+
+SCHEME: Final = "ganger://"
+_SERVED: Final = "ganger"
+# A job's user is kept in a column of this many characters and shown in tables.
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
+
+
+class CallerRole(StrEnum):
+    """What a party of a cluster is there for."""
+
+    USER = "user"
+    OPERATOR = "operator"
+    SCHEDULER = "scheduler"
+    PLANNER = "planner"
+    DAEMON = "daemon"
+    MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class CallerIdentity:
+    """The role and name that a certificate, or the token, stands for."""
+
+    role: CallerRole
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"{SCHEME}{self.role}/{self.name}"
+
+    @property
+    def has_own_jobs_only(self) -> bool:
+        """Whether those that were submitted by its name are all that it may touch."""
+        return self.role is CallerRole.USER
+
+    def may_read(self, user: str) -> bool:
+        """Whether what `user` runs, and what comes of it, is for its eyes."""
+        return self.role is CallerRole.OPERATOR or (self.role is CallerRole.USER and self.name == user)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r}"
+
+
+def served_name(role: CallerRole, host: str) -> str:
+    """Return the DNS name by which a certificate states that its holder serves ``host`` in this role.
+
+    The client checks it in the TLS handshake, which compares names and no URIs: "m.lab" of a master is
+    "m.lab.master.ganger". An IPv6 address is written out, with dashes.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        name = host.lower()
+    else:
+        name = address.exploded.replace(":", "-")
+    return f"{name}.{role}.{_SERVED}"
+
+
+def is_served_name(name: str) -> bool:
+    """Whether a DNS name is one of `served_name`."""
+    return name.endswith(f".{_SERVED}")
+
+
+def is_name(name: str) -> bool:
+    """Letters, digits, dots, dashes, underscores and @, at most 63, starting and ending with a letter or digit."""
+    return _NAME.fullmatch(name) is not None
+
+
+def identity_of(uris: Iterable[str]) -> CallerIdentity:
+    """Return the identity that the URIs of a certificate name; URIs of other schemes are ignored. Raises
+    CertificateInvalid unless exactly one names a role and a name."""
+    ours = [uri for uri in uris if uri.startswith(SCHEME)]
+    if len(ours) != 1:
+        found = "names no role" if not ours else f"names {len(ours)} roles"
+        raise CertificateInvalid(
+            f"the certificate {found}: it needs one URI ganger://ROLE/NAME among its subject alternative names"
+        )
+    role, _, name = ours[0].removeprefix(SCHEME).partition("/")
+    if role not in set(CallerRole) or not is_name(name):
+        raise CertificateInvalid(
+            f"the certificate's URI {ours[0][:100]!r} is not ganger://ROLE/NAME with one of the roles "
+            + ", ".join(CallerRole)
+        )
+    return CallerIdentity(CallerRole(role), name)
+
+
+_PEOPLE: Final = frozenset({CallerRole.USER, CallerRole.OPERATOR})
+_READERS: Final = _PEOPLE | {CallerRole.SCHEDULER, CallerRole.PLANNER}
+_ALL: Final = frozenset(CallerRole)
+_OPERATORS: Final = frozenset({CallerRole.OPERATOR})
+_DAEMONS: Final = frozenset({CallerRole.DAEMON})
+# A user's own job scheduler runs as that user, for that user's jobs: the services look at whose they are.
+_SCHEDULERS: Final = _PEOPLE | {CallerRole.SCHEDULER}
+_PLANNERS: Final = frozenset({CallerRole.OPERATOR, CallerRole.PLANNER})
+
+# By method, "/package.Service/Method".
+ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
+    f"/{service}/{method}": roles
+    for service, rows in {
+        "ganger.v1.JobService": (
+            ("CreateJob CreateArray", _PEOPLE),
+            ("CancelJob UpdateJob SuspendJob ResumeJob MoveJob RetuneJob ResizeJob ReadLog", _PEOPLE),
+            ("CancelArray UpdateArray", _PEOPLE),
+            ("GetJob ListJobs WatchJob ExplainJob ListEvents GetArray ListArrays", _READERS),
+        ),
+        "ganger.v1.SchedulingService": (
+            ("GetView WatchView WatchProgress", _READERS),
+            ("WatchLeases WatchTurns RequestGang RequestGangs ReleaseGang", _SCHEDULERS),
+            ("ProposePlan", _SCHEDULERS | _PLANNERS),
+            ("WatchCluster", _PLANNERS),
+        ),
+        "ganger.v1.NodeService": (
+            ("ListNodes GetNode GetCluster", _READERS),
+            ("DrainNode CordonNode UncordonNode DeclareNodeLost RemoveNode RecordDecisions", _OPERATORS),
+            ("ListQuarantinedGangs EndQuarantinedGang AdoptQuarantinedGang SettleRestore", _OPERATORS),
+        ),
+        "ganger.agent.v1.AgentService": (("CreateSession Reconcile ReportProgress", _DAEMONS),),
+        "ganger.agent.v1.PeerService": (
+            ("RelayBoundary GetRendezvous ShardWritten SwitchRow", _DAEMONS),
+            ("ReadLog", frozenset({CallerRole.MASTER})),
+        ),
+        "grpc.health.v1.Health": (("Check List Watch", _ALL),),
+        "grpc.reflection.v1alpha.ServerReflection": (("ServerReflectionInfo", _ALL),),
+    }.items()
+    for methods, roles in rows
+    for method in methods.split()
+}
+# Programs that the master starts, and local users that may read its directory. Daemons are not among them: with
+# certificates every daemon has its own, or it could act for any node.
+LOCAL: Final = frozenset({CallerRole.OPERATOR, CallerRole.SCHEDULER, CallerRole.PLANNER})
+
+
+def check_call(method: str, caller: CallerIdentity) -> None:
+    """Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not in the table
+    is for no role."""
+    permitted = ROLES.get(method, frozenset())
+    if caller.role not in permitted:
+        raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)
+
+
+def check_local_call(method: str) -> None:
+    """The same for a caller with the start-up token, on a server that asks others for certificates."""
+    permitted = ROLES.get(method, frozenset())
+    if not permitted & LOCAL:
+        raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
+
+
+def _not_permitted(method: str, permitted: frozenset[CallerRole], but: str, **caller: str) -> RoleNotPermitted:
+    *most, last = [f"{role}s" for role in CallerRole if role in permitted] or ["no role"]
+    roles = f"{', '.join(most)} and {last}" if most else last
+    name = method.rpartition("/")[2]
+    error = RoleNotPermitted(f"{name} is for {roles}; {but}")
+    error.metadata = {"method": name, "permitted": ",".join(sorted(permitted)), **caller}
+    return error

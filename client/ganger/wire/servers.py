@@ -21,7 +21,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ganger.wire.channels import MAX_MESSAGE_BYTES, TOKEN_KEY
+from ganger.wire.channels import (
+    MAX_MESSAGE_BYTES,
+    TOKEN_KEY,
+    UNSTATED_VERSIONS,
+    VERSIONS_KEY,
+    common_version,
+    read_versions,
+)
 from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
 from ganger.wire.errors import (
     ApiError,
@@ -32,9 +39,7 @@ from ganger.wire.errors import (
     TokenInvalid,
     to_trailing_metadata,
 )
-from ganger.wire.methods import largest_bytes
-from ganger.wire.roles import CallerIdentity, check_call, check_local_call
-from ganger.wire.versions import UNSTATED_VERSIONS, VERSIONS_KEY, common_version, read_versions
+from ganger.wire.methods import CallerIdentity, check_call, check_local_call, largest_bytes
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A directory holds cert.pem (the certificate, intermediate ones after it), key.pem (its key, not encrypted, its owner's
 alone) and ca.pem (the authorities that all parties trust). Every link is mutual: both ends show a certificate of one of
 these authorities, the server's names the host that was dialled, and what the caller may do is decided by
-`ganger.wire.roles`.
+`ganger.wire.methods`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import grpc
 
 from ganger.wire.endpoints import CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
-from ganger.wire.roles import CallerIdentity, CallerRole, identity_of, is_served_name, served_name
+from ganger.wire.methods import CallerIdentity, CallerRole, identity_of, is_served_name, served_name
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from ganger.injob import state_image as image
+from ganger.injob import state_image
 
 from ganger_daemon.checkpoints.layout import (
     MANIFEST,
@@ -119,7 +119,7 @@ def directories(storage: Path, job_uid: str, epoch: int, step: int) -> tuple[Pat
 _HEADER_MOST_BYTES = 128 << 20
 _PIECE_BYTES = 1 << 20
 _MODEL_CHARACTERS = 200
-_ALGORITHMS = {image.XXH3: "xxh3_64", image.CRC32: "crc32"}
+_ALGORITHMS = {state_image.XXH3: "xxh3_64", state_image.CRC32: "crc32"}
 
 
 class _Header(msgspec.Struct, frozen=True, gc=False):
@@ -152,27 +152,29 @@ def describe_shard(path: Path) -> Described:
     """Read all of a shard and check its digests. Blocks. Raises image.ImageError or OSError."""
     with open_plain(path, is_jobs_directory=True) as file:
         size = os.fstat(file.fileno()).st_size
-        preamble = image.parse_preamble(_exactly(file, min(size, image.PREAMBLE_BYTES)))
+        preamble = state_image.parse_preamble(_exactly(file, min(size, state_image.PREAMBLE_BYTES)))
         if size != preamble.total_bytes:
-            raise image.ImageError("TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {size}")
+            raise state_image.ImageError("TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {size}")
         if preamble.header_bytes > _HEADER_MOST_BYTES:
             text = f"the state has {preamble.header_bytes} bytes beside its tensors; at most {_HEADER_MOST_BYTES}"
-            raise image.ImageError("HEADER", text)
-        if preamble.chunk_bytes != image.CHUNK_BYTES:
-            text = f"the image has a digest for each {preamble.chunk_bytes} bytes, not for each {image.CHUNK_BYTES}"
-            raise image.ImageError("HEADER", text)
+            raise state_image.ImageError("HEADER", text)
+        if preamble.chunk_bytes != state_image.CHUNK_BYTES:
+            text = (
+                f"the image has a digest for each {preamble.chunk_bytes} bytes, not for each {state_image.CHUNK_BYTES}"
+            )
+            raise state_image.ImageError("HEADER", text)
         encoded = _exactly(file, preamble.header_bytes)
-        image.check_header(preamble, encoded)
+        state_image.check_header(preamble, encoded)
         header = _header_of(encoded)
         del encoded
-        digests = image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+        digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
         left = preamble.data_bytes
         while left:
             piece = _exactly(file, min(_PIECE_BYTES, left))
             digests.update(piece)
             left -= len(piece)
         trailer = _exactly(file, preamble.trailer_bytes)
-        image.check_trailer(digests.trailer(), trailer)
+        state_image.check_trailer(digests.trailer(), trailer)
     algorithm = _ALGORITHMS[preamble.digest_kind]
     return Described(
         size_bytes=size,
@@ -190,13 +192,13 @@ def _header_of(encoded: bytes) -> _Header:
     try:
         return msgspec.json.decode(encoded, type=_Header)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise image.ImageError("HEADER", f"the image's header cannot be read: {error}") from error
+        raise state_image.ImageError("HEADER", f"the image's header cannot be read: {error}") from error
 
 
 def _exactly(file: BinaryIO, size: int) -> bytes:
     found = file.read(size)
     if len(found) != size:
-        raise image.ImageError("TRUNCATED", f"the image ends {size - len(found)} bytes too early")
+        raise state_image.ImageError("TRUNCATED", f"the image ends {size - len(found)} bytes too early")
     return found
 
 
@@ -271,7 +273,7 @@ def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) 
         return ""
     try:
         found = describe_shard(shard)
-    except image.ImageError as error:
+    except state_image.ImageError as error:
         return f"is damaged: {error}"
     return _difference(found, entry, manifest)
 

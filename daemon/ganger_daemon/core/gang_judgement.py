@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, PagePhase, PageState
-from ganger.protocol.execution_lease import must_be_frozen
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.protocol.stop_rules import must_be_frozen
 
 from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
 

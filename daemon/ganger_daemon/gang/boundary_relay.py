@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.injob.page import CHECKPOINT_BIT
-from ganger.protocol.boundary_agreement import RelayedPoint, merge_points
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.stop_rules import RelayedPoint, merge_points
 
 from ganger_daemon.core.outcomes import PartPhase
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator

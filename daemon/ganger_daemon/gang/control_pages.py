@@ -24,9 +24,8 @@ from ganger.injob.page import (
     Word,
     now_ns,
 )
-from ganger.protocol.boundary_agreement import RelayedPoint
-from ganger.protocol.execution_lease import expired
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.protocol.stop_rules import RelayedPoint, expired
 
 from ganger_daemon.checkpoints.layout import unfinished_template
 from ganger_daemon.core.gang_judgement import Rank

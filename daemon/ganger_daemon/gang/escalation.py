@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ganger.injob.page import now_ns
-from ganger.protocol.execution_lease import expired
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.stop_rules import expired
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement

@@ -22,7 +22,7 @@ from ganger.wire.errors import (
     RankNotFound,
     RequestInvalid,
 )
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.manifest import Shard, ShardReport

@@ -20,14 +20,20 @@ from typing import Any, NamedTuple
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.injob.page import now_ns
-from ganger.protocol.execution_lease import lease_until, renewed
+from ganger.protocol.stop_rules import lease_until, renewed
 from ganger.v1 import job_pb2
-from ganger.wire.channels import PART_BYTES, open_aio_channel
+from ganger.wire.channels import (
+    PART_BYTES,
+    SUPPORTED_VERSIONS,
+    UNSTATED_VERSIONS,
+    WireVersions,
+    common_version,
+    open_aio_channel,
+)
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with
-from ganger.wire.versions import SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from google.protobuf import json_format
 
 from ganger_daemon.gang.observation import add_metrics

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
-from ganger.injob.arena import enter_pages, leave_pages
+from ganger.injob.state_image import enter_pages, leave_pages
 from ganger.wire.endpoints import EndpointError
 
 from ganger_daemon.transfer.stream_messages import (

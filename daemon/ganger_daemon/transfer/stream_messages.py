@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.wire.errors import CertificateInvalid
-from ganger.wire.roles import CallerRole
+from ganger.wire.methods import CallerRole
 from ganger.wire.tls import client_context, identity_at
 
 MAX_LINE_BYTES = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ganger.cluster.impossible import impossible
+from ganger.cluster.placement import impossible
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.array_members import bytes_of

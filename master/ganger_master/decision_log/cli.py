@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 from ganger import __version__
-from ganger.console.parameter_types import Within
+from ganger.console import Within
 
 if TYPE_CHECKING:
     # The command line loads these only when the command runs.
@@ -33,7 +33,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
 
     Exits with 1 where a decision differs, and prints the first one that does.
     """
-    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode
 
     from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Otherwise
@@ -75,7 +75,7 @@ class _Replayed:
 @contextmanager
 def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Turn errors of a recording into errors of the command. `line`: the last line that was good."""
-    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode
 
     from ganger_master.decision_log.lines import LineError, RecordingUnreadable
 
@@ -142,7 +142,7 @@ def _print_json(replayed: _Replayed) -> None:
 
 
 def _print_text(replayed: _Replayed) -> None:
-    from ganger.console.tables import print_table
+    from ganger.console import print_table
 
     from ganger_master.decision_log import render
 

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec import structs
 

@@ -12,12 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
 from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
-from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, Purpose, TrialFinding

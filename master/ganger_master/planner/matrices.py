@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 from msgspec import structs

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 

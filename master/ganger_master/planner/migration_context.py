@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
-from ganger.cluster.trial import Claims, Trial
+from ganger.cluster.capacity_index import Claims, Trial
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
+from ganger.cluster.capacity_index import Claims
 from ganger.cluster.fit import gang_level
-from ganger.cluster.trial import Claims
 from ganger.cluster.view import View
 
 from ganger_master.core.change_reason import Goal, TrialFinding

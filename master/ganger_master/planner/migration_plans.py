@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
+from ganger.cluster.capacity_index import Claims, Trial
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim
-from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 

@@ -26,12 +26,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fragmentation import GangMix
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import Claims, PlacementRequest
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 

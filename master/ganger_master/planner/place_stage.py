@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from operator import add, ge
 
-from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.counted import is_counted
+from ganger.cluster.capacity_index import CapacityIndex, Trial
+from ganger.cluster.placement_search import is_counted
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
-from ganger.cluster.trial import Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
 

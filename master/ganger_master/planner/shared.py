@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.refusals import Reason
-from ganger.cluster.trial import Trial
 
 from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.plan_changes import PlanChange, ResumeChange

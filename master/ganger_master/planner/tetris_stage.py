@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims, PlacementRequest
-from ganger.cluster.trial import Trial
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange

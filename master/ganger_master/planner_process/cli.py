@@ -40,7 +40,7 @@ def run(
     """
     import asyncio
 
-    from ganger.console.exit_codes import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode
     from ganger.scheduling.program import until_stopped
     from ganger.wire.endpoints import find_endpoint
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 
 from ganger_master.policies.placements import PlacementPreference

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Trial
 
 from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.make_room import Displacement, Movable

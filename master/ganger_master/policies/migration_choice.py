@@ -14,12 +14,11 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
 from ganger.cluster.fit import gang_level
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import PlacementRequest
-from ganger.cluster.trial import Claims, Trial
 from ganger.cluster.view import View
 from msgspec.structs import replace
 

@@ -8,10 +8,9 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape
-from ganger.cluster.trial import Trial
 
 from ganger_master.policies.make_room import (
     MOST_MOVES,

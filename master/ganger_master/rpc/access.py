@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 from google.protobuf.message import Message
 
 from ganger_master.core.job_model import JobRecord

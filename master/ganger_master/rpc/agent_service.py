@@ -11,10 +11,9 @@ from typing import Any, Final
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.wire import errors, times
 from ganger.wire import resource_names as names
-from ganger.wire.channels import MAX_MESSAGE_BYTES
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.channels import MAX_MESSAGE_BYTES, SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
-from ganger.wire.versions import SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from msgspec.structs import replace
 
 from ganger_master.core import commands

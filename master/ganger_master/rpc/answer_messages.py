@@ -11,7 +11,7 @@ from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 
 from ganger_master.core import colocation, heartbeats
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire import errors, times
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 
 from ganger_master.core import commands
 from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule

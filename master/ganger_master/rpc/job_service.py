@@ -12,7 +12,7 @@ from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands

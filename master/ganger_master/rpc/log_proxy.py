@@ -19,7 +19,7 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
 from ganger.wire import channels, errors
 from ganger.wire.endpoints import Endpoint, EndpointError
-from ganger.wire.roles import CallerRole
+from ganger.wire.methods import CallerRole
 from ganger.wire.tls import trouble_with
 
 from ganger_master.core.desired_projection import ranks_by_claim

@@ -16,7 +16,7 @@ from ganger.v1 import node_pb2, node_pb2_grpc, resources_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers
 
 from ganger_master.core import commands, rollback

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import grpc
 from ganger.wire.errors import UserLimit
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 
 # Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.

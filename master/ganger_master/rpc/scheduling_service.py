@@ -13,7 +13,7 @@ from ganger.v1 import job_pb2, node_pb2, resources_pb2, scheduling_pb2, scheduli
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from ganger.wire.roles import CallerIdentity
+from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
 

@@ -21,7 +21,7 @@ from ganger.v1 import (
     scheduling_pb2,
     scheduling_pb2_grpc,
 )
-from ganger.wire.roles import CallerIdentity, CallerRole
+from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import server_credentials
 from grpc_health.v1 import _async as aio_health

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
-from ganger.cluster.impossible import impossible
+from ganger.cluster.placement import impossible
 
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.submission import violations_of

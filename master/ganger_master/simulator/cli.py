@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from ganger.console.exit_codes import CommandError, ExitCode
+from ganger.console import CommandError, ExitCode
 
 from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.simulator.output import say
@@ -72,7 +72,7 @@ def simulate(
     if load is not None and load_phases:
         raise click.UsageError("--load and --load-phases exclude each other")
     experiment = _Experiment(trace, (policy,), flags)
-    from ganger.console.tables import print_pairs, print_table
+    from ganger.console import print_pairs, print_table
 
     from ganger_master.runtime.heap import settled
     from ganger_master.simulator import run_description
@@ -143,7 +143,7 @@ def compare(
     if loads and load_phases:
         raise click.UsageError("--loads and --load-phases exclude each other")
     experiment = _Experiment(trace, policies, flags)
-    from ganger.console.tables import print_pairs, print_side_by_side
+    from ganger.console import print_pairs, print_side_by_side
 
     from ganger_master.simulator import run_description
     from ganger_master.simulator.inputs import Load

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from ganger.console.parameter_types import Directory, Within
+from ganger.console import Directory, Within
 from ganger.units import parse_duration
 
 from ganger_master.quotas import quotas_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ganger.protocol.boundary_agreement import RelayedPoint, merge_point, merge_points
-from ganger.protocol.execution_lease import NEVER, expired, lease_until, renewed
+from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
 from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
 from ganger_daemon.checkpoints.layout import CheckpointName
 from ganger_daemon.checkpoints.manifest import Gathering, Shard

@@ -39,11 +39,11 @@ def main() -> None:
     # From here on callers can connect; they are answered when the imports are done.
     listener.listen(64)
 
-    from ganger.injob.launcher import preload as zygote
+    from ganger.injob.launcher import preload
     from ganger.injob.launcher.server import ChildTask, LauncherServer
 
-    preloaded = [] if arguments.no_preload else zygote.preload()
-    may_fork = not arguments.no_preload and zygote.is_fork_safe()
+    preloaded = [] if arguments.no_preload else preload.preload()
+    may_fork = not arguments.no_preload and preload.is_fork_safe()
     server = LauncherServer(path, listener, lock, preloaded, may_fork, arguments.idle_s, helper)
     try:
         server.serve()

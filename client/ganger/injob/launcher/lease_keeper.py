@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from ganger.injob.page import Capability, Page, PageError, PageOrderKind, Word, now_ns
 from ganger.injob.process_identity import family, stands_still
-from ganger.protocol.execution_lease import NEVER, expired, must_be_frozen
+from ganger.protocol.stop_rules import NEVER, expired, must_be_frozen
 
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
 _WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
-from ganger.injob.arena import make_arena, recover_arena
 from ganger.injob.launcher import child_process
 from ganger.injob.launcher.child_process import open_listener, serve_store
 from ganger.injob.launcher.exit_record import ExitRecord, from_page, from_wait, publish, record
@@ -27,6 +26,7 @@ from ganger.injob.launcher.launch_request import Launch, LaunchError, parse_laun
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.process_identity import peer_of, start_ticks
+from ganger.injob.state_image import make_arena, recover_arena
 
 
 class LauncherChild:

@@ -1,1 +1,0 @@
-"""What command modules print: tables, JSON, colours. Everything heavy is imported when something is drawn."""
