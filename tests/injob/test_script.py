@@ -16,7 +16,7 @@ CLIENT = str(Path(__file__).parents[2] / "client")
 _FORKED = """
 import os, sys
 sys.path[0:1] = []
-from ganger.injob.launcher import script
+from ganger.injob.launcher.child_process import run_as_main
 from ganger.injob.launcher.launch_request import python_command
 argv = sys.argv[1:]
 pid = os.fork()
@@ -30,7 +30,7 @@ if pid:
     os._exit(os.WEXITSTATUS(status))
 command = python_command(argv, os.environ, os.getcwd())
 assert command is not None, argv
-script.run_as_main(command, argv)
+run_as_main(command, argv)
 """
 
 

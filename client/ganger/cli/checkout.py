@@ -63,7 +63,7 @@ def unavailable(command: str) -> click.Command:
 @click.option("--quick", is_flag=True, help="Try it on a small scale; its figures mean little.")
 @click.option("--only", metavar="CASE", help="Run one of its cases alone, such as jobs4_on1 of slice.")
 def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str | None) -> int:
-    """Run benchmark NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
+    """Run a benchmark by its NAME; exit code 0 only if it keeps all its limits. Raw samples go to build/bench."""
     import inspect
     from importlib.metadata import entry_points
 
@@ -133,7 +133,7 @@ def _print_benchmark(result: dict[str, Any]) -> None:
 @click.option("--examples", type=click.Path(path_type=Path, file_okay=False), default=None, help="Where they are.")
 @click.option("--keep", is_flag=True, help="Keep the cluster's directory, with all logs.")
 def demo(report: Path, seed: int | None, everything: bool, examples: Path | None, keep: bool) -> None:
-    """Show that it works: real jobs, suspended, moved and re-pinned without changing one bit.
+    """Show real jobs being suspended, moved and re-pinned without changing one bit.
 
     Takes two to three minutes on two cores. Exits with 0 only if every check holds.
     """
