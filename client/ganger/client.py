@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -98,9 +99,7 @@ class Client:
 
         A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
         `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
-        import uuid
-
-        request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or str(uuid.uuid4()))
+        request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
         _check_size(request, "CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._submitted(self._jobs.CreateJob, request))
@@ -114,11 +113,9 @@ class Client:
         self, request: job_service_pb2.CreateArrayRequest, *, request_id: str | None = None
     ) -> array_pb2.Array:
         """Submits the members of a job array, all or none: see `ganger.array_spec.make_array`."""
-        import uuid
-
         asked = job_service_pb2.CreateArrayRequest()
         asked.CopyFrom(request)
-        asked.request_id = request_id or request.request_id or str(uuid.uuid4())
+        asked.request_id = request_id or request.request_id or _fresh_id()
         _check_size(asked, "CreateArray", "put large parameters into files")
         return self._submitted(self._jobs.CreateArray, asked)
 
@@ -129,13 +126,7 @@ class Client:
     def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
         """Newest first; `live`: only those of which a member has not ended."""
         request = job_service_pb2.ListArraysRequest(page_size=1_000, live=live, user=user)
-        arrays: list[array_pb2.Array] = []
-        while True:
-            page = self._call(self._jobs.ListArrays, request)
-            arrays += page.arrays
-            if not page.next_page_token:
-                return arrays
-            request.page_token = page.next_page_token
+        return [array for page in self._pages(self._jobs.ListArrays, request) for array in page.arrays]
 
     def cancel_array(self, array: str | int, reason: str = "") -> array_pb2.Array:
         request = job_service_pb2.CancelArrayRequest(name=_array(array), reason=reason)
@@ -151,10 +142,8 @@ class Client:
     ) -> job_service_pb2.UpdateArrayResponse:
         """Update every member that has not ended. The answer lists those that could not be updated, and why. `may_end`:
         as in `update`."""
-        import uuid
-
         request = job_service_pb2.UpdateArrayRequest(
-            name=_array(array), update=update, request_id=request_id or str(uuid.uuid4()), may_end=may_end
+            name=_array(array), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateArray, request)
 
@@ -187,17 +176,8 @@ class Client:
             display_name=name,
             labels=labels or {},
         )
-        given = 0
-        while True:
-            page = self._call(self._jobs.ListJobs, request)
-            for job in page.jobs:
-                yield job
-                given += 1
-                if given == limit:
-                    return
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+        jobs = (job for page in self._pages(self._jobs.ListJobs, request) for job in page.jobs)
+        return islice(jobs, limit or None)
 
     def watch_job(self, job: str | int) -> Iterator[job_pb2.Job]:
         """The job now and at each change, until it has finished."""
@@ -241,10 +221,8 @@ class Client:
         may_end: bool = False,
     ) -> job_pb2.Job:
         """A ready-made update. Give the same `request_id` (a UUID) to repeat it safely. `may_end`: as in `update`."""
-        import uuid
-
         request = job_service_pb2.UpdateJobRequest(
-            name=self._name(job), update=update, request_id=request_id or str(uuid.uuid4()), may_end=may_end
+            name=self._name(job), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateJob, request)
 
@@ -302,21 +280,20 @@ class Client:
 
     def list_events(self, subject: str = "", after: int = 0, limit: int | None = None) -> Iterator[job_pb2.Event]:
         """History, oldest first. `subject`: "jobs/7", "nodes/n1" or "" for all."""
-        given = 0
-        while True:
+
+        def events() -> Iterator[job_pb2.Event]:
             request = job_service_pb2.ListEventsRequest(
                 subject=subject, after_sequence=after, page_size=min(limit or 1_000, 1_000)
             )
-            page = self._call(self._jobs.ListEvents, request)
-            for event in page.events:
-                yield event
-                given += 1
-                if given == limit:
+            while True:
+                page = self._call(self._jobs.ListEvents, request)
+                yield from page.events
+                # Events of other users' jobs are left out of a page, so an empty page need not be the last.
+                if page.next_sequence <= request.after_sequence:
                     return
-            # Those of others' jobs are left out of a page, so that it may be empty and not the last.
-            if page.next_sequence <= after:
-                return
-            after = page.next_sequence
+                request.after_sequence = page.next_sequence
+
+        return islice(events(), limit or None)
 
     def follow_events(self, subject: str = "", after: int = 0) -> Iterator[list[job_pb2.Event]]:
         """Again and again, without end, what `list_events` has by then and had not before; maybe nothing."""
@@ -346,16 +323,13 @@ class Client:
         """All of them, by name, with their configuration sets and the node sets."""
         request, found = node_pb2.ListNodesRequest(page_size=1_000), node_pb2.ListNodesResponse()
         kinds: dict[str, resources_pb2.ConfigurationSet] = {}
-        while True:
-            page = self._call(self._nodes.ListNodes, request)
+        for page in self._pages(self._nodes.ListNodes, request):
             found.nodes.MergeFrom(page.nodes)
             found.node_sets.MergeFrom(page.node_sets)
             # Each page has those of its nodes.
             kinds.update((kind.name, kind) for kind in page.configuration_sets)
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                found.configuration_sets.MergeFrom(kinds.values())
-                return found
+        found.configuration_sets.MergeFrom(kinds.values())
+        return found
 
     def get_node(self, node: str) -> node_pb2.Node:
         return self._call(self._nodes.GetNode, node_pb2.GetNodeRequest(name=node_name_from_text(node)))
@@ -417,6 +391,15 @@ class Client:
             return method(request)
         except grpc.RpcError as error:
             raise self._explained(from_rpc_error(error)) from error
+
+    def _pages(self, method: Callable[[Any], Answer], request: Any) -> Iterator[Answer]:
+        """Call a list method until its last page."""
+        while True:
+            page: Any = self._call(method, request)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     def _submitted(
         self,
@@ -487,8 +470,12 @@ class Client:
     def _explained(self, error: ApiError) -> ApiError:
         if isinstance(error, Unreachable):
             address = self.endpoint.address
-            if self.endpoint.tls and (trouble := _trouble_with(self.endpoint)):
-                return CertificateInvalid(f"cannot talk to the master at {address}: {trouble}")
+            if self.endpoint.tls:
+                # gRPC does not report what is wrong with certificates.
+                from ganger.wire.tls import trouble_with
+
+                if trouble := trouble_with(self.endpoint):
+                    return CertificateInvalid(f"cannot talk to the master at {address}: {trouble}")
             self._find_again()
             # gRPC tells of every address and layer; its last clause is the one that says something.
             cause = error.message.rpartition(": ")[2].rstrip(")]}") or "no answer"
@@ -503,13 +490,6 @@ class Client:
         return error
 
 
-def _trouble_with(endpoint: Endpoint) -> str:
-    """gRPC does not tell what is wrong with certificates."""
-    from ganger.wire.tls import trouble_with
-
-    return trouble_with(endpoint)
-
-
 def _check_size(
     request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest, method: str, remedy: str
 ) -> None:
@@ -517,6 +497,13 @@ def _check_size(
     most = largest_bytes(f"/ganger.v1.JobService/{method}")
     if request.ByteSize() > most:
         raise MessageTooLarge(f"the submission is {request.ByteSize()} bytes, a message holds {most}: {remedy}")
+
+
+def _fresh_id() -> str:
+    # Loaded here: most clients only look.
+    import uuid
+
+    return str(uuid.uuid4())
 
 
 def _array(array: str | int) -> str:
