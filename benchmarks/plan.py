@@ -49,13 +49,11 @@ from ganger_master.planner.synergy_round import plan_packed
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity, Facts, Integers
 from ganger_master.policies.optimus_sizes import OptimusEstimate
-from ganger_master.policies.orders import JobOrder, ranked
-from ganger_master.policies.orders.registry import FIFO_BACKFILL, LAS2D
+from ganger_master.policies.order_registry import FIFO_BACKFILL, LAS2D
+from ganger_master.policies.orders import JobOrder, chosen, ranked
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
-from ganger_master.policies.selection import chosen
-from ganger_master.policies.tunings import profiles_of
-from ganger_master.policies.tunings.demand import Known
-from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
+from ganger_master.policies.tunings import Known, profiles_of
+from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.runtime.heap import settled
 from ganger_master.simulator.traces.profiles import elasticflow_speeds, synergy_profiles
 from msgspec.structs import fields

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from ganger_master.policies.job_facts import Capacity, Facts, Floats
-from ganger_master.policies.orders import JobOrder, ranked
-from ganger_master.policies.selection import selected
+from ganger_master.policies.orders import JobOrder, ranked, selected
 from ganger_master.simulator.traces.workload import Workload
 from msgspec.structs import fields
 

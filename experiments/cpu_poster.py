@@ -26,11 +26,10 @@ from dataclasses import replace
 import numpy as np
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
 from ganger_master.policies.job_facts import Floats
-from ganger_master.policies.orders.registry import FIFO
+from ganger_master.policies.order_registry import FIFO
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs
+from ganger_master.policies.tunings.catalogue import PREDICTOR, PROPORTIONAL, predicted
 from ganger_master.policies.tunings.exact import EXACT
-from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
-from ganger_master.policies.tunings.predictor import PREDICTOR, predicted
 from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.report.side_by_side import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic

@@ -22,7 +22,7 @@ from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, 
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.trial_test import TrialRates, TrialVerdict
+from ganger_master.policies.trials import TrialRates, TrialVerdict
 from ganger_master.simulator.report.side_by_side import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger_master.estimators.server_speed import UpdateMode
+from ganger_master.estimators.speed import UpdateMode
 from ganger_master.policies.job_facts import Floats
 from ganger_master.simulator.report.side_by_side import Interval, interval, paired_ratio
 

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ganger_master.estimators.interference import UNKNOWN_DEVICE, Pressure, learn
-from ganger_master.policies.backoff import FailedTrials
+from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Pressure, learn
 from ganger_master.policies.colocation_choice import (
     Berth,
     ColocationProposal,
@@ -29,7 +28,7 @@ from ganger_master.policies.colocation_choice import (
     proposals,
     verdict,
 )
-from ganger_master.policies.trial_test import TrialRates, TrialVerdict
+from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from ganger_master.simulator.report.side_by_side import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, synthetic
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from ganger_master.estimators.server_speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed
+from ganger_master.estimators.speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
-from ganger_master.policies.placements.tetris import Knobs, aligned, scores, within_fairness
+from ganger_master.policies.tetris import Knobs, aligned, scores, within_fairness
 
 from experiments.optimus_spread import TaskSpread, spread
 

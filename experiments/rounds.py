@@ -25,7 +25,7 @@ from ganger_master.policies.tunings import (
     rates,
     runnable,
 )
-from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
+from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from msgspec.structs import fields
 from scipy.optimize import linear_sum_assignment
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode
+from ganger_master.estimators.speed import ServerSpeed, UpdateMode
 from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
 from ganger_master.simulator.report.side_by_side import interval
 

@@ -22,11 +22,11 @@ import csv
 from collections.abc import Sequence
 
 import numpy as np
-from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.tunings import Tuning, TuningNodes, gangs, profiles_of
+from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.exact import EXACT
-from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
-from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
+from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.simulator.report.side_by_side import Interval, interval, paired_ratio
 from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
 from ganger_master.simulator.traces.statistics import offered_load

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 from ganger_master.policies.job_facts import Floats, Integers
-from ganger_master.policies.placements.tetris import Alignment, Knobs, aligned, tetris_pass
+from ganger_master.policies.tetris import Alignment, Knobs, aligned, tetris_pass
 
 # Shares of nodes are sums of floats.
 _SLACK = 1e-9

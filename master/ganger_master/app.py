@@ -20,10 +20,9 @@ from ganger.wire.tls import check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
-from ganger_master.core.settings import CoreSettings
+from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.decision_log import recorder
 from ganger_master.policies import Places, live_policy_named
-from ganger_master.quotas import as_settings
 from ganger_master.rpc.rate_limits import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import failpoints, heap

@@ -16,8 +16,8 @@ from typing import Final
 from ganger.units import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
+from ganger_master.core.settings import quotas_of
 from ganger_master.policies import live_policy_named
-from ganger_master.quotas import quotas_of
 
 PREFIX: Final = "GANGER_MASTER_"
 

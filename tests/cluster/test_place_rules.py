@@ -14,8 +14,7 @@ from ganger.cluster.fragmentation import GangMix, demand_of_shapes, fragmented_g
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
-from ganger_master.policies.placements import PLACEMENTS, placement_named
-from ganger_master.policies.placements.optimus import traffic_per_card, traffic_per_server_task
+from ganger_master.policies.placements import PLACEMENTS, placement_named, traffic_per_card, traffic_per_server_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import SETS, shapes, views

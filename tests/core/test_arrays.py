@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
 from ganger_master.core.answers import ArrayAnswer, Done, Refused
-from ganger_master.core.array_members import Template, resolved
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
 from ganger_master.core.commands import (
     CancelArray,
@@ -21,7 +20,7 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec
+from ganger_master.core.job_model import JobMetric, JobProgress, JobSpec, Template, resolved
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
 from msgspec.structs import replace

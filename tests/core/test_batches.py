@@ -8,11 +8,11 @@ from ganger.cluster.topology import Topology, innermost_groups, parse_topology
 from ganger_master.core import approval, commands, desired_state, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.job_model import JobSpec
-from ganger_master.core.node_index import row_of
 from ganger_master.core.node_model import Node
 from ganger_master.core.reservations import Reservation, ReservationRequest, reserve
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,12 +6,19 @@ from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import MoveJob, Promise, ProposePlan, Tick
 from ganger_master.core.explain import OnTheWay, kept_for, making_room_for
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import (
+    Goal,
+    MoveChange,
+    PlanChange,
+    Purpose,
+    StartChange,
+    SuspendChange,
+    TrialFinding,
+)
 from msgspec.structs import replace
 
 HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)

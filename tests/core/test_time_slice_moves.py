@@ -9,11 +9,10 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedRows, ResizeJob
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import Goal, PlanChange, Purpose
 from ganger_master.core.timeslice_groups import filled
 from msgspec.structs import replace
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from ganger_master.estimators.cpu import CpuPoint
-from ganger_master.estimators.interference import ColocationTrial, Pressure
-from ganger_master.estimators.server_speed import ServerPoint
-from ganger_master.estimators.speed import StepPoint
+from ganger_master.estimators.slowdown import ColocationTrial, Pressure
+from ganger_master.estimators.speed import ServerPoint, StepPoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TRACES = SHARED / "traces"

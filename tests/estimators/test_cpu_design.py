@@ -7,8 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
-from ganger_master.estimators.cpu_design import a_optimal, next_probe
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, a_optimal, fit_cpu, next_probe
 from ganger_master.estimators.fitting import fit_error
 
 # Mean error in percent after the sequential design, and the probes it may take.

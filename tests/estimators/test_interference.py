@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from estimators.published import GANDIVA, lucid_trials, rows
-from ganger_master.estimators.interference import (
+from ganger_master.estimators.slowdown import (
     UNKNOWN_DEVICE,
     ColocationTrial,
     Contention,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from estimators.published import CHRONUS
 from ganger.cluster.resources import LocalityLevel
-from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from estimators.published import server_points
 from ganger_master.estimators.fitting import FitError, fit_error
-from ganger_master.estimators.server_speed import (
+from ganger_master.estimators.speed import (
     ServerPoint,
     ServerSpeed,
     UpdateMode,

@@ -8,12 +8,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ganger_master.estimators.server_speed import ServerPoint, UpdateMode
-from ganger_master.policies.orders.registry import ORDERS
-from ganger_master.policies.placements.tetris import Alignment, Knobs
+from ganger_master.estimators.speed import ServerPoint, UpdateMode
+from ganger_master.policies.order_registry import ORDERS
+from ganger_master.policies.tetris import Alignment, Knobs
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
-from ganger_master.policies.tunings.fixed_shares import PROPORTIONAL
-from ganger_master.policies.tunings.synergy_tune import SYNERGY_TUNE
+from ganger_master.policies.tunings.catalogue import PROPORTIONAL
+from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.simulator.traces.workload import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,19 +14,21 @@ from ganger.cluster.fit import demand
 from ganger.cluster.placement import candidates, resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.commands import Line, Promise, ProposePlan
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
+    Goal,
     MoveChange,
     PlanChange,
+    Purpose,
     ResizeChange,
     ResumeChange,
     SliceChange,
     StartChange,
     SuspendChange,
+    TrialFinding,
     claims_in,
 )
 from ganger_master.core.state import State

@@ -11,11 +11,9 @@ from typing import Any, Final
 
 from ganger_master.core.desired_projection import DesiredProjection, DesiredSet
 from ganger_master.core.effects import Unstored
-from ganger_master.core.gang_index import GangIndex
-from ganger_master.core.job_index import JobIndex
-from ganger_master.core.node_index import NodeIndex
 from ganger_master.core.queue import JobQueue, LeaseTable
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex
 from msgspec import Struct
 from msgspec.structs import replace
 

@@ -13,9 +13,9 @@ from ganger_master.core.approval import find_blocked
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.node_index import row_of
 from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import row_of
 from ganger_master.core.timeslice_groups import is_free_of_turns, members
 from msgspec.structs import replace
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked
-from ganger_master.policies.selection import selected
+from ganger_master.policies.orders import JobOrder, next_change_s, ranked, selected
 from kit.facts import capacity_of, facts_of
 
 # Work that counts as done: rounding of sums of seconds.

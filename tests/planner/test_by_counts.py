@@ -23,7 +23,7 @@ from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.planner.terms import AS_ASKED, Claims
 from ganger_master.policies.job_facts import Capacity
-from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from ganger_master.planner.order_stage import RankedQueue, choose
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, ranks
-from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.order_registry import ORDERS
+from ganger_master.policies.orders import JobOrder, ranks, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

@@ -9,10 +9,10 @@ from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
-from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
+from ganger_master.core.plan_changes import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates

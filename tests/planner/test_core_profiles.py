@@ -9,10 +9,9 @@ import pytest
 from ganger_master.estimators.cpu import CpuPoint, fit_cpu
 from ganger_master.planner.core_profiles import CoreProfile, CoresTrial, conclude, next_cores
 from ganger_master.planner.windows import ProgressSample, RateWindows
-from ganger_master.policies.tunings import TuningNodes
-from ganger_master.policies.tunings.demand import Known, known_gangs
-from ganger_master.policies.tunings.predictor import predicted
-from ganger_master.policies.tunings.synergy_tune import SYNERGY_GREEDY
+from ganger_master.policies.tunings import Known, TuningNodes, known_gangs
+from ganger_master.policies.tunings.catalogue import predicted
+from ganger_master.policies.tunings.synergy import SYNERGY_GREEDY
 from hypothesis import given
 from hypothesis import strategies as st
 

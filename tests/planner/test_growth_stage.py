@@ -10,11 +10,10 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.core.plan_changes import CoresChange, MoveChange, ResizeChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import CoresChange, Goal, MoveChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
 from ganger_master.planner.job_table import LiveTable

@@ -11,7 +11,7 @@ from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.policies import NAMES, Places, policy_named
-from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.policies.orders import WEEK_S
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags

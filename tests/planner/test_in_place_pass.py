@@ -10,12 +10,11 @@ from core.elastic_worlds import RESIZABLE, World, elastic
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import ProposePlan, ResizeJob
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing

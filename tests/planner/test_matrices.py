@@ -13,7 +13,6 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.commands import (
     CancelJob,
     CordonNode,
@@ -29,7 +28,7 @@ from ganger_master.core.commands import (
 from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
-from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices
 from ganger_master.planner.job_table import LiveTable

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from core.elastic_worlds import elastic
-from ganger_master.core.change_reason import Goal
-from ganger_master.estimators.interference import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
+from ganger_master.core.plan_changes import Goal
+from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates

@@ -10,13 +10,12 @@ from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.plan_changes import MoveChange, SuspendChange
-from ganger_master.estimators.locality import LocalityPoint
+from ganger_master.core.plan_changes import Goal, MoveChange, SuspendChange, TrialFinding
+from ganger_master.estimators.slowdown import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms

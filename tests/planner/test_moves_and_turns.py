@@ -7,7 +7,7 @@ import dataclasses
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
-from ganger_master.estimators.locality import LocalityPoint
+from ganger_master.estimators.slowdown import LocalityPoint
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms

@@ -6,9 +6,8 @@ from math import inf
 
 import numpy as np
 import pytest
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.core.plan_changes import MoveChange, ResizeChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.plan_pace import PlanPace, is_stop
 

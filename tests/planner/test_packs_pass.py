@@ -9,10 +9,9 @@ import pytest
 from core.drive import GIB
 from core.test_colocation import Packing, small
 from ganger.v1 import scheduling_pb2
-from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
-from ganger_master.core.plan_changes import ResumeChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, ResumeChange, StartChange, SuspendChange, TrialFinding
 from ganger_master.planner import packs as packs_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, plan_packs, with_refusals

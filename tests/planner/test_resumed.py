@@ -19,7 +19,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
 from ganger_master.policies.job_facts import Capacity
-from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.policies.orders import WEEK_S
 
 LIVE = [name for name in NAMES if not policy_named(name).order.knows_durations and not policy_named(name).shares]
 LEVELS = [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT]

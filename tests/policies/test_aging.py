@@ -8,10 +8,8 @@ from unittest.mock import patch
 
 import pytest
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.aging import Aging, with_aging
-from ganger_master.policies.orders.registry import ORDERS
-from ganger_master.policies.orders.tiresias import tiresias
+from ganger_master.policies.order_registry import ORDERS, tiresias
+from ganger_master.policies.orders import Aging, JobOrder, next_change_s, ranked, with_aging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.interference_relief import Crowded, at_most, relieved
 from ganger_master.policies.migration_choice import MigrationReason, Tried, tried
+from ganger_master.policies.trials import FailedTrials
 from kit.clusters import cluster
 from policies.test_migration import put, rows
 

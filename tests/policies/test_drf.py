@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ganger_master.policies import drf
+from ganger_master.policies.drf import DRF, filled
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import drf, ranked
-from ganger_master.policies.orders.drf import DRF, filled
-from ganger_master.policies.selection import selected
+from ganger_master.policies.orders import ranked, selected
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

@@ -12,7 +12,7 @@ from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
-from ganger_master.policies.trial_test import TrialRates, TrialVerdict
+from ganger_master.policies.trials import TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server

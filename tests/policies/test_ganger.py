@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Facts
+from ganger_master.policies.order_registry import FIRST_S, GANGER_ALONE, SWITCH_S
 from ganger_master.policies.orders import ranked
-from ganger_master.policies.orders.ganger import FIRST_S, GANGER_ALONE, SWITCH_S
 from hypothesis import given
 from kit.facts import capacity_of, facts_of, live_jobs, rows
 from msgspec.structs import replace

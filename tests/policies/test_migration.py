@@ -10,8 +10,7 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit, gang_level
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.view import LoadMode, View
-from ganger_master.estimators.locality import LocalityModel
-from ganger_master.policies.backoff import FailedTrials
+from ganger_master.estimators.slowdown import LocalityModel
 from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, in_order
 from ganger_master.policies.migration_choice import (
     GangDistance,
@@ -31,7 +30,7 @@ from ganger_master.policies.migration_choice import (
     verdict,
     worth_going_back,
 )
-from ganger_master.policies.trial_test import TrialRates, TrialVerdict
+from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server

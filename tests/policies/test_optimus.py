@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 from estimators.published import server_points
-from ganger_master.estimators.server_speed import ServerSpeed, UpdateMode, fit_server_speed
-from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.estimators.speed import AllReduceModel, ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.job_facts import Floats, Integers
 from ganger_master.policies.optimus_sizes import YOUNG, ElasticJobs, allocated, allreduce_speeds, growing, server_speeds
 from hypothesis import given

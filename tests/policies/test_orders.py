@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.registry import ORDERS, order_named, summary
-from ganger_master.policies.orders.tiresias import tiresias, tiresias_gittins
-from ganger_master.policies.service_history import ServiceHistory
+from ganger_master.policies.job_facts import Facts, ServiceHistory
+from ganger_master.policies.order_registry import ORDERS, order_named, summary, tiresias, tiresias_gittins
+from ganger_master.policies.orders import JobOrder, next_change_s, ranked, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

@@ -11,8 +11,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from estimators.published import GANDIVA, TRACES, needs
-from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
-from ganger_master.policies.backoff import FailedTrials
+from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
 from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
     Berth,
@@ -26,7 +25,7 @@ from ganger_master.policies.colocation_choice import (
     verdict,
 )
 from ganger_master.policies.timeslice_fairness import Seat
-from ganger_master.policies.trial_test import MOST_WINDOWS, TrialRates, TrialVerdict
+from ganger_master.policies.trials import MOST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
-from ganger_master.policies.orders.registry import ORDERS, summary
+from ganger_master.policies.order_registry import ORDERS, summary
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "policies.md").read_text()
 _ORDERS = PAGE.partition("## Whole policies")[0].splitlines()

@@ -11,7 +11,7 @@ from ganger.cluster.fit import fit
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
-from ganger_master.policies.placements.tetris import (
+from ganger_master.policies.tetris import (
     TETRIS,
     Alignment,
     Knobs,

@@ -8,12 +8,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.policies import selection
+from ganger_master.policies import orders
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, ranked
-from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.registry import FIFO, FIFO_BACKFILL, LAS
-from ganger_master.policies.selection import chosen, selected
+from ganger_master.policies.order_registry import FIFO, FIFO_BACKFILL, LAS
+from ganger_master.policies.orders import JobOrder, chosen, ranked, selected, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs
@@ -62,7 +60,7 @@ def test_choosing_in_stretches_equals_choosing_one_by_one(
     kept, guarded, passing = [[bool(job[column]) for job in jobs] for column in (1, 2, 3)]
     expected = naive(order, gpus, free, is_strict, kept, guarded, passing)
     # By stretches where there are more of them than few.
-    with patch.object(selection, "_FEW", few):
+    with patch.object(orders, "_FEW", few):
         found = chosen(
             np.array(order, np.int64),
             np.array(gpus, np.int64),

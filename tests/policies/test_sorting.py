@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.policies import sorting
-from ganger_master.policies.sorting import behind, counted_below, sorted_by
+from ganger_master.policies import job_facts
+from ganger_master.policies.job_facts import behind, counted_below, sorted_by
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ def test_columns_sort_as_rows_do_ties_and_nan_included(rows: list[tuple[float, b
     expected = sorted(range(len(rows)), key=naive)
     for many in (0, 1_000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sorting, "_MANY", many)
+            patch.setattr(job_facts, "_MANY", many)
             assert sorted_by(*columns).tolist() == expected
 
 
@@ -39,7 +39,7 @@ def test_ranks_of_more_columns_than_fit_into_one_number_still_sort() -> None:
     columns = [random.integers(0, 1_500, 2_000) for _ in range(8)]
     columns[:6] = [np.where(random.random(2_000) < 0.999, 0, column) for column in columns[:6]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorting, "_MOST", 2**21)
+        patch.setattr(job_facts, "_MOST", 2**21)
         assert sorted_by(*columns).tolist() == np.lexsort(columns[::-1]).tolist()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.core.array_model import RuleKind, StopRule
-from ganger_master.core.early_stopping import Contender, Value, best, judge
+from ganger_master.core.array_model import Contender, RuleKind, StopRule, Value, best, judge
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ganger_master.policies.job_facts import Facts, Floats
+from ganger_master.policies.job_facts import NO_HISTORY, Facts, Floats, ServiceHistory
+from ganger_master.policies.order_registry import SRSF, Queues, tiresias, tiresias_gittins
 from ganger_master.policies.orders import SLACK_S, JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.registry import SRSF
-from ganger_master.policies.orders.tiresias import Queues, tiresias, tiresias_gittins
-from ganger_master.policies.service_history import NO_HISTORY, ServiceHistory
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

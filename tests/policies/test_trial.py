@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.policies.trial_test import (
+from ganger_master.policies.trials import (
     FIRST_WINDOWS,
     MOST_WINDOWS,
     Judged,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from estimators.published import synergy_points
-from ganger_master.estimators.cpu import CpuModel, fit_cpu
-from ganger_master.estimators.cpu_design import SensitivityMatrix
+from ganger_master.estimators.cpu import CpuModel, SensitivityMatrix, fit_cpu
 from ganger_master.policies.tunings import (
+    ENOUGH,
     Gangs,
     Pieces,
     Profiles,
     TuningNodes,
+    demands,
     gangs,
     pieces,
     profiles_of,
@@ -20,9 +21,7 @@ from ganger_master.policies.tunings import (
     runnable,
     sampled,
 )
-from ganger_master.policies.tunings.catalogue import TUNINGS
-from ganger_master.policies.tunings.demand import ENOUGH, demands
-from ganger_master.policies.tunings.predictor import predicted, shared_out
+from ganger_master.policies.tunings.catalogue import TUNINGS, predicted, shared_out
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from policies.tune_cases import GB, NAMES, SYNERGY, assert_fits, profiles, rounds, servers

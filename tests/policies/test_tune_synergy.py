@@ -12,18 +12,18 @@ from ganger_master.policies.tunings import (
     Pieces,
     Profiles,
     TuningNodes,
+    demands,
     exact,
     gangs,
+    options,
     pieces,
     proportional_rates,
     rates,
     runnable,
-    synergy_opt,
-    synergy_tune,
+    synergy,
 )
-from ganger_master.policies.tunings.demand import demands, options
-from ganger_master.policies.tunings.knapsack import Choices, best_choice
-from ganger_master.policies.tunings.round_packing import RoundPacking
+from ganger_master.policies.tunings.exact import Choices, best_choice
+from ganger_master.policies.tunings.synergy import RoundPacking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.tune_cases import NAMES, SYNERGY, assert_fits, clusters, drawn, profiles, rounds, servers
@@ -40,7 +40,7 @@ def relative(of_round: Gangs, nodes: TuningNodes, placed: Pieces) -> np.ndarray:
 # --- what holds always
 
 
-@pytest.mark.parametrize("place", [synergy_tune.place, synergy_opt.place, exact.place])
+@pytest.mark.parametrize("place", [synergy.place, synergy.place_optimally, exact.place])
 @settings(max_examples=50)
 @given(case=rounds(alike=True))
 def test_every_usable_gpu_is_used_and_no_gang_falls_below_its_share(
@@ -55,7 +55,7 @@ def test_every_usable_gpu_is_used_and_no_gang_falls_below_its_share(
     assert np.all(rates(of_round, placed) >= floor * (1 - 1e-6))
 
 
-@pytest.mark.parametrize("place", [synergy_tune.place, synergy_tune.place_greedily, synergy_opt.place, exact.place])
+@pytest.mark.parametrize("place", [synergy.place, synergy.place_greedily, synergy.place_optimally, exact.place])
 @settings(max_examples=50)
 @given(case=rounds())
 def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one(
@@ -71,7 +71,7 @@ def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one
 @given(rounds())
 def test_tune_keeps_every_gang_at_the_share_of_its_node(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
-    placed = synergy_tune.place(of_round, nodes)
+    placed = synergy.place(of_round, nodes)
     assert np.all(rates(of_round, placed) >= proportional_rates(of_round, nodes, placed) * (1 - 1e-6))
 
 
@@ -214,7 +214,7 @@ def naive_tune(of_round: Gangs, nodes: TuningNodes) -> dict[int, dict[int, tuple
 @given(rounds(alike=True))
 def test_tune_agrees_with_its_description(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
-    placed = synergy_tune.place(of_round, nodes)
+    placed = synergy.place(of_round, nodes)
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for gang, node, gpus, cores, memory in zip(
         placed.gang.tolist(), placed.node.tolist(), placed.gpus, placed.cores, placed.memory_bytes, strict=True
@@ -232,7 +232,7 @@ def test_peers_give_back_in_the_documented_order() -> None:
     """Of two hungry residents the one with more cores for each GPU goes first, and only as many as are needed."""
     hungry, hungrier, newcomer = (NAMES.index(name) for name in ("res18", "alexnet", "deepspeech"))
     server = TuningNodes(np.array([8]), np.array([24.0]), np.array([500e9]))
-    placed = synergy_tune.place(gangs([1, 1, 1, 1], [hungrier, hungry, newcomer, newcomer], SYNERGY), server)
+    placed = synergy.place(gangs([1, 1, 1, 1], [hungrier, hungry, newcomer, newcomer], SYNERGY), server)
     # 12 + 9 + 3 cores are all there are: the second newcomer makes the 12 go back to 3, and no other gang
     assert placed.cores.tolist() == [3.0, 9.0, 3.0, 3.0]
 
@@ -240,16 +240,16 @@ def test_peers_give_back_in_the_documented_order() -> None:
 def test_greedy_leaves_gpus_idle_where_tune_does_not() -> None:
     server = servers(1)
     six = gangs([1] * 6, [NAMES.index("alexnet")] * 6, SYNERGY)
-    assert synergy_tune.place_greedily(six, server).gang.tolist() == [0, 1]
-    assert synergy_tune.place(six, server).gang.tolist() == list(range(6))
+    assert synergy.place_greedily(six, server).gang.tolist() == [0, 1]
+    assert synergy.place(six, server).gang.tolist() == list(range(6))
 
 
 def test_scattered_gpus_split_a_gang_or_leave_a_local_one_out() -> None:
     """The public code gives up the whole round here."""
     nodes = TuningNodes(np.array([3, 3]), np.array([9.0, 9.0]), np.array([9.0, 9.0]))
     known = Profiles(np.array([1.0]), np.array([1.0]), np.ones((1, 1, 1)))
-    assert synergy_tune.place(gangs([4, 1], [0, 0], known), nodes).gang.tolist() == [0, 0, 1]
-    assert synergy_tune.place(gangs([4, 1], [0, 0], known, is_local=[True, True]), nodes).gang.tolist() == [1]
+    assert synergy.place(gangs([4, 1], [0, 0], known), nodes).gang.tolist() == [0, 0, 1]
+    assert synergy.place(gangs([4, 1], [0, 0], known, is_local=[True, True]), nodes).gang.tolist() == [1]
 
 
 @settings(max_examples=60)
@@ -351,7 +351,7 @@ def test_a_nodes_best_choice_is_the_best_of_all(choices: list[Choices], cores: i
 def test_gangs_on_one_node_each_are_tuned_as_well_as_can_be(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     whole = gangs(of_round.gpus, of_round.profile, of_round.profiles, is_local=[True] * len(of_round))
-    placed = synergy_tune.place(whole, nodes)
+    placed = synergy.place(whole, nodes)
     floor = proportional_rates(whole, nodes, placed)
     running = np.unique(placed.gang)
     found = rates(whole, exact.tune(whole, nodes, placed))
@@ -399,8 +399,8 @@ def test_no_packing_beats_the_bound(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     of_round = of_round.take(runnable(of_round, nodes))
     of_round = gangs(of_round.gpus, of_round.profile, of_round.profiles)
-    bound = synergy_opt.upper_bound(of_round, nodes)
-    for place in (synergy_tune.place, synergy_opt.place, exact.place):
+    bound = synergy.upper_bound(of_round, nodes)
+    for place in (synergy.place, synergy.place_optimally, exact.place):
         placed = place(of_round, nodes)
         assert relative(of_round, nodes, placed).sum() <= bound * (1 + 1e-6) + 1e-9
 
@@ -415,9 +415,9 @@ def shares_of_bound(split: tuple[float, float, float], sizes: dict[int, float]) 
     nodes = servers(16)
     for seed in range(5):
         of_round = drawn(seed, 128, split, sizes)
-        bound = synergy_opt.upper_bound(of_round, nodes)
+        bound = synergy.upper_bound(of_round, nodes)
         found["proportional"].append(len(of_round) / bound)
-        for name, place in (("tune", synergy_tune.place), ("opt", synergy_opt.place), ("exact", exact.place)):
+        for name, place in (("tune", synergy.place), ("opt", synergy.place_optimally), ("exact", exact.place)):
             found[name].append(float(relative(of_round, nodes, place(of_round, nodes)).sum()) / bound)
     return {name: float(np.mean(values)) for name, values in found.items()}
 
@@ -450,22 +450,22 @@ def test_gangs_of_many_kinds_are_placed_by_their_demands_nearly_as_well() -> Non
     of_round = gangs(like.gpus, range(300), Profiles(SYNERGY.cores, SYNERGY.memory_bytes, table))
     placed = exact.place(of_round, nodes)
     assert_fits(placed, of_round, nodes)
-    bound = synergy_opt.upper_bound(of_round, nodes)
+    bound = synergy.upper_bound(of_round, nodes)
     assert relative(of_round, nodes, placed).sum() >= 0.95 * bound
 
 
 def test_opt_refuses_what_it_could_not_solve() -> None:
     with pytest.raises(ValueError, match="use synergy-tune"):
-        synergy_opt.place(drawn(0, 1000, SPLITS[0], SINGLE), servers(1000))
+        synergy.place_optimally(drawn(0, 1000, SPLITS[0], SINGLE), servers(1000))
 
 
 @settings(max_examples=50)
 @given(clusters())
 def test_an_empty_round_needs_nothing(nodes: TuningNodes) -> None:
     empty = gangs([], [], SYNERGY)
-    for place in (synergy_tune.place, synergy_tune.place_greedily, synergy_opt.place, exact.place):
+    for place in (synergy.place, synergy.place_greedily, synergy.place_optimally, exact.place):
         assert len(place(empty, nodes)) == 0
-    assert synergy_opt.upper_bound(empty, nodes) == 0.0
+    assert synergy.upper_bound(empty, nodes) == 0.0
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["idle", "used"])
@@ -481,6 +481,6 @@ def test_four_thousand_gangs_on_sixteen_thousand_nodes_take_seconds(is_used: boo
         left = [random.uniform(0.0, amounts) for amounts in (nodes.cores, nodes.memory_bytes)]
         nodes = TuningNodes(random.integers(4, 9, 16_000), *left)
     started = time.process_time()
-    placed = synergy_tune.place(of_round, nodes)
+    placed = synergy.place(of_round, nodes)
     assert time.process_time() - started < 15.0
     assert int(placed.gpus.sum()) == (int(nodes.gpus.sum()) if nodes.gpus.sum() < sizes.sum() else int(sizes.sum()))

@@ -19,6 +19,7 @@ from ganger_master.core import (
     elastic,
     ending,
     events,
+    gang_orders,
     heartbeats,
     job_updates,
     moves,
@@ -29,7 +30,6 @@ from ganger_master.core import (
     rollback,
     timeslice_groups,
 )
-from ganger_master.core import gang_orders as orders
 from ganger_master.core.events import Event
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
@@ -133,7 +133,7 @@ def _resize_begun(state: State, event: events.ResizeBegun) -> None:
 def _cores_changed(state: State, event: events.CoresChanged) -> None:
     job = state.jobs[event.number]
     gang = state.gangs[job.epoch]
-    state.put_gang(orders.retune(gang, event.claims, event.repin))
+    state.put_gang(gang_orders.retune(gang, event.claims, event.repin))
     state.put_job(replace(job, revision=job.revision + 1))
     cores = sum(sum(claim.millicores) for claim in event.claims)
     repin = int(event.repin)

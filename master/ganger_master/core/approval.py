@@ -20,8 +20,7 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec import Struct
 
-from ganger_master.core import colocation, retry
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import colocation, gang_orders, retry
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
 from ganger_master.core.queue import Blocked, ReservedPlaces
@@ -170,7 +169,7 @@ def judge(
 
 def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) -> bool:
     parked = state.gangs.get(job.epoch)
-    return parked is not None and orders.same_place(parked.claims, claims)
+    return parked is not None and gang_orders.same_place(parked.claims, claims)
 
 
 def has_place(state: State, job: JobRecord, now: float) -> bool:

@@ -1,7 +1,7 @@
 """Job arrays: submission as one, the limit on members that run at once, and the rule that stops the worse members.
 
 A member is a job like any other. Members beyond the array's limit are held until others end. The values that members
-report at the rungs of the stop rule decide which members are stopped (`core.early_stopping`). All state of an array is
+report at the rungs of the stop rule decide which members are stopped (`core.array_model`). All state of an array is
 in its members.
 """
 
@@ -16,11 +16,20 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
 from ganger_master.core.answers import Refused
-from ganger_master.core.array_members import Template, bytes_of, members_of
-from ganger_master.core.array_model import LOSS, MEMBERS_LIMIT, RUNGS_LIMIT, STEP, Membership, RuleKind, StopRule
-from ganger_master.core.early_stopping import Contender, EarlyStop, judge
+from ganger_master.core.array_model import (
+    LOSS,
+    MEMBERS_LIMIT,
+    RUNGS_LIMIT,
+    STEP,
+    Contender,
+    EarlyStop,
+    Membership,
+    RuleKind,
+    StopRule,
+    judge,
+)
 from ganger_master.core.events import Event
-from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec
+from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec, Template, bytes_of, members_of
 from ganger_master.core.preconditions import find_job
 from ganger_master.core.state import State
 from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of

@@ -12,13 +12,12 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, move_sources, moves, retry
-from ganger_master.core import gang_orders as orders
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core import colocation, ending, gang_orders, moves, retry
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import Act, act_of, is_refused
+from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -57,18 +56,18 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
     )
     if parked is None:
         version = state.next_desired_version
-        state.put_gang(orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
+        state.put_gang(gang_orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
         state.put_job(job)
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)
-    elif orders.same_place(parked.claims, claims) and not move_sources.is_superseded(state, parked):
-        state.put_gang(orders.run(orders.holding(parked, claims), now))
+    elif gang_orders.same_place(parked.claims, claims) and not gang_orders.is_superseded(state, parked):
+        state.put_gang(gang_orders.run(gang_orders.holding(parked, claims), now))
         state.put_job(job)
     elif gpus != parked.devices:
         epoch = begin_with(state, job, parked, claims, level, now)
     else:
         state.put_job(job)
-        epoch = move_sources.go_on_elsewhere(state, job, parked, claims, level, now)
+        epoch = gang_orders.go_on_elsewhere(state, job, parked, claims, level, now)
     if state.unstored.is_kept:
         nodes = " ".join([c.node for c in claims])
         state.history(now, job, "gang_approved", cause, why, epoch=epoch, nodes=nodes, **waited)
@@ -101,7 +100,7 @@ def suspend(
     else:
         # A waiting job waits again once it is parked deeper, or cannot be: no plan parked it.
         waits = job.state is JobState.PENDING
-        state.put_gang(replace(orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
+        state.put_gang(replace(gang_orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     if state.unstored.is_kept:
         state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
@@ -123,19 +122,19 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
     )
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         # Until it is parked nothing is judged: another gang may hold the devices of a part that has ended.
-        back = orders.holding(gang, gang.claims) if orders.has_given_up(gang) else gang
+        back = gang_orders.holding(gang, gang.claims) if gang_orders.has_given_up(gang) else gang
         moves.run_after_all(state, back, now)
         state.put_job(job)
-    elif gang is not None and move_sources.is_superseded(state, gang) and orders.holds_devices(gang):
-        move_sources.go_back(state, job, gang, now, cause)
-    elif gang is not None and not move_sources.is_superseded(state, gang) and _may_run_on(gang):
+    elif gang is not None and gang_orders.is_superseded(state, gang) and gang_orders.holds_devices(gang):
+        gang_orders.go_back(state, job, gang, now, cause)
+    elif gang is not None and not gang_orders.is_superseded(state, gang) and _may_run_on(gang):
         moves.run_after_all(state, gang, now)
         state.put_job(replace(job, state=JobState.HOLDING))
     else:
         if gang is not None and gang.phase is not GangPhase.PARKED:
             # It goes from one level to another, or is the source of a move: its order stands.
             level = gang.rested_level or SuspendLevel.PAUSE
-            state.put_gang(orders.rested(orders.park(gang, level, now, by_plan=False), now))
+            state.put_gang(gang_orders.rested(gang_orders.park(gang, level, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     state.history(now, job, "resume_ordered", cause, **purpose.figures)
 
@@ -180,7 +179,7 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
     if gang.role is _SOURCE:
         # Committed elsewhere: its loss costs nothing unless the new gang fails too.
         if act in (Act.FAIL, Act.SUCCEED):
-            state.put_gang(orders.stop(gang, now))
+            state.put_gang(gang_orders.stop(gang, now))
             return True
         return False
     if act is _STEPPED:
@@ -234,14 +233,14 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
         retry.note_launched(state, gang)
         # What it came from may go now.
         return len(state.gangs.epochs_of[job.number]) > 1
-    return move_sources.reap(state, job, now)
+    return gang_orders.reap(state, job, now)
 
 
 def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:
     if gang.phase is GangPhase.PARKED:
         # At rest already; a destination prepared from it may be ready by now.
         return moves.commit(state, job, now, cause)
-    move_sources.reap(state, job, now)
+    gang_orders.reap(state, job, now)
     level = gang.park_level
     if state.unstored.is_kept:
         step = max([piece.stop_step for piece in gang.pieces])
@@ -250,7 +249,7 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
         by_user = job.state is JobState.SUSPENDED
         becomes = JobState.SUSPENDED if by_user else JobState.PENDING
         return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=not by_user)
-    state.put_gang(orders.rested(gang, now))
+    state.put_gang(gang_orders.rested(gang, now))
     if level is SuspendLevel.OFFLOAD:
         _note_left(state, gang, now)
     if job.state is JobState.SUSPENDED:
@@ -270,7 +269,7 @@ def _end(
 ) -> bool:
     """An attempt whose present gang has come to its end by itself; whether anything may follow from what else the job
     has somewhere. Of nothing nothing follows, so that it becomes that at once."""
-    if orders.is_over(gang) and state.gangs.epochs_of[job.number] == [gang.epoch]:
+    if gang_orders.is_over(gang) and state.gangs.epochs_of[job.number] == [gang.epoch]:
         _forget(state, gang, now)
         ending.complete(state, ending.to_end(job, becomes, now, reason, preempted=preempted), (), now, cause)
         return False
@@ -289,16 +288,16 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     figures = {"level": gang.park_level.name}
     state.history(now, job, "suspend_refused", cause, trouble, epoch=gang.epoch, **figures)
     # What was moved away may never step again, so it stands where it is.
-    back = gang.rested_level or (SuspendLevel.PAUSE if move_sources.is_superseded(state, gang) else SuspendLevel.NONE)
+    back = gang.rested_level or (SuspendLevel.PAUSE if gang_orders.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
     job = retry.after_refused_suspend(job, gang.park_level, trouble)
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
         # It waited where it is parked.
-        state.put_gang(orders.rested(orders.park(gang, back, now, by_plan=False), now))
+        state.put_gang(gang_orders.rested(gang_orders.park(gang, back, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
     elif back is not SuspendLevel.NONE:
-        state.put_gang(orders.park(gang, back, now, gang.parked_by_plan))
+        state.put_gang(gang_orders.park(gang, back, now, gang.parked_by_plan))
         state.put_job(job)
     else:
         moves.run_after_all(state, gang, now)
@@ -326,7 +325,7 @@ def _note_left(state: State, gang: Gang, now: float) -> None:
 
 def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:
     """Return whether a stopped gang has given all back, or its job ends and it need not be stopped."""
-    return orders.holds_nothing(gang) if act is _FORGET else job.ending is not None and orders.is_over(gang)
+    return gang_orders.holds_nothing(gang) if act is _FORGET else job.ending is not None and gang_orders.is_over(gang)
 
 
 def _forget(state: State, gang: Gang, now: float) -> None:
@@ -337,8 +336,8 @@ def _forget(state: State, gang: Gang, now: float) -> None:
 
 def _may_run_on(gang: Gang) -> bool:
     """Return whether a gang that was to stop can run on: it is not parked, or still holds its devices."""
-    is_at_rest = gang.phase is GangPhase.PARKED or orders.has_given_up(gang)
-    return not is_at_rest or orders.holds_devices(gang)
+    is_at_rest = gang.phase is GangPhase.PARKED or gang_orders.has_given_up(gang)
+    return not is_at_rest or gang_orders.holds_devices(gang)
 
 
 def _restore(job: JobRecord) -> Restore:

@@ -18,11 +18,11 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from msgspec.structs import replace
 
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import gang_orders
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Piece
+from ganger_master.core.gang_orders import has_two_worlds
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.state import State
 
 
@@ -39,7 +39,7 @@ def follow(state: State) -> None:
         before = gang.claims
         claims = tuple([_with_arena(claim, bytes_per_device) for claim in before])
         if claims != before and _fits(state, gang, claims):
-            state.put_gang(orders.reserve(gang, claims))
+            state.put_gang(gang_orders.reserve(gang, claims))
             # The next gang is judged by what is left.
             for name in gang.nodes:
                 state.dirty.rows.pop(name, None)
@@ -184,7 +184,7 @@ def leave(state: State, gang: Gang) -> None:
             others = [one.pieces[at].claim.device_mask for one, at in there if one is not other]
             left = own.shared_mask & functools.reduce(operator.or_, others, stray_devices(state, node))
             if left != own.shared_mask:
-                state.put_gang(orders.marked(other, node, left))
+                state.put_gang(gang_orders.marked(other, node, left))
 
 
 def stray_devices(state: State, node: str) -> int:
@@ -222,7 +222,7 @@ def _others_on(state: State, claim: Claim, epoch: int) -> list[tuple[Gang, Piece
 
 
 def _let_in(state: State, gang: Gang, newcomer: Claim, now: float, cause: str) -> None:
-    sharing = orders.let_in(gang, newcomer)
+    sharing = gang_orders.let_in(gang, newcomer)
     if sharing is gang:
         return
     state.put_gang(sharing)

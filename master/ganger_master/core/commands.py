@@ -11,11 +11,10 @@ from ganger.job_state import JobState
 from msgspec import Struct, field
 
 from ganger_master.core.array_model import StopRule
-from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
 from ganger_master.core.node_model import Counters
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import PlanChange, TrialFinding
 
 
 class SubmitJob(Struct, frozen=True, gc=False):

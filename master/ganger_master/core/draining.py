@@ -7,10 +7,10 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 
 from ganger_master.core import approval, attempts, moves
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.state import State
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.

@@ -18,14 +18,13 @@ from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import gang_orders as orders
-from ganger_master.core import move_sources
+from ganger_master.core import gang_orders
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import judge_change, rules
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.preconditions import busy, not_running
 from ganger_master.core.state import State
 
@@ -81,7 +80,7 @@ def begin_resize(
     state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     if source.phase is not GangPhase.PARKED:
         if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
-            source = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+            source = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
     state.history(now, job, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
@@ -98,7 +97,7 @@ def begin_with(
         parked_epoch=source.epoch, step=source.stop_step, alone=alone, peak_device_bytes=job.peak_device_bytes
     )
     version = state.next_desired_version
-    gang = orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
+    gang = gang_orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
     taken = taken_by(source, claims)
     pieces = tuple([replace(piece, held=held) for piece, held in zip(gang.pieces, taken, strict=True)])
     state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces))
@@ -121,7 +120,7 @@ def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:
     taken = _Taken()
     if job.epoch in [gang.epoch for gang in worlds]:
         # A single world holds its own pieces, and its cores may be shared by time-sliced gangs.
-        changed = move_sources.has_two_worlds(state, job.number) and _hold(state, state.gangs[job.epoch], taken)
+        changed = gang_orders.has_two_worlds(state, job.number) and _hold(state, state.gangs[job.epoch], taken)
         taken.present = {piece.claim.node: piece.held for piece in state.gangs[job.epoch].pieces}
     for gang in sorted(worlds, key=lambda gang: (gang.epoch != job.next_epoch, gang.epoch)):
         if gang.epoch != job.epoch:
@@ -187,7 +186,7 @@ def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
     if piece.gone or piece.held is None:
         return piece
     rests = gang.rested_level is SuspendLevel.OFFLOAD
-    wanted = orders.kept_offloaded(piece) if rests else piece.claim
+    wanted = gang_orders.kept_offloaded(piece) if rests else piece.claim
     return replace(piece, held=beside(wanted, taken))
 
 

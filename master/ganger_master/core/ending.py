@@ -13,12 +13,10 @@ from typing import Final
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import checkpoints, move_sources, retry
-from ganger_master.core import gang_orders as orders
-from ganger_master.core.array_members import members_of
+from ganger_master.core import gang_orders, retry
 from ganger_master.core.array_model import LOSS, Membership
 from ganger_master.core.gang_model import Gang, GangRole, Outcome, OutcomeKind
-from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, Request, SuspendLevel
+from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, Request, SuspendLevel, members_of
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.state import State
 
@@ -96,8 +94,8 @@ def end(
     if job.ending is not None and job.ending.is_finished:
         return
     for gang in state.gangs.of_job(number):
-        if not orders.is_over(gang):
-            state.put_gang(orders.stop(gang, now, checkpoint_first))
+        if not gang_orders.is_over(gang):
+            state.put_gang(gang_orders.stop(gang, now, checkpoint_first))
     state.put_job(to_end(job, becomes, now, reason, failure, preempted))
 
 
@@ -124,8 +122,8 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
     becomes = job.ending
     assert becomes is not None
     source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)
-    if source is not None and (becomes.is_finished or not move_sources.is_usable(source)):
-        state.put_gang(orders.stop(source, now))
+    if source is not None and (becomes.is_finished or not gang_orders.is_usable(source)):
+        state.put_gang(gang_orders.stop(source, now))
         return
     job = replace(
         job,
@@ -144,9 +142,9 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
         _finish(state, job, now, cause)
     elif becomes is JobState.SUSPENDED:
         _rest_after_failure(state, job, source, now)
-    elif source is not None and orders.holds_devices(source):
+    elif source is not None and gang_orders.holds_devices(source):
         state.put_job(job)
-        move_sources.go_back(state, job, state.gangs[source.epoch], now, cause)
+        gang_orders.go_back(state, job, state.gangs[source.epoch], now, cause)
     else:
         state.put_job(replace(job, pending_since=now))
         state.history(now, job, "job_pending", cause, job.reason)
@@ -201,7 +199,7 @@ def _fall_back(
     earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
     trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
     passed_over = (*job.unreadable, newest.path)
-    left = checkpoints.usable(outcome.checkpoints, gang.epoch, passed_over)
+    left = retry.usable(outcome.checkpoints, gang.epoch, passed_over)
     before = left[0] if left else job.checkpoint_before
     figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
     state.history(now, job, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
@@ -211,7 +209,7 @@ def _fall_back(
         return
     second = left[1] if len(left) > 1 else None
     state.put_job(replace(job, checkpoint=before, checkpoint_before=second, unreadable=passed_over, trouble=trouble))
-    if checkpoints.is_newer(before, newest):
+    if retry.is_newer(before, newest):
         state.history(now, job, "checkpoint_complete", f"epoch:{gang.epoch}", step=before.step)
     requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
 
@@ -219,17 +217,17 @@ def _fall_back(
 def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: float) -> bool:
     """Storage has a newer checkpoint than the master knew of, written while its node was cut off: start from that.
     Returns whether that is so by what is known here."""
-    left = checkpoints.usable(outcome.checkpoints, gang.epoch, job.unreadable)
-    if not left or not checkpoints.is_newer(left[0], job.checkpoint):
+    left = retry.usable(outcome.checkpoints, gang.epoch, job.unreadable)
+    if not left or not retry.is_newer(left[0], job.checkpoint):
         return False
-    job = checkpoints.record(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
+    job = retry.record(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
     requeue(state, job, now, outcome.message)
     return True
 
 
 def requeue(state: State, job: JobRecord, now: float, reason: str) -> None:
     """Stop all gangs but a parked source; then the job waits again, or stays suspended if its user wanted that."""
-    sources = [gang for gang in state.gangs.of_job(job.number) if move_sources.is_usable(gang)]
+    sources = [gang for gang in state.gangs.of_job(job.number) if gang_orders.is_usable(gang)]
     becomes = JobState.SUSPENDED if job.state is JobState.SUSPENDED else JobState.PENDING
     end(state, job.number, becomes, now, reason)
     for source in sources:
@@ -240,7 +238,7 @@ def _rest_after_failure(state: State, job: JobRecord, source: Gang | None, now: 
     """Keep a failed job suspended: on the parked source of its failed move, else on storage."""
     level = SuspendLevel.CHECKPOINT if source is None else SuspendLevel.OFFLOAD
     if source is not None:
-        state.put_gang(orders.park(state.gangs[source.epoch], level, now, by_plan=False))
+        state.put_gang(gang_orders.park(state.gangs[source.epoch], level, now, by_plan=False))
     rests = SuspendLevel.NONE if source is not None else level
     state.put_job(replace(job, suspended_level=rests))
 

@@ -9,9 +9,9 @@ from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec import Struct
 
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose, TrialFinding
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
+from ganger_master.core.plan_changes import NO_PURPOSE, Purpose, TrialFinding
 
 
 class JobSubmitted(Struct, frozen=True, gc=False):

@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from ganger_master.core import approval, draining, heartbeats, retry
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
-from ganger_master.core.change_reason import Purpose
 from ganger_master.core.colocation import holders_on
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.node_model import Node, NodeState
+from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.reservations import NOTHING, Protected, trespass

@@ -8,8 +8,8 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 
 
 class GangPhase(StrEnum):

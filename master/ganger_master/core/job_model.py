@@ -2,11 +2,17 @@
 
 Times are Unix seconds, memory is bytes, cores are millicores, node and job names are bare ("n1", number 7): the wire's
 "nodes/n1" and "jobs/7" are made by the rpc layer. `msgspec.json` encodes and decodes every value without hooks.
+
+The members of a job array share one stored description. That of a member, with its parameters put in, is made when it
+is shown or sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import IntEnum, StrEnum
 from typing import Final
 
@@ -15,7 +21,7 @@ from ganger.job_state import JobState
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from ganger_master.core.array_model import Membership
+from ganger_master.core.array_model import MEMBERS_LIMIT, Membership
 
 
 class SuspendLevel(IntEnum):
@@ -346,3 +352,77 @@ class Request(Struct, frozen=True, gc=False):
     # When the job was submitted, and its user: each user has ids of its own.
     time: float
     user: str = ""
+
+
+def members_of(jobs: Mapping[int, JobRecord], array: int) -> list[JobRecord]:
+    """Those that are kept, in their order; empty if there is no such array, or none any more."""
+    found: list[JobRecord] = []
+    end = array + 1 + MEMBERS_LIMIT
+    number = array + 1
+    while number < end:
+        job = jobs.get(number)
+        if job is not None:
+            membership = job.spec.array
+            if membership is None or membership.array != array:
+                break
+            end = array + 1 + membership.size
+            found.append(job)
+        number += 1
+    return found
+
+
+_PLACE: Final = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class Template:
+    """A command with {NAME} in it, parsed once: the length of a member's command follows without building it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._length = sum(map(bytes_of, command))
+        self._places = Counter(name for word in command for name in _PLACE.findall(word))
+        self.places = self._places.total()
+        # Whether the first word has text of its own; else it is made of these parameters alone.
+        program = command[0] if command else ""
+        self._has_program = bool(_PLACE.sub("", program))
+        self._program_names = frozenset(_PLACE.findall(program))
+
+    def length(self, index: int, parameters: Mapping[str, str]) -> int:
+        """Return the bytes of the member's command."""
+        length = self._length
+        for name, text in (("index", str(index)), *parameters.items()):
+            count = self._places.get(name, 0)
+            if count:
+                length += count * (bytes_of(text) - bytes_of(name) - len("{}"))
+        return length
+
+    def has_program(self, index: int, parameters: Mapping[str, str]) -> bool:
+        """Return whether the member's first word is not empty."""
+        given = {"index": str(index), **parameters}
+        return self._has_program or any(given.get(name, name) for name in self._program_names)
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes of a text on the wire and on disk."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
+def resolved(spec: JobSpec) -> JobSpec:
+    """{NAME} and {index} replaced in the words of the command, all of it in the environment; any other job as it is."""
+    array = spec.array
+    if array is None:
+        return spec
+    given = {"index": str(array.index), **array.parameters}
+
+    def filled(found: re.Match[str]) -> str:
+        # Other braces are the program's own.
+        return given.get(found.group(1), found.group())
+
+    variables = {
+        "GANGER_ARRAY": str(array.array),
+        "GANGER_ARRAY_INDEX": str(array.index),
+        "GANGER_ARRAY_SIZE": str(array.size),
+        "GANGER_ARRAY_PARAMETERS": json.dumps(array.parameters),
+        **{f"GANGER_ARRAY_{name}": text for name, text in array.parameters.items()},
+    }
+    command = tuple([_PLACE.sub(filled, word) for word in spec.command])
+    return replace(spec, command=command, environment={**spec.environment, **variables})

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events, retry
 from ganger_master.core.answers import Refused
-from ganger_master.core.array_members import members_of
 from ganger_master.core.arrays import no_array
 from ganger_master.core.events import Event
-from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated
+from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, members_of
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes

@@ -8,13 +8,12 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import ending, move_sources, retry
-from ganger_master.core import gang_orders as orders
-from ganger_master.core.change_reason import NO_PURPOSE, Purpose
+from ganger_master.core import ending, gang_orders, retry
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece
+from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
-from ganger_master.core.move_sources import can_go_back
+from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 
@@ -32,7 +31,7 @@ def begin(
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
         state.put_gang(replace(source, phase=GangPhase.MOVING))
-    epoch = move_sources.go_on_elsewhere(state, job, source, claims, level, now, purpose)
+    epoch = gang_orders.go_on_elsewhere(state, job, source, claims, level, now, purpose)
     nodes = " ".join(c.node for c in claims)
     state.history(now, job, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch
@@ -78,10 +77,10 @@ def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
     if source.intent is not GangIntent.RUN:
         return False
     if source.node_set:
-        parked = orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
+        parked = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(parked, phase=GangPhase.MOVING))
     else:
-        state.put_gang(orders.hand_over(source))
+        state.put_gang(gang_orders.hand_over(source))
     return True
 
 
@@ -108,7 +107,7 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
         # It has not reported yet which state it has.
         return False
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
-    state.put_gang(orders.run(destination, now))
+    state.put_gang(gang_orders.run(destination, now))
     gpus = destination.devices
     state.put_job(
         replace(
@@ -129,7 +128,7 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
     """Give a move up before its commit: the destination stops; the source runs on, or stays parked as its job waits."""
     source, destination = state.gangs[job.epoch], state.gangs[job.next_epoch]
     trouble = why or next((piece.trouble for piece in gang.pieces if piece.trouble), "") or bad_outcome(gang).message
-    state.put_gang(orders.stop(destination, now))
+    state.put_gang(gang_orders.stop(destination, now))
     job = replace(
         job,
         next_epoch=0,
@@ -138,7 +137,7 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
         trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
     )
     job = retry.after_failed_move(job, gang, trouble)
-    if can_go_back(source) and not move_sources.is_superseded(state, source):
+    if can_go_back(source) and not gang_orders.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         if source.intent is GangIntent.RUN:
             state.put_gang(replace(source, phase=phase))
@@ -172,7 +171,7 @@ def pause(state: State, gang: Gang, now: float) -> float:
 
 
 def run_after_all(state: State, gang: Gang, now: float) -> None:
-    state.put_gang(orders.run(gang, now))
+    state.put_gang(gang_orders.run(gang, now))
     node_set = state.gangs.sets.get(state.gangs.set_of.get(gang.epoch, 0))
     if node_set is None or len(gang.pieces) == 1 or gang.epoch not in node_set.newest.epochs:
         return

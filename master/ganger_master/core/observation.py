@@ -8,8 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, checkpoints, quarantine
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import arrays, gang_orders, quarantine, retry
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
@@ -182,7 +181,7 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
     gang = _with_piece(gang, fresh)
     if observed.master_sequence > gang.master_sequence and not fresh.gone:
         # An order that a restored database does not contain. The gang obeys only a later one.
-        gang = orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))
+        gang = gang_orders.begin_anew(replace(gang, master_sequence=observed.master_sequence))
     state.put_gang(gang)
     if fresh.trouble and not piece.trouble and not fresh.gone and gang.intent is GangIntent.RUN:
         node = piece.claim.node
@@ -253,8 +252,8 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     # It would be the newest for ever.
     if checkpoint.epoch > observed.epoch:
         return
-    if checkpoints.is_newer(checkpoint, job.checkpoint):
-        checkpoints.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
+    if retry.is_newer(checkpoint, job.checkpoint):
+        retry.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 
 
 def _is_further(one: JobProgress, other: JobProgress | None) -> bool:

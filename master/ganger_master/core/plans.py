@@ -11,8 +11,7 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 
-from ganger_master.core import answers, commands, events
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import answers, commands, events, gang_orders
 from ganger_master.core.answers import Answer, Refused
 from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory
 from ganger_master.core.colocation import per_device
@@ -273,7 +272,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
     match event:
         case events.GangApproved(number=number, claims=claims) | events.StartOffered(number=number, claims=claims):
             parked = state.gangs.get(state.jobs[number].epoch)
-            if parked is None or not orders.same_place(parked.claims, claims):
+            if parked is None or not gang_orders.same_place(parked.claims, claims):
                 return (), claims
             return tuple(piece.held for piece in parked.pieces if piece.held is not None), claims
         case events.MoveBegun(claims=claims):
@@ -284,7 +283,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return state.gangs[state.jobs[number].epoch].claims, claims
         case events.JobResumed(number=number):
             gang = state.gangs[state.jobs[number].epoch]
-            if not orders.has_given_up(gang):
+            if not gang_orders.has_given_up(gang):
                 # It has given nothing up; it may hold its share of a time-slice group.
                 return (), ()
             return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
@@ -412,7 +411,7 @@ def _judge_resume(
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.park_level is SuspendLevel.CHECKPOINT or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
-    if gang.phase is GangPhase.PARKED or orders.has_given_up(gang):
+    if gang.phase is GangPhase.PARKED or gang_orders.has_given_up(gang):
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
         arena = per_device(gang)
         refusals = judge_change(state, job, gang.claims, held, retune=True, arena=arena, agreed_only=True)

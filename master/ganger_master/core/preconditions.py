@@ -9,10 +9,9 @@ from ganger.job_state import JobState
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import find_place, judge_change
-from ganger_master.core.array_members import members_of
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
-from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.state import State
 

@@ -13,8 +13,7 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import commands, events
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import commands, events, gang_orders
 from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
 from ganger_master.core.approval import level_of
 from ganger_master.core.colocation import holders_on, kept_of
@@ -374,13 +373,13 @@ def _built(
             stop_sequence=newest.stop_sequence or newest.master_sequence,
         )
         rests = all(part.phase is ObservedPhase.PARKED and part.level >= newest.level for part in parts)
-        gang = orders.rested(parked, now) if rests and len({part.stop_step for part in parts}) == 1 else parked
+        gang = gang_orders.rested(parked, now) if rests and len({part.stop_step for part in parts}) == 1 else parked
     elif newest.intent is GangIntent.HAND_OVER:
         # The move it is the source of is not committed: it runs on.
-        gang = orders.run(gang, now)
+        gang = gang_orders.run(gang, now)
     if len({_order_of(part).master_sequence for part in parts}) > 1:
         # Some nodes have not received the newest order: send it to all.
-        gang = orders.begin_anew(gang)
+        gang = gang_orders.begin_anew(gang)
     return gang
 
 

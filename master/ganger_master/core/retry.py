@@ -1,4 +1,5 @@
-"""Retries: failed launches and attempts, the backoff after them, time limits, and levels that a job no longer offers.
+"""Retries: failed launches and attempts, the backoff after them, time limits, levels that a job no longer offers, and
+the checkpoints that it may start from.
 
 A node that could not launch a gang, by no fault of the command, is closed to that job, so that one bad node does not
 use up all its attempts. It opens when any gang has run there, its daemon begins a new session or an operator uncordons
@@ -12,7 +13,7 @@ once is withdrawn: the next attempt would fail too, and end the job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -22,7 +23,7 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, OutcomeKind, Piece
-from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
+from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -182,3 +183,37 @@ def after_refused_suspend(job: JobRecord, level: SuspendLevel, trouble: str) -> 
 
 def _without(job: JobRecord, names: tuple[str, ...], why: str) -> JobRecord:
     return replace(job, capabilities=job.capabilities.without(dict.fromkeys(names, why)))
+
+
+# After so many unreadable checkpoints in a row, a job is given no other one.
+UNREADABLE_MOST: Final = 16
+
+
+def is_newer(one: Checkpoint, other: Checkpoint | None) -> bool:
+    """Return whether `one` is newer than `other`. The later epoch counts first, then the step: an attempt may have had
+    to start from before a damaged checkpoint."""
+    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
+
+
+def record(
+    state: State, job: JobRecord, checkpoint: Checkpoint, now: float, cause: str, before: Checkpoint | None = None
+) -> JobRecord:
+    """Record a complete checkpoint that is newer than the known one. `before`: the one to fall back to; by default the
+    known one. Return the changed job."""
+    unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
+    job = replace(
+        job, checkpoint=checkpoint, checkpoint_before=before or job.checkpoint, unreadable=unreadable, trouble=""
+    )
+    state.put_job(job)
+    state.history(now, job, "checkpoint_complete", cause, step=checkpoint.step)
+    return job
+
+
+def usable(found: Iterable[Checkpoint], epoch: int, unreadable: Collection[str]) -> list[Checkpoint]:
+    """Return the checkpoints that an attempt of this epoch may start from, the newest first.
+
+    `found`: those that a daemon found on storage. `unreadable`: paths that are known to be unreadable."""
+    if len(unreadable) >= UNREADABLE_MOST:
+        return []
+    earlier = [one for one in found if one.epoch < epoch and one.path not in unreadable]
+    return sorted(earlier, key=lambda one: (one.epoch, one.step), reverse=True)

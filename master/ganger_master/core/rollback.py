@@ -16,8 +16,7 @@ from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import checkpoints, commands, ending, events, observation, quarantine
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import commands, ending, events, gang_orders, observation, quarantine, retry
 from ganger_master.core.answers import Answer, Done, Refused
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, RecordedEnd
 from ganger_master.core.desired_state import undescribed
@@ -399,8 +398,8 @@ def _note_checkpoints(
         known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
         known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
         newest = max([one for one in known if one is not None], key=lambda one: (one.epoch, one.step), default=None)
-        if newest is not None and checkpoints.is_newer(newest, job.checkpoint):
-            checkpoints.record(state, job, newest, now, f"epoch:{newest.epoch}")
+        if newest is not None and retry.is_newer(newest, job.checkpoint):
+            retry.record(state, job, newest, now, f"epoch:{newest.epoch}")
 
 
 def _forget_changed_sets(
@@ -462,10 +461,10 @@ def _release_gangs(
                 master_sequence=sequence,
                 pieces=tuple([_vacated(piece, there, reports) for piece in gang.pieces]),
             )
-            if all(piece.gone for piece in left.pieces) and orders.holds_nothing(left):
+            if all(piece.gone for piece in left.pieces) and gang_orders.holds_nothing(left):
                 state.forget_gang(gang.epoch)
             else:
-                state.put_gang(orders.stop(left, now))
+                state.put_gang(gang_orders.stop(left, now))
         if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
             kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, AdoptVerdict) else 0
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))

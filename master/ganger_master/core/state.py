@@ -18,14 +18,12 @@ from msgspec.structs import replace
 from ganger_master.core.commands import Observe, ObservedRows, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_index import GangIndex
 from ganger_master.core.gang_model import Gang, NodeSet
-from ganger_master.core.job_index import JobIndex
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_index import NodeIndex, row_of
 from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, row_of
 from ganger_master.policies import Places, policy_named
 
 
@@ -444,7 +442,8 @@ class State:
 
 
 def _is_other_row(old: Node, node: Node) -> bool:
-    """Return whether a change of a node affects its free pieces (`node_index.row_of`), besides what its gangs hold."""
+    """Return whether a change of a node affects its free pieces (`state_indexes.row_of`), besides what its gangs
+    hold."""
     return (
         old.takes_gangs != node.takes_gangs
         or old.strays != node.strays

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from ganger.cluster.placement import impossible
 
 from ganger_master.core.answers import Refused
-from ganger_master.core.array_members import bytes_of
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core.job_model import JobSpec, bytes_of
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 

@@ -18,14 +18,13 @@ from ganger.cluster.topology import bits
 from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
 
-from ganger_master.core import approval, colocation, events, move_sources, timeslice_groups
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import approval, colocation, events, gang_orders, timeslice_groups
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.elastic import shape_for
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, NodeSet
+from ganger_master.core.gang_orders import has_two_worlds
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.move_sources import has_two_worlds
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.preconditions import unfinished
@@ -318,7 +317,7 @@ def _running(state: State, change: SliceChange, job: JobRecord, gang: Gang | Non
         _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
     if has_two_worlds(state, job.number):
         _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
-    if change.claims and not orders.same_place(change.claims, gang.claims):
+    if change.claims and not gang_orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
     of = state.gangs.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):
@@ -330,9 +329,9 @@ def _resting(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> _
     """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
         _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
-    if change.claims and not orders.same_place(change.claims, gang.claims):
+    if change.claims and not gang_orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
-    if move_sources.is_superseded(state, gang):
+    if gang_orders.is_superseded(state, gang):
         _refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
     claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
     return _Member(change, job, gang, claims, gang.level, rests=True)

@@ -17,8 +17,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, colocation, ending, moves, placement_leases
-from ganger_master.core import gang_orders as orders
+from ganger_master.core import attempts, colocation, ending, gang_orders, moves, placement_leases
 from ganger_master.core.commands import ObservedRows
 from ganger_master.core.events import RowsChanged
 from ganger_master.core.gang_model import Gang, GangIntent, Matrix, NodeSet, Piece
@@ -100,7 +99,7 @@ def _alone(state: State, gang: Gang) -> Gang:
     """Return the gang without marks of shared devices, except devices that a quarantined gang holds."""
     for piece in gang.pieces:
         node = piece.claim.node
-        gang = orders.marked(gang, node, piece.claim.shared_mask & colocation.stray_devices(state, node))
+        gang = gang_orders.marked(gang, node, piece.claim.shared_mask & colocation.stray_devices(state, node))
     return gang
 
 
@@ -297,7 +296,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
         pieces = tuple([replace(piece, held=piece.claim) if _on_devices(piece) else piece for piece in gang.pieces])
         gang = replace(gang, pieces=pieces, node_set=0)
         # A gang that is being prepared has taken part in no slice switch.
-        state.put_gang(gang if gang.intent is GangIntent.PREPARE else orders.begin_anew(gang))
+        state.put_gang(gang if gang.intent is GangIntent.PREPARE else gang_orders.begin_anew(gang))
         job = state.jobs[gang.job]
         state.put_job(replace(job, revision=job.revision + 1))
         state.history(now, job, "turns_ended", cause, node_set=node_set.number)

@@ -13,8 +13,7 @@ from typing import Final
 
 from ganger.job_state import JobState
 
-from ganger_master.core.array_members import bytes_of
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord, JobSpec, bytes_of
 
 # Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024

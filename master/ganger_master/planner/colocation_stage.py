@@ -20,11 +20,10 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.gang_model import GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import MoveChange, PlanChange
+from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, TrialFinding
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.job_table import LiveTable

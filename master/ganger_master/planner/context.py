@@ -17,11 +17,10 @@ from ganger.cluster.view import View
 from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer
-from ganger_master.core.change_reason import TrialFinding
 from ganger_master.core.commands import LINE_LIMIT, Promise
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import PlanChange, TrialFinding
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import NOTHING_TO_DO, PlanDraft
 from ganger_master.planner.plan_pace import PlanPace

@@ -8,7 +8,7 @@ size changes the rate, but hardly how it depends on cores. The inherited curve i
 job itself, and its points are replaced one by one.
 
 Probes are chosen by optimal experiment design (`estimators.cpu_design`) among the job's cores and the free cores of its
-nodes. The windows of a probe are compared with those just before it, as for every trial (`policies.trial_test`). A gain
+nodes. The windows of a probe are compared with those just before it, as for every trial (`policies.trials`). A gain
 or loss below significance counts as none: the curve is flat there, and the tuning takes back the cores that gain
 nothing. So the tuning keeps or reverts each change, by what was measured.
 """
@@ -30,13 +30,11 @@ from ganger.job_state import JobState
 
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, sweet_point_bracket
-from ganger_master.estimators.cpu_design import next_probe
+from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, next_probe, sweet_point_bracket
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.job_facts import Integers
-from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
-from ganger_master.policies.tunings import Profiles
-from ganger_master.policies.tunings.demand import NOTHING, Known
+from ganger_master.policies.trials import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
+from ganger_master.policies.tunings import NOTHING, Known, Profiles
 
 # A relative deviation above this from a measured or predicted rate shows that the job has changed, or differs from the
 # earlier jobs of its series.

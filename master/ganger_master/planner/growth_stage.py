@@ -19,20 +19,18 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, ResizeChange
+from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResizeChange, TrialFinding
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
+from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
     from ganger_master.planner.speeds import SpeedSource

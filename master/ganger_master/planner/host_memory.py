@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import Goal, PlanChange, Purpose
 from ganger_master.planner.migration_plans import park
 from ganger_master.planner.packs import is_settled
 

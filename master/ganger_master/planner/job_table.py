@@ -21,9 +21,8 @@ from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.retry import is_backing_off
 from ganger_master.planner.device_groups import Mates, mates_of
 from ganger_master.planner.quotas import QuotaUse
-from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers
+from ganger_master.policies.job_facts import NO_HISTORY, Facts, Flags, Floats, Integers, ServiceHistory
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.service_history import NO_HISTORY, ServiceHistory
 
 if TYPE_CHECKING:
     from ganger_master.estimators.run_time import ServiceMemory

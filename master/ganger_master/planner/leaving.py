@@ -16,10 +16,9 @@ from typing import Final, TypeAlias
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, ResumeChange
+from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResumeChange
 from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free

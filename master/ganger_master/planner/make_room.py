@@ -16,11 +16,10 @@ from ganger.cluster.resources import GangShape
 from ganger.cluster.search import widest_now
 from msgspec.structs import replace as replace_of
 
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.plan_changes import StartChange
+from ganger_master.core.plan_changes import Goal, StartChange
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MakeRoomLook, MigrationContext
 from ganger_master.planner.migration_plans import MigrationPlan, is_waiting
 from ganger_master.planner.plan import PlanDraft

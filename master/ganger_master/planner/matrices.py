@@ -25,14 +25,22 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from msgspec import structs
 
-from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import MoveChange, PlanChange, ResumeChange, SliceChange, StartChange
+from ganger_master.core.plan_changes import (
+    NO_PURPOSE,
+    Goal,
+    MoveChange,
+    PlanChange,
+    Purpose,
+    ResumeChange,
+    SliceChange,
+    StartChange,
+)
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.host_memory import Shortage, make_room
 from ganger_master.planner.job_table import LiveTable

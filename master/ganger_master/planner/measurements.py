@@ -27,7 +27,7 @@ from ganger_master.planner.packs import JobRates
 from ganger_master.planner.rate_registry import AttainedService
 from ganger_master.planner.speeds import SpeedsByGpus, SpeedSource
 from ganger_master.policies.optimus_sizes import Believed
-from ganger_master.policies.tunings.demand import Known
+from ganger_master.policies.tunings import Known
 
 
 @dataclass(frozen=True, slots=True)

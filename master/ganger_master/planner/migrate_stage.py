@@ -18,11 +18,18 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
 
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import MoveChange, ResumeChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import (
+    Goal,
+    MoveChange,
+    Purpose,
+    ResumeChange,
+    StartChange,
+    SuspendChange,
+    TrialFinding,
+)
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import MakeRoomSearch

@@ -14,13 +14,12 @@ from ganger.cluster.capacity_index import Claims, Trial
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Promise
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import PlanChange
+from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.planner.job_table import LiveTable, is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes, NoRates, RateSource
 from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of

@@ -17,16 +17,15 @@ from ganger.cluster.capacity_index import Claims
 from ganger.cluster.fit import gang_level
 from ganger.cluster.view import View
 
-from ganger_master.core.change_reason import Goal, TrialFinding
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord
-from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.core.plan_changes import Goal, TrialFinding
+from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.migration_choice import MigrationReason, Tried, tried, verdict, worth_going_back
-from ganger_master.policies.trial_test import FIRST_WINDOWS, TrialRates, TrialVerdict
+from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 # A migration without a verdict by then gets none.
 _LONGEST_S: Final = 3600.0

@@ -17,11 +17,10 @@ from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.plan_changes import MoveChange, PlanChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
 
 # A plan that is not done by then is given up; the master waits as long for one move.

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.fitting import NOT_FITTED
-from ganger_master.estimators.locality import LocalityModel
+from ganger_master.estimators.slowdown import LocalityModel
 from ganger_master.planner.job_table import is_shared
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
@@ -36,7 +36,7 @@ from ganger_master.policies.migration_choice import (
     rested_s,
     unpacked,
 )
-from ganger_master.policies.trial_test import DOUBT, FIRST_WINDOWS, TrialRates, normalised
+from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
 # Seconds between two searches for gangs that are spread too far.
 CLOSER_S: Final = 30.0

@@ -34,11 +34,10 @@ from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, ResizeChange, StartChange, SuspendChange
+from ganger_master.core.plan_changes import Goal, PlanChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.in_place_resize import (
     NOTHING_UNDER_WAY,
     Resizing,
@@ -57,9 +56,8 @@ from ganger_master.planner.terms import PassTerms, held_of
 from ganger_master.planner.wanting import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
 from ganger_master.policies.optimus_sizes import Believed
-from ganger_master.policies.orders import JobOrder, ranked
+from ganger_master.policies.orders import JobOrder, guarded, ranked
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.selection import guarded
 
 
 def plan_optimus(

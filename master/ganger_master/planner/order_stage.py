@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked, ranks
-from ganger_master.policies.selection import guarded, selected
-from ganger_master.policies.sorting import behind, sorted_by
+from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, behind, sorted_by
+from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked, ranks, selected
 
 # Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
 _FEW = 4

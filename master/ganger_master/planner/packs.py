@@ -22,16 +22,22 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from msgspec import structs
 
-from ganger_master.core.change_reason import Goal, Purpose, TrialFinding
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import CoresChange, MoveChange, PlanChange, SuspendChange
-from ganger_master.estimators.interference import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.core.plan_changes import (
+    CoresChange,
+    Goal,
+    MoveChange,
+    PlanChange,
+    Purpose,
+    SuspendChange,
+    TrialFinding,
+)
+from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.device_groups import as_held, fits_beside, shares_all, takes_turns
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
     Berth,
@@ -44,7 +50,7 @@ from ganger_master.policies.colocation_choice import (
     verdict,
 )
 from ganger_master.policies.timeslice_fairness import Seat
-from ganger_master.policies.trial_test import FIRST_WINDOWS, Judged, TrialRates, TrialVerdict, normalised
+from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
 
 # One of so many devices at most is in a trial at once.
 _DEVICES_PER_TRIAL: Final = 8

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     # Modules of special passes load only for their policies: the import takes longer than many passes.
 
     from ganger_master.planner.in_place_resize import Resizing
-    from ganger_master.policies.tunings.demand import Known
+    from ganger_master.policies.tunings import Known
 
 
 class OrderStage:
@@ -65,7 +65,7 @@ class OrderStage:
         if tuning is None or not (places and may_stop and isinstance(context.pace, RoundPace)):
             return None
         from ganger_master.planner.synergy_round import plan_packed
-        from ganger_master.policies.tunings.demand import NOTHING
+        from ganger_master.policies.tunings import NOTHING
 
         # A job that a round preempted may rank before others now, but a round preempts only once.
         may_stop, self._packed_at_s = self._packed_at_s != now, now
@@ -170,7 +170,7 @@ def plan_by(
         return plan_tetris(policy.tetris, order, table, now, capacity, room, oracle, kept_out)
     if policy.tuning is not None:
         from ganger_master.planner.tuned import plan_tuned
-        from ganger_master.policies.tunings.demand import NOTHING
+        from ganger_master.policies.tunings import NOTHING
 
         return plan_tuned(
             policy.tuning,

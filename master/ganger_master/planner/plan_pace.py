@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Final, assert_never
 
-from ganger_master.core.change_reason import Goal
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import (
     CoresChange,
+    Goal,
     MoveChange,
     PlanChange,
     ResizeChange,

@@ -12,8 +12,7 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.refusals import Reason
 
-from ganger_master.core.change_reason import Goal, TrialFinding
-from ganger_master.core.plan_changes import PlanChange, ResumeChange
+from ganger_master.core.plan_changes import Goal, PlanChange, ResumeChange, TrialFinding
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of

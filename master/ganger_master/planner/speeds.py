@@ -13,7 +13,7 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.windows import ProgressSample, RateWindows
-from ganger_master.policies.trial_test import FIRST_WINDOWS
+from ganger_master.policies.trials import FIRST_WINDOWS
 
 
 class SpeedSource(Protocol):

@@ -27,8 +27,7 @@ from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted
 from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.tunings import Pieces, Tuning, TuningNodes
-from ganger_master.policies.tunings.demand import NOTHING, Known, known_gangs
+from ganger_master.policies.tunings import NOTHING, Known, Pieces, Tuning, TuningNodes, known_gangs
 
 # (node, GPUs there) of a gang, by node.
 Where: TypeAlias = tuple[tuple[int, int], ...]

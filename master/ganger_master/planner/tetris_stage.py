@@ -25,11 +25,10 @@ from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import held_by_all
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked
-from ganger_master.policies.orders.registry import expected_s
+from ganger_master.policies.order_registry import expected_s
+from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.placements.tetris import Knobs, placement_by, tetris_gangs
-from ganger_master.policies.selection import guarded
+from ganger_master.policies.tetris import Knobs, placement_by, tetris_gangs
 
 # The oldest pending jobs that are scored. A limit bounds the pass.
 _MOST_WEIGHED = 1_000

@@ -35,8 +35,7 @@ from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.tunings import Tuning, TuningNodes, pieces
-from ganger_master.policies.tunings.demand import NOTHING, Known, known_gangs
+from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
 
 NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 

@@ -9,11 +9,10 @@ import numpy as np
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
 
-from ganger_master.core.change_reason import Goal, Purpose
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import ResizeChange
+from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
 from ganger_master.planner.in_place_resize import (
     Resizing,
     can_change,

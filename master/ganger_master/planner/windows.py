@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
+from ganger_master.policies.trials import FIRST_WINDOWS, MOST_WINDOWS
 
 # Reported times of one clock have this error.
 _CLOCK_S: Final = 0.01

@@ -12,11 +12,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ganger_master.core.job_model import JobRecord
-from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.orders.aging import with_aging
-from ganger_master.policies.orders.registry import FIFO_BACKFILL, ORDERS, order_named
+from ganger_master.policies.order_registry import FIFO_BACKFILL, ORDERS, order_named
+from ganger_master.policies.orders import JobOrder, with_aging
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
-from ganger_master.policies.placements.tetris import Alignment, Knobs
+from ganger_master.policies.tetris import Alignment, Knobs
 
 if TYPE_CHECKING:
     from ganger_master.policies.tunings import Tuning

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from itertools import chain, combinations_with_replacement, takewhile
 from typing import Final, TypeAlias
 
-from ganger_master.estimators.interference import (
+from ganger_master.estimators.slowdown import (
     UNKNOWN_DEVICE,
     ColocationTrial,
     Contention,
@@ -27,11 +27,11 @@ from ganger_master.estimators.interference import (
     forecast,
     shared_speeds,
 )
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.timeslice_fairness import Seat
-from ganger_master.policies.trial_test import (
+from ganger_master.policies.trials import (
     DOUBT,
     FIRST_WINDOWS,
+    FailedTrials,
     Judged,
     TrialRates,
     TrialVerdict,

@@ -21,7 +21,7 @@ from ganger.cluster.view import View
 
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.timeslice_fairness import Seat
-from ganger_master.policies.trial_test import Judged, TrialRates, judge
+from ganger_master.policies.trials import Judged, TrialRates, judge
 
 # Time for which GPUs must have been idle before a job grows onto them; no paper gives a number.
 IDLE_S: Final = 60.0

@@ -15,11 +15,10 @@ from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.search import PlacementRequest
 
-from ganger_master.policies.backoff import FailedTrials
 from ganger_master.policies.make_room import Displacement, Movable
 from ganger_master.policies.migration_choice import LEAST_GAIN, MigrationProposal, MigrationReason, Tried, tried
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.trial_test import DOUBT, FIRST_WINDOWS, TrialRates, normalised
+from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, FailedTrials, TrialRates, normalised
 
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 

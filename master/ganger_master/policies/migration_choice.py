@@ -22,11 +22,10 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
-from ganger_master.estimators.locality import LocalityModel
-from ganger_master.policies.backoff import FailedTrials
+from ganger_master.estimators.slowdown import LocalityModel
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.trial_test import Judged, TrialRates, judge
+from ganger_master.policies.trials import FailedTrials, Judged, TrialRates, judge
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
 FRAGMENTED: Final = 0.75

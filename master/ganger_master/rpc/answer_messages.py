@@ -15,11 +15,10 @@ from ganger.wire.methods import CallerIdentity
 
 from ganger_master.core import colocation, heartbeats
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
-from ganger_master.core.array_members import members_of
 from ganger_master.core.arrays import no_array
 from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import no_job
 from ganger_master.core.retry import visible_to

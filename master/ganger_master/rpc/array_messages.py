@@ -12,9 +12,8 @@ from ganger.wire import errors, times
 from ganger.wire.methods import CallerIdentity
 
 from ganger_master.core import commands
-from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule
+from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule, best
 from ganger_master.core.arrays import report_of
-from ganger_master.core.early_stopping import best
 from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire

@@ -14,7 +14,6 @@ from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
-from ganger_master.core.array_members import resolved
 from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.effects import cut
 from ganger_master.core.gang_model import Gang, GangPhase
@@ -28,6 +27,7 @@ from ganger_master.core.job_model import (
     JobSpec,
     SuspendLevel,
     Update,
+    resolved,
 )
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire

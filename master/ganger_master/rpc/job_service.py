@@ -17,15 +17,14 @@ from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
-from ganger_master.core.array_members import members_of
 from ganger_master.core.effects import cut
 from ganger_master.core.explain import explain, kept_for, making_room_for
-from ganger_master.core.job_model import JobRecord
-from ganger_master.policies.orders.registry import EDF
+from ganger_master.core.job_model import JobRecord, members_of
+from ganger_master.planner.deadline_advice import deadline_advice
+from ganger_master.policies.order_registry import EDF
 from ganger_master.rpc import array_messages, job_messages
 from ganger_master.rpc.access import array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.answer_messages import Shown, expect
-from ganger_master.rpc.deadline_advice import deadline_advice
 from ganger_master.rpc.list_pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, PageRoom, page_token, place_of
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire

@@ -11,17 +11,20 @@ from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 
 from ganger_master.core import commands
-from ganger_master.core.change_reason import NO_PURPOSE, Goal, Purpose, TrialFinding
 from ganger_master.core.explain import OnTheWay
 from ganger_master.core.plan_changes import (
+    NO_PURPOSE,
     CoresChange,
+    Goal,
     MoveChange,
     PlanChange,
+    Purpose,
     ResizeChange,
     ResumeChange,
     SliceChange,
     StartChange,
     SuspendChange,
+    TrialFinding,
 )
 from ganger_master.rpc import job_messages
 

@@ -10,9 +10,9 @@ import numpy as np
 from ganger.cluster.placement import impossible
 
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.settings import ALL_OTHER_USERS, as_settings
 from ganger_master.core.submission import violations_of
 from ganger_master.core.user_usage import limit_of
-from ganger_master.quotas import ALL_OTHER_USERS, as_settings
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
 from ganger_master.simulator.traces.row_findings import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import Servers

@@ -12,7 +12,7 @@ import click
 from ganger.console import Directory, Within
 from ganger.units import parse_duration
 
-from ganger_master.quotas import quotas_of
+from ganger_master.core.settings import quotas_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

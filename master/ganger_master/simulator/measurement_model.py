@@ -27,7 +27,7 @@ from ganger_master.estimators.convergence import Curve, LossPoint
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.job_estimates import FitCache
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, first_sizes, steps_left
-from ganger_master.policies.trial_test import FIRST_WINDOWS, MOST_WINDOWS
+from ganger_master.policies.trials import FIRST_WINDOWS, MOST_WINDOWS
 from ganger_master.simulator.traces.workload import Workload
 from ganger_master.simulator.true_rates import Footprints
 

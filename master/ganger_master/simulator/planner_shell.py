@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ganger.cluster.view import View
 
     from ganger_master.planner.measurements import ProgressReport, RememberedRates
-    from ganger_master.policies.tunings.demand import Known
+    from ganger_master.policies.tunings import Known
     from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
     from ganger_master.simulator.true_rates import Scaling, TrueRates
 
@@ -72,7 +72,7 @@ class ModelledMeasurements:
 
     @property
     def known(self) -> Known:
-        from ganger_master.policies.tunings.demand import NOTHING
+        from ganger_master.policies.tunings import NOTHING
 
         return NOTHING if self._known is None else self._known
 

@@ -15,11 +15,10 @@ from ganger_master.core import colocation, commands, machine, timeslice_admissio
 from ganger_master.core.answers import Refused
 from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.settings import CoreSettings
+from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
-from ganger_master.policies.orders.registry import LAS2D
-from ganger_master.quotas import as_settings
+from ganger_master.policies.order_registry import LAS2D
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers

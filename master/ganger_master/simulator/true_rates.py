@@ -39,15 +39,14 @@ from ganger.cluster.resources import Claim, ConfigurationSet, LocalityLevel
 from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
-from ganger_master.estimators.interference import Pressure
-from ganger_master.estimators.locality import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, Pressure, fit_locality
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 from ganger_master.simulator.traces.profiles import elasticflow_speeds, gavel_speeds, synergy_profiles
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Workload
 
 if TYPE_CHECKING:
-    from ganger_master.policies.tunings.demand import Known
+    from ganger_master.policies.tunings import Known
 
 _UTILISATION = {
     "vae": 0.087,
@@ -178,8 +177,7 @@ class TrueRates:
             return np.where(is_profiled(numbers), self._position[numbers - 1], -1)
 
         # Only tunings go by profiles; other policies load none of them.
-        from ganger_master.policies.tunings import profiles_of
-        from ganger_master.policies.tunings.demand import Known
+        from ganger_master.policies.tunings import Known, profiles_of
 
         return Known(profiles_of(self._matrices), position)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from faultsim.state_invariants import violations
 from ganger_master.policies import NAMES
-from ganger_master.policies.orders.aging import WEEK_S, with_aging
+from ganger_master.policies.orders import WEEK_S, with_aging
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags

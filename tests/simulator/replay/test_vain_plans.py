@@ -11,7 +11,7 @@ from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
 from ganger_master.planner.passes import OrderStage
 from ganger_master.planner.vain_plans import NOTHING_PLANNED, VainPlans
-from ganger_master.policies.orders.registry import ORDERS
+from ganger_master.policies.order_registry import ORDERS
 from ganger_master.simulator import run
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import _Replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.policies.orders.aging import WEEK_S
+from ganger_master.policies.orders import WEEK_S
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags

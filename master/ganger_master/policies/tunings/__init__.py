@@ -1,4 +1,4 @@
-"""Cores and memory of gangs: one file per tuning, each a pure function over arrays.
+"""Cores and memory of gangs: what a tuning is, a pure function over arrays, and what gangs demand.
 
 Two questions, since a policy may place first and tune then, or do both at once:
 
@@ -8,6 +8,11 @@ Two questions, since a policy may place first and tune then, or do both at once:
 
 A gang's proportional share is that of the node it lies on: as large a part of cores and memory as of the GPUs given. A
 rate is of one GPU, in any unit per second; a gang steps together, so it runs at the rate of its slowest piece.
+
+A demand (Synergy, OSDI 2022, section 4.2) is the smallest amount with which a gang reaches its best rate on the fewest
+nodes that hold it. It is chosen so that cutting it back to the share, in one resource or both, never makes the gang
+slower than its whole share would: Synergy's guarantee for a peer that is cut depends on that. A gang without a profile
+demands its share. `options` lists all amounts that are worth giving.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ganger_master.estimators.cpu_design import SensitivityMatrix
+from ganger_master.estimators.cpu import SensitivityMatrix
 from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.policies.selection import chosen
+from ganger_master.policies.orders import chosen
 
 # Sums of shares may miss the whole by rounding, and amounts their grid: relative.
 ROUNDING = 1e-9
@@ -225,3 +230,226 @@ class Tuning:
     tune: Callable[[Gangs, TuningNodes, Pieces], Pieces]
     place: Callable[[Gangs, TuningNodes], Pieces] | None = None
     by_profiles: bool = True
+
+
+# A rate this close to the best is the best: measured rates are not smooth to the last percent.
+ENOUGH = 0.99
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TuningDemand:
+    """For each GPU of each gang."""
+
+    cores: Floats
+    memory_bytes: Floats
+
+    def take(self, gangs: Integers) -> TuningDemand:
+        """Of those at these positions."""
+        return TuningDemand(self.cores[gangs], self.memory_bytes[gangs])
+
+
+def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
+    """Of every gang: of all amounts that fit its fewest nodes, the fewest cores and then the least memory that reach
+    `ENOUGH` of the best rate there, and with which no share of any node is a loss. One look for all sizes of gang
+    that could get as much."""
+    cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
+    shares = _Shares.of(gangs.profiles, nodes)
+    sizes, size = np.unique(gangs.gpus, return_inverse=True)
+    most = [limits(gpus, nodes) for gpus in sizes.tolist()]
+    for limit in sorted(set(most)):
+        alike = np.flatnonzero(np.array([own == limit for own in most])[size])
+        known, profile = np.unique(gangs.profile[alike], return_inverse=True)
+        found = _demand(gangs.profiles, known, shares, *limit)
+        cores[alike], memory[alike] = found.cores[profile], found.memory_bytes[profile]
+    return TuningDemand(cores, memory)
+
+
+def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
+    """The most cores and bytes for each GPU that the best of the fewest nodes could give."""
+    together = np.minimum(np.maximum(nodes.gpus, 1), gpus)
+    fewest = together == together.max(initial=1)
+    return (
+        float(np.max(nodes.cores[fewest] / together[fewest], initial=0.0)),
+        float(np.max(nodes.memory_bytes[fewest] / together[fewest], initial=0.0)),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shares:
+    """Proportional shares of nodes with GPUs: every amount there is, and the pairs at which a cut must be no loss for
+    it to be none at any."""
+
+    all_cores: Floats
+    all_memory: Floats
+    cores: Floats
+    memory_bytes: Floats
+
+    @classmethod
+    def of(cls, profiles: Profiles, nodes: TuningNodes) -> _Shares:
+        has_gpus = nodes.gpus > 0
+        cores, memory = nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]
+        column = np.searchsorted(profiles.memory_bytes, memory * (1.0 + ROUNDING), side="right")
+        measured, below = np.flatnonzero(column), np.flatnonzero(column == 0)
+        ends = measured[_ends(cores[measured], np.searchsorted(profiles.cores, cores[measured]), column[measured])]
+        binding = np.concatenate([ends, below[_front(cores[below], memory[below])]])
+        return cls(np.unique(cores), np.unique(memory), cores[binding], memory[binding])
+
+
+def _ends(cores: Floats, line: Integers, column: Integers) -> Integers:
+    """Positions of the fewest and the most cores of each line and column. Rates of a column are straight between
+    measured cores, so a gang with c cores that loses nothing at both ends loses nothing between: to have as much with c
+    as the most cores would make, it must lose nothing at c itself."""
+    order = np.lexsort((cores, line, column))
+    differs = (np.diff(line[order]) != 0) | (np.diff(column[order]) != 0)
+    is_end = np.ones(len(order), bool)
+    is_end[1:-1] = differs[1:] | differs[:-1]
+    found: Integers = order[is_end]
+    return found
+
+
+def _front(cores: Floats, memory: Floats) -> Integers:
+    """Positions of those of which no other has as many cores and as much memory. Below the least measured amount a rate
+    is a part for the memory times one for the cores, and the larger the share, the more of both a cut takes."""
+    order = np.lexsort((-memory, -cores))
+    most_before = np.maximum.accumulate(np.concatenate([[-1.0], memory[order]]))[:-1]
+    found: Integers = order[memory[order] > most_before]
+    return found
+
+
+def _demand(
+    profiles: Profiles, known: Integers, shares: _Shares, most_cores: float, most_memory: float
+) -> TuningDemand:
+    cores = _axis(profiles.cores, shares.all_cores, most_cores)
+    memory = _axis(profiles.memory_bytes, shares.all_memory, most_memory)
+    if not len(cores) or not len(memory):
+        return TuningDemand(np.zeros(len(known)), np.zeros(len(known)))
+    wanted = ENOUGH * profiles.at(known, cores[-1], memory[-1])
+    floors = profiles.at(known[:, None], shares.cores, shares.memory_bytes) * (1.0 - ROUNDING)
+
+    def is_enough(some: Floats, much: Floats) -> Flags:
+        cut_cores, cut_memory = np.minimum(some[:, None], shares.cores), np.minimum(much[:, None], shares.memory_bytes)
+        no_loss = (profiles.at(known[:, None], cut_cores, cut_memory) >= floors).all(axis=1)
+        return (profiles.at(known, some, much) >= wanted) & no_loss
+
+    # Rates never fall, so what is enough stays enough with more of either.
+    fewest = _first(len(known), cores, lambda some: is_enough(some, np.full(len(known), memory[-1])))
+    return TuningDemand(fewest, _first(len(known), memory, lambda much: is_enough(fewest, much)))
+
+
+def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Floats:
+    """For each of so many the least amount of the axis that is enough, as are all above it and the last."""
+    low, high = np.zeros(count, np.int64), np.full(count, len(axis) - 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        enough = is_enough(axis[middle])
+        low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
+    found: Floats = axis[high]
+    return found
+
+
+def _axis(grid: Floats, shares: Floats, most: float) -> Floats:
+    """Where to look: measured amounts, shares, and the most that is there."""
+    most = max(most, float(shares.max(initial=0.0)))
+    points = np.unique(np.concatenate([grid, shares, [most]]))
+    return points[(points > 0.0) & (points <= most * (1.0 + ROUNDING))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Profiles of jobs. `position`: maps numbers of jobs to positions in `profiles`; -1: not measured yet. Without
+    `knows_memory` the profiles depend on cores alone, and each job uses its share of memory fully and no more."""
+
+    profiles: Profiles
+    position: Callable[[Integers], Integers]
+    knows_memory: bool = True
+
+
+def _not_measured(numbers: Integers) -> Integers:
+    return np.full(len(numbers), -1)
+
+
+NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _not_measured, knows_memory=False)
+
+
+def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: TuningNodes) -> Gangs:
+    """Return gangs by the numbers of their jobs. A job that is not measured uses its proportional share fully and no
+    more, so that is what it is given."""
+    position = known.position(numbers)
+    profiles = known.profiles if known.knows_memory else _up_to_share(known.profiles, nodes)
+    if (position < 0).any():
+        profiles = _with_shares(profiles, nodes)
+        position = np.where(position < 0, len(profiles.rates) - 1, position)
+    return gangs(gpus, position, profiles, is_local=is_local)
+
+
+def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
+    """With one profile more, the last: it rises up to the largest share that there is."""
+    has_gpus = nodes.gpus > 0
+    share_cores = max(float(nodes.share_cores[has_gpus].max(initial=0.0)), ROUNDING)
+    share_memory = _share_of_memory(nodes)
+    cores = np.unique(np.append(profiles.cores, share_cores))
+    memory = np.unique(np.append(profiles.memory_bytes, share_memory))
+    rates = profiles.at(np.arange(len(profiles.rates))[:, None, None], cores[None, :, None], memory[None, None, :])
+    of_cores = np.minimum(cores / share_cores, 1.0)
+    unknown = of_cores[:, None] * np.minimum(memory / share_memory, 1.0)[None, :]
+    return Profiles(cores, memory, np.concatenate([rates, unknown[None]]))
+
+
+def _up_to_share(profiles: Profiles, nodes: TuningNodes) -> Profiles:
+    """The same with all memory up to the largest share that there is."""
+    return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
+
+
+def _share_of_memory(nodes: TuningNodes) -> float:
+    return max(float(nodes.share_memory[nodes.gpus > 0].max(initial=0.0)), 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AmountOptions:
+    """By cores, then memory, ascending; for each GPU. `value` is the rate against that of the share."""
+
+    cores: Floats
+    memory_bytes: Floats
+    value: Floats
+
+    def __len__(self) -> int:
+        return len(self.cores)
+
+
+def options(
+    profiles: Profiles,
+    profile: int,
+    share_cores: float,
+    share_memory: float,
+    most_cores: float = np.inf,
+    most_memory: float = np.inf,
+    is_cuttable: bool = False,
+) -> AmountOptions:
+    """Of the measured amounts, whole cores and the share itself, those up to the most that is there (never less than
+    the share). At least one: the cheapest that is as fast as the share. A share that runs nothing makes every value
+    one. `is_cuttable`: only those that cut back to the share, one resource or both, stay as fast as it."""
+    most_cores, most_memory = max(most_cores, share_cores), max(most_memory, share_memory)
+    whole = np.arange(1.0, np.floor(min(most_cores, float(profiles.cores[-1]))) + 1.0)
+    cores = _up_to(np.concatenate([profiles.cores, whole, [share_cores]]), most_cores)
+    memory = _up_to(np.concatenate([profiles.memory_bytes, [share_memory]]), most_memory)
+    which = np.array(profile)
+    rates = profiles.at(which, cores[:, None], memory[None, :])
+    floor = float(profiles.at(which, np.array(share_cores), np.array(share_memory)))
+    values = rates / floor if floor > 0.0 else np.ones_like(rates)
+    if is_cuttable:
+        cut = profiles.at(which, np.minimum(cores, share_cores)[:, None], np.minimum(memory, share_memory)[None, :])
+        values = np.where(cut >= floor * (1.0 - ROUNDING), values, 0.0)
+    # faster than everything with no more of either
+    best_before = np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
+    padded = np.pad(best_before, ((1, 0), (1, 0)), constant_values=-np.inf)
+    beaten_by = np.maximum(padded[:-1, 1:], padded[1:, :-1])
+    kept = (values >= 1.0 - ROUNDING) & (values > beaten_by * (1.0 + ROUNDING))
+    if not kept.any():
+        kept[int(np.searchsorted(cores, share_cores)), int(np.searchsorted(memory, share_memory))] = True
+    row, column = np.nonzero(kept)
+    return AmountOptions(cores[row], memory[column], values[row, column])
+
+
+def _up_to(points: Floats, most: float) -> Floats:
+    found = np.unique(points)
+    return found[found <= most * (1.0 + ROUNDING)]

@@ -18,7 +18,7 @@ from importlib import resources
 
 import numpy as np
 
-from ganger_master.estimators.cpu_design import SensitivityMatrix
+from ganger_master.estimators.cpu import SensitivityMatrix
 from ganger_master.simulator.traces.workload import Labels, Workload
 
 

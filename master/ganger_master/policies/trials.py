@@ -1,4 +1,4 @@
-"""Whether a change helped, from the rates of mini-batches before it and after it, and how sure that is.
+"""Trials of changes: whether one helped, from the rates before and after it, and the backoff of those that did not.
 
 Rates are measured in windows, each of several mini-batches, so that one window says little about the next. A change is
 judged where its windows have doubled in number and nowhere between, each look with half the doubt of the one before:
@@ -9,14 +9,51 @@ most `doubt`. What is still open after the last look did not help enough to be s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from msgspec import Struct
+
+# The delay is an hour, then two, then four. At most `_MOST` failures are kept.
+_RETRY_S: Final = 3600.0
+_MOST_DOUBLINGS: Final = 8
+_MOST: Final = 4096
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class FailedTrials(Generic[K]):
+    """Failed trials by what was tried: number of failures, and when the next trial may begin."""
+
+    notes: Mapping[K, tuple[int, float]] = field(default_factory=dict)
+
+    def noted(self, tried: K, now: float) -> FailedTrials[K]:
+        """Return these with one more failure."""
+        times = self.notes.get(tried, (0, 0.0))[0] + 1
+        until = now + _RETRY_S * 2.0 ** min(times - 1, _MOST_DOUBLINGS)
+        notes: dict[Any, tuple[int, float]] = {**self.notes, tried: (times, until)}
+        if len(notes) > _MOST:
+            # Of equal ones the oldest.
+            del notes[min(notes, key=lambda known: notes[known][1])]
+        return FailedTrials(notes)
+
+    def forgotten(self, tried: K) -> FailedTrials[K]:
+        """Return these without the failures of a change that has helped."""
+        if tried not in self.notes:
+            return self
+        notes = {**self.notes}
+        del notes[tried]
+        return FailedTrials(notes)
+
+    def holds(self, tried: K, now: float) -> bool:
+        """Return whether the change must not be tried now."""
+        return now < self.notes.get(tried, (0, float("-inf")))[1]
+
 
 # The first look, and the last: Gandiva's ten mini-batches are a window or two here; 64 windows tell 2 % apart where
 # windows scatter by 5 %.

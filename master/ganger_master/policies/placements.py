@@ -1,5 +1,16 @@
-"""Optimus's placement (Peng et al., EuroSys 2018, section 4.2): the fewest servers, with equally many parameter servers
-and equally many workers on each.
+"""Where a gang goes, by name: pure searches in a `CapacityIndex`, which they leave as it was.
+
+All of them keep to the same words. A gang goes on one node if one has room for it and the job does not ask for more;
+else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
+found fits.
+
+**Least growth of fragmentation** (FGD: Weng et al., "Beware of Fragmentation", USENIX ATC 2023, section 4).
+
+A gang goes where the expected number of GPUs that the next gang could not use grows least, over the kinds of gangs that
+are asked for. Told of none it takes its own kind for all. Ties go where the least is left over.
+
+**Optimus's placement** (Peng et al., EuroSys 2018, section 4.2): the fewest servers, with equally many parameter
+servers and equally many workers on each.
 
 The k emptiest servers get task i of each role at server i mod k, for the smallest k at which all fit. The paper places
 the smallest jobs first, which is left to the order.
@@ -13,28 +24,135 @@ least traffic per card.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
 from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.fit import demand as needs
-from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger.cluster.node_classes import Alike, Family, Slots, each
+from ganger.cluster.preferences import ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
 from ganger.cluster.resources import LocalityLevel
 from ganger.cluster.search import (
     Claims,
     PlacementPreference,
     Single,
+    SpreadSearch,
+    able,
     by_key,
     either,
     fitting_spans,
+    hosts,
     in_span,
     on_one_node,
+    over_nodes,
     walk,
 )
+from ganger.cluster.topology import Topology
 from ganger.cluster.view import LoadMode
+
+from ganger_master.policies.tetris import TETRIS, TETRIS_COS
+
+# Hardware, free devices, free cores and memory of a node.
+_State: TypeAlias = tuple[Topology, int, int, int]
+# Demands remembered at once: a cluster's own, or each gang's where none was told.
+_MOST_DEMANDS: Final = 1 << 10
+
+
+class FragmentationGrowth:
+    """Of the fragments of one node when the whole gang, or as many of its tasks as fit, come to it."""
+
+    def __init__(self, demand: GangMix) -> None:
+        self._demand = demand
+        self._fragments: dict[_State, float] = {}
+        # One object each, as answers are remembered by it.
+        self.single = Single(_anything, self._whole)
+        self.spread = SpreadSearch(self._part)
+
+    def foresee(self, some: Sequence[Alike], query: FeasibilityQuery) -> None:
+        """Counts for all of them at once what their keys will query for."""
+        known: dict[Alike, tuple[float, ...]] = query.memo(self, lambda alike: self._grown(alike, query))
+        states = [
+            state for alike in some if alike not in known for state in self._states(alike, query, query.everything)
+        ]
+        missing = [state for state in dict.fromkeys(states) if state not in self._fragments]
+        if missing:
+            self._fragments.update(zip(missing, self._count(missing), strict=True))
+
+    def _whole(self, alike: Alike, query: FeasibilityQuery, bound: tuple[()]) -> tuple[float, ...]:
+        known: dict[Alike, tuple[float, ...]] = query.memo(self, lambda alike: self._grown(alike, query))
+        return known[alike]
+
+    def _grown(self, alike: Alike, query: FeasibilityQuery) -> tuple[float, ...]:
+        return (self._of(alike, query, query.everything), *cut(alike.family, query), alike.millicores, alike.memory)
+
+    def _part(self, alike: Alike, query: FeasibilityQuery) -> tuple[float, tuple[int, ...]]:
+        role = query.by_weight[0]
+        most = min(query.rooms[role].of[alike], query.everything[role])
+        tasks = tuple(most if index == role else 0 for index in range(len(query.everything)))
+        return (self._of(alike, query, tasks), least(alike, query))
+
+    def _of(self, alike: Alike, query: FeasibilityQuery, tasks: tuple[int, ...]) -> float:
+        before, after = self._states(alike, query, tasks)
+        for state in (before, after):
+            if state not in self._fragments:
+                self._fragments[state] = self._count([state])[0]
+        # Less than a millionth of a GPU is a rounding error.
+        return round(self._fragments[after] - self._fragments[before], 6)
+
+    def _states(self, alike: Alike, query: FeasibilityQuery, tasks: tuple[int, ...]) -> tuple[_State, _State]:
+        family = alike.family
+        topology = family.topology
+        taken = (
+            query.whole(topology)
+            if tasks is query.everything
+            else needs(topology.configuration_set, query.shape, tasks)
+        )
+        millicores, memory = alike.millicores - taken.millicores, alike.memory - taken.memory_bytes
+        before = (topology, family.free, alike.millicores, alike.memory)
+        return before, (topology, family.free - taken.gpus, millicores, memory)
+
+    def _count(self, states: Sequence[_State]) -> list[float]:
+        """Expected free GPUs of nodes in these states that the next gang could not use."""
+        types = self._demand.device_types
+        # Without gangs of a device type all its devices are of no use.
+        known = [state for state in states if state[0].configuration_set.device_type in types]
+        of = [state[0].configuration_set for state in known]
+        columns = (
+            [state[1] for state in known],
+            [state[2] for state in known],
+            [state[3] for state in known],
+            [item.devices for item in of],
+            [types.index(item.device_type) for item in of],
+        )
+        counted = iter(fragmented_gpus(self._demand, *(np.array(column, np.int64) for column in columns)).tolist())
+        return [
+            next(counted) if state[0].configuration_set.device_type in types else float(state[1]) for state in states
+        ]
+
+
+def search(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Iterator[Claims]:
+    if not query.gpus:
+        # Without devices it leaves no fragments.
+        return BEST_FIT.search(room, query, widest, None)
+    growth = _growth(demand if demand is not None else query.own_kind)
+    growth.foresee([alike for family in hosts(room, query, widest) for alike in able(family, query)], query)
+    return either(on_one_node(room, query, widest, growth.single), over_nodes(room, query, widest, growth.spread))
+
+
+def _anything(family: Family, query: FeasibilityQuery) -> tuple[()]:
+    """Where a family's growth begins is not known before its members are counted."""
+    return ()
+
+
+_growth = lru_cache(_MOST_DEMANDS)(FragmentationGrowth)
+FGD = PlacementPreference("fgd", "where the fewest GPUs become useless to the gangs that are asked for", search)
 
 
 def traffic_per_server_task(workers: int, servers: int) -> float:
@@ -169,3 +287,30 @@ def _claims(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tupl
 _SINGLE = Single(most_devices, lambda alike, query, bound: emptiest(alike, query), LoadMode.SPREAD)
 OPTIMUS = _placement("optimus", "the fewest servers, equal parts of the gang on each, the emptiest first", by_theorem)
 OPTIMUS_CARDS = _placement("optimus-cards", "the same with the least traffic over any server's network card", by_card)
+
+
+__all__ = ["PLACEMENTS", "PlacementPreference", "placement_named"]
+
+PLACEMENTS: Final = {
+    placement.name: placement
+    for placement in (
+        FIRST_FIT,
+        BEST_FIT,
+        GANDIVA,
+        LOCALITY,
+        TETRIS,
+        TETRIS_COS,
+        OPTIMUS,
+        OPTIMUS_CARDS,
+        FGD,
+        ANYWHERE,
+    )
+}
+
+
+def placement_named(name: str) -> PlacementPreference:
+    """KeyError, naming the known ones, for an unknown name."""
+    try:
+        return PLACEMENTS[name]
+    except KeyError:
+        raise KeyError(f"there is no placement {name!r}; there are {', '.join(PLACEMENTS)}") from None

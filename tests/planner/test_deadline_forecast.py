@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.policies.deadlines import Advice, DeadlineVerdict, Newcomer, advice, ends
+from ganger_master.planner.deadline_advice import Advice, DeadlineVerdict, Newcomer, advice, ends
 from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders.registry import EDF
+from ganger_master.policies.order_registry import EDF
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
+from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, sorted_by
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.sorting import sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
 _DECIMALS = 9

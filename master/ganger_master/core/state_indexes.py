@@ -1,0 +1,399 @@
+"""The jobs, gangs and nodes of the state, each with the look-ups that follow from them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
+from ganger.cluster.topology import Topology, bits
+from ganger.job_state import JobState
+from msgspec.structs import replace
+
+from ganger_master.core.commands import ObservedGang, ObservedRows
+from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.node_model import Node
+from ganger_master.core.user_usage import Holdings, Shares
+
+# To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
+_PENDING = JobState.PENDING
+
+
+class JobIndex(dict[int, JobRecord]):
+    """The jobs by number, and indexes of them.
+
+    requests: number by user and request id. former: the same of forgotten jobs, those forgotten first at the front.
+    finished: in the order in which they ended. live: all others. running_limited: jobs with a time limit that have a
+    gang. moving: jobs with a destination. backing_off: failed jobs that are tried again later. shares: devices that
+    count towards quotas; empty without quotas. holdings: jobs and bytes by user. left_by: by node the job that last
+    gave devices back there, and when; for the history of the job that gets them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[tuple[str, str], int] = {}
+        self.former: dict[tuple[str, str], Request] = {}
+        self.finished: dict[int, None] = {}
+        self.live: dict[int, None] = {}
+        self.running_limited: dict[int, None] = {}
+        self.moving: dict[int, None] = {}
+        self.backing_off: dict[int, None] = {}
+        self.shares = Shares()
+        self.holdings = Holdings()
+        self.left_by: dict[str, tuple[int, float]] = {}
+
+    def put(self, old: JobRecord | None, job: JobRecord) -> bool:
+        """Replace a job that was `old`, None for a new one. Return whether its places in indexes may have changed."""
+        number = job.number
+        self[number] = job
+        self.holdings.note(old, job)
+        if old is not None and _is_indexed_alike(old, job):
+            return False
+        if old is None and job.request_id:
+            self.requests[job.user, job.request_id] = number
+        if job.state.is_finished:
+            self.live.pop(number, None)
+            self.finished[number] = None
+        else:
+            self.live[number] = None
+        # Most of these sets are empty most of the time.
+        if job.again_at or self.backing_off:
+            list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
+        if job.spec.time_limit_seconds is not None or self.running_limited:
+            is_limited = job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING
+            list_if(self.running_limited, number, is_limited)
+        if job.next_epoch or self.moving:
+            list_if(self.moving, number, job.next_epoch)
+        return True
+
+    def forget(self, number: int) -> None:
+        """Remove a job that has ended."""
+        job = self.pop(number)
+        self.holdings.forget(job)
+        del self.finished[number]
+        if self.requests.get((job.user, job.request_id)) == number:
+            del self.requests[job.user, job.request_id]
+
+    def put_request(self, request: Request) -> None:
+        self.former[request.user, request.request_id] = request
+
+    def forget_request(self, user: str, request_id: str) -> Request | None:
+        return self.former.pop((user, request_id), None)
+
+    def note_left(self, node: str, number: int, now: float) -> None:
+        self.left_by[node] = (number, now)
+
+    def forget_node(self, name: str) -> None:
+        self.left_by.pop(name, None)
+
+    def order_finished(self) -> None:
+        """Order the finished jobs by the time of their end."""
+        self.finished = dict.fromkeys(sorted(self.finished, key=lambda number: self[number].end_time))
+
+
+def list_if(listed: dict[int, None], number: int, belongs: object) -> None:
+    """Add a number to an ordered set, or remove it."""
+    if belongs:
+        listed[number] = None
+    else:
+        listed.pop(number, None)
+
+
+def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
+    """Return whether a change keeps the places of a job in all indexes, as most changes do."""
+    return (
+        old.state is job.state
+        and old.ending is job.ending
+        and old.epoch == job.epoch
+        and old.next_epoch == job.next_epoch
+        and old.again_at == job.again_at
+        and old.spec is job.spec
+        and old.held is job.held
+    )
+
+
+class GangIndex(dict[int, Gang]):
+    """The gangs by epoch, and indexes of them.
+
+    epochs_of: by job, ascending. places_on: by node and epoch, in the order of epochs, which of the gang's pieces is
+    there. sets: the time-slice groups by number. set_of, set_on: the group of an epoch and of a node. last_reports: by
+    node and epoch the last report of a gang, and gang and job as it left them. rows_seen: by group and node the last
+    report of its time slices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs_of: dict[int, list[int]] = {}
+        self.places_on: dict[str, dict[int, int]] = {}
+        self.sets: dict[int, NodeSet] = {}
+        self.set_of: dict[int, int] = {}
+        self.set_on: dict[str, int] = {}
+        self.last_reports: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}
+        self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
+
+    def of_job(self, number: int) -> list[Gang]:
+        """Return all gangs of a job that still have something somewhere, oldest first."""
+        return list(map(self.__getitem__, self.epochs_of.get(number, ())))
+
+    def held_on(self, node: str) -> list[Claim]:
+        """Return what the gangs of a node hold there, by epoch."""
+        held = [self[epoch].pieces[place].held for epoch, place in self.places_on.get(node, {}).items()]
+        return [claim for claim in held if claim is not None]
+
+    def held_and_affinity(self, node: str) -> tuple[list[Claim], int]:
+        """Return `held_on` and `affinity_of` at once: every node of a gang that comes or goes needs both."""
+        held: list[Claim] = []
+        affinity = 0
+        for epoch, place in self.places_on.get(node, {}).items():
+            gang = self[epoch]
+            claim = gang.pieces[place].held
+            if claim is not None:
+                held.append(claim)
+                if not affinity and claim.device_mask:
+                    affinity = gang.devices
+        return held, affinity
+
+    def living_on(self, node: str) -> list[Gang]:
+        """Return the gangs that may have something on a node, by epoch. What was there when it was lost is gone."""
+        places = self.places_on.get(node, {}).items()
+        return [self[epoch] for epoch, place in places if not self[epoch].pieces[place].gone]
+
+    def affinity_of(self, node: str) -> int:
+        """Return the devices of the oldest gang that holds some on a node; zero when it is idle."""
+        for epoch, place in self.places_on.get(node, {}).items():
+            gang = self[epoch]
+            held = gang.pieces[place].held
+            if held is not None and held.device_mask:
+                return gang.devices
+        return 0
+
+    def listeners(self, gang: Gang) -> list[str]:
+        """Return the nodes whose orders name the addresses of this gang: its own, and those of a destination."""
+        nodes = list(gang.nodes)
+        for other in self.of_job(gang.job):
+            if other.restore.parked_epoch == gang.epoch:
+                nodes.extend(other.nodes)
+        return nodes
+
+    def place(self, node: str, epoch: int, place: int) -> bool:
+        """Record that piece number `place` of a new gang is on a node. Return whether no gang there is newer."""
+        there = self.places_on.setdefault(node, {})
+        is_newest = not there or epoch > next(reversed(there))
+        there[epoch] = place
+        if not is_newest:
+            # An adopted gang may be older than those that are there.
+            self.places_on[node] = dict(sorted(there.items()))
+        return is_newest
+
+    def index(self, gang: Gang) -> None:
+        insort(self.epochs_of.setdefault(gang.job, []), gang.epoch)
+
+    def forget(self, epoch: int, known_nodes: Iterable[str]) -> Gang:
+        """Remove a gang and return it. known_nodes: those whose entries stay although no gang is left there."""
+        gang = self.pop(epoch)
+        self.epochs_of[gang.job].remove(epoch)
+        if not self.epochs_of[gang.job]:
+            del self.epochs_of[gang.job]
+        for node in gang.nodes:
+            self.places_on[node].pop(epoch, None)
+            if node not in known_nodes and not self.places_on[node]:
+                del self.places_on[node]
+            self.last_reports.pop((node, epoch), None)
+        return gang
+
+    def note_report(self, node: str, report: ObservedGang, gang: Gang, job: JobRecord) -> None:
+        self.last_reports[node, report.epoch] = (report, gang, job)
+
+    def put_set(self, node_set: NodeSet) -> None:
+        old = self.sets.get(node_set.number)
+        if old is not None:
+            self._unindex_set(old)
+        self.sets[node_set.number] = node_set
+        for row in node_set.rows:
+            for epoch in row:
+                self.set_of[epoch] = node_set.number
+        for node in node_set.nodes:
+            self.set_on[node] = node_set.number
+
+    def forget_set(self, number: int) -> NodeSet:
+        node_set = self.sets.pop(number)
+        self._unindex_set(node_set)
+        for node in node_set.nodes:
+            self.rows_seen.pop((number, node), None)
+        return node_set
+
+    def note_rows(self, node: str, rows: ObservedRows) -> bool:
+        """Record what a node reports of the slices of a group; return whether that is news."""
+        key = rows.node_set, node
+        if rows.node_set not in self.sets or self.rows_seen.get(key) == rows:
+            return False
+        self.rows_seen[key] = rows
+        return True
+
+    def _unindex_set(self, node_set: NodeSet) -> None:
+        for row in node_set.rows:
+            for epoch in row:
+                self.set_of.pop(epoch, None)
+        for node in node_set.nodes:
+            self.set_on.pop(node, None)
+
+
+# Devices of a claim, and its cores by socket.
+_Pieces: TypeAlias = tuple[int, tuple[int, ...]]
+_Counts: TypeAlias = tuple[int, ...]
+
+
+class NodeIndex(dict[str, Node]):
+    """The nodes by name, and indexes of them.
+
+    devices, free_devices: of the nodes that take gangs. nodes_with: how many of these have so many devices free, of
+    those that have any. choosy: may be closed to some jobs. unheard: not lost, and have not reported their gangs yet.
+    strays_of: by job uid the nodes with a gang that is quarantined or being ended by an operator. last_answer: when a
+    daemon was last answered, Unix seconds. next_silence_check: no node can turn silent or be lost before; None while
+    none can. drained_in_vain: by epoch, gangs without a place off a draining node: `freed` of the view that was
+    searched, and when.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration_sets: dict[str, ConfigurationSet] = {}
+        self.devices = 0
+        self.free_devices = 0
+        self.nodes_with: dict[int, int] = {}
+        self.draining: dict[str, None] = {}
+        self.choosy: dict[str, None] = {}
+        self.unheard: dict[str, None] = {}
+        self.strays_of: dict[str, dict[str, None]] = {}
+        self.last_answer: dict[str, float] = {}
+        self.next_silence_check: float | None = None
+        self.drained_in_vain: dict[int, tuple[int, float]] = {}
+
+    @property
+    def largest_free(self) -> int:
+        """Devices that are free on one node that takes gangs, at most."""
+        return max(self.nodes_with, default=0)
+
+    def put(self, old: Node | None, node: Node) -> None:
+        """Replace a node; `old`: as it was, None for a new one."""
+        name = node.name
+        self[name] = node
+        _list(self.draining, name, node.draining)
+        _list(self.unheard, name, not node.heard and not node.lost)
+        _list(self.choosy, name, node.is_choosy)
+        if old is None or old.strays is not node.strays:
+            self.index_strays(old, node)
+
+    def forget(self, name: str) -> None:
+        node = self.pop(name)
+        self.index_strays(node, replace(node, strays=()))
+        for known in (self.draining, self.choosy, self.last_answer):
+            known.pop(name, None)
+
+    def index_strays(self, old: Node | None, node: Node) -> None:
+        uids = {stray.uid for stray in node.strays if stray.holds_back}
+        for stray in old.strays if old is not None else ():
+            nodes = self.strays_of.get(stray.uid)
+            if nodes is not None and stray.uid not in uids:
+                nodes.pop(node.name, None)
+                if not nodes:
+                    del self.strays_of[stray.uid]
+        for uid in uids:
+            self.strays_of.setdefault(uid, {})[node.name] = None
+
+    def count_free(self, before: int, now: int) -> None:
+        """Count a node that takes gangs: so many devices free; zero before it does, and once it does not."""
+        if before == now:
+            return
+        self.free_devices += now - before
+        counts = self.nodes_with
+        if now:
+            counts[now] = counts.get(now, 0) + 1
+        if before:
+            counts[before] -= 1
+            if not counts[before]:
+                del counts[before]
+
+    def note_answer(self, name: str, now: float, limits_s: tuple[float | None, ...]) -> None:
+        """Record that a node's daemon was answered. limits_s: silences after which something happens."""
+        self.last_answer[name] = now
+        for after in limits_s:
+            if after is not None and (self.next_silence_check is None or now + after < self.next_silence_check):
+                self.next_silence_check = now + after
+
+    def check_silence_at(self, time: float | None) -> None:
+        """Set when the silence of nodes is reviewed next, Unix seconds; None: when a node was answered again."""
+        self.next_silence_check = time
+
+    def note_drained_in_vain(self, epoch: int, freed: int, now: float) -> None:
+        self.drained_in_vain[epoch] = (freed, now)
+
+
+def _list(listed: dict[str, None], name: str, belongs: bool) -> None:
+    if belongs:
+        listed[name] = None
+    else:
+        listed.pop(name, None)
+
+
+def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int = 0) -> NodeRow:
+    """Return what is free on a node whose gangs hold these claims, without faulty devices and those of strays."""
+    configuration_set = topology.configuration_set
+    used_mask = used_memory = 0
+    kept_of_devices: tuple[int, ...] = ()
+    free_cores = [socket.millicores for socket in configuration_set.sockets]
+    pieces = []
+    for claim in held:
+        used_mask |= claim.device_mask
+        used_memory += claim.memory_bytes + claim.arena_bytes
+        pieces.append((claim.device_mask, claim.millicores))
+        if claim.parked_bytes:
+            before = kept_of_devices or (0,) * topology.devices
+            kept_of_devices = tuple([kept + more for kept, more in zip(before, claim.parked_bytes, strict=True)])
+        for index, millicores in enumerate(claim.millicores):
+            free_cores[index] -= millicores
+    for stray in node.strays:
+        used_mask |= stray.device_mask
+        if stray.told is not None and stray.device_mask:
+            claim = stray.told.claim
+            used_memory += claim.memory_bytes + claim.arena_bytes
+            for index, millicores in enumerate(claim.millicores[: len(free_cores)]):
+                free_cores[index] -= millicores
+    for device in node.device_faults:
+        used_mask |= 1 << device
+    at_sockets, in_groups, on_devices = _neighbours(topology.sockets, topology.groups, topology.devices, tuple(pieces))
+    return NodeRow(
+        node=node.name,
+        configuration_set=node.configuration_set,
+        free_mask=topology.all_mask & ~used_mask,
+        free_millicores=tuple([cores if cores > 0 else 0 for cores in free_cores]),
+        free_memory_bytes=max(0, configuration_set.memory_bytes - used_memory),
+        available=node.takes_gangs,
+        rack=node.rack,
+        fabric=node.fabric,
+        socket_jobs=at_sockets,
+        group_jobs=in_groups,
+        device_rows=on_devices,
+        affinity=affinity,
+        parked_bytes=kept_of_devices,
+    )
+
+
+@lru_cache(16_384)
+def _neighbours(
+    sockets: tuple[int, ...], groups: tuple[int, ...], devices: int, held: tuple[_Pieces, ...]
+) -> tuple[_Counts, _Counts, _Counts]:
+    """Count the claims at each socket, in each group and on each device. Cached: many nodes are filled alike."""
+    at_sockets, in_groups, on_devices = [0] * len(sockets), [0] * len(groups), [0] * devices
+    for mask, cores in held:
+        for i, at in enumerate(sockets):
+            if mask & at or (i < len(cores) and cores[i]):
+                at_sockets[i] += 1
+        for i, group in enumerate(groups):
+            if mask & group:
+                in_groups[i] += 1
+        for device in bits(mask & (1 << devices) - 1):
+            on_devices[device] += 1
+    return tuple(at_sockets), tuple(in_groups), tuple(on_devices)

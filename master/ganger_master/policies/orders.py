@@ -1,0 +1,313 @@
+"""Orders of live jobs: pure functions from facts to the columns that jobs are sorted by, bounded waiting in any order,
+and the selection of the first jobs whose gangs fit together.
+
+Smaller goes first. The first column decides, then the second, and so on; arrival and then the job's number break the
+remaining ties. Priority goes before all columns (`ranked`).
+
+A job is overdue once its wait has lasted `after_s` and `factor` x the time it had run before. It then goes before all
+others of its priority, in order of when the waits began. Once started it keeps its place until it has run for `share` x
+that wait, so that the order below does not preempt it at once. While an overdue gang does not fit, only jobs that can
+be preempted for it start before it (`selected`).
+
+Under overload ever more jobs become overdue, and all of them first in, first out would replace any better order. So an
+order may limit their part of the cluster (`JobOrder.overdue_share`): the earliest waits go first until they fill that
+share; the very first goes whatever its size.
+
+The guarantee: from the moment a wait is overdue, it lasts at most as long as the jobs then live need when they run one
+after the other, since no later job of equal priority goes before it. Each wait earns the job at least `share` of its
+length, so with finite load every job ends. Higher priorities always go first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, ServiceHistory, sorted_by
+
+# (facts, now, capacity) -> columns, most significant first.
+Keys: TypeAlias = Callable[[Facts, float, Capacity], tuple[NDArray[Any], ...]]
+
+# Tolerance where a clock is compared with a limit. A predicted change has happened when its time comes, whatever the
+# rounding of sums, and the next one is at least this far away.
+SLACK_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class JobOrder:
+    """An order by name. The docstring of `keys` begins with a line that describes the order (`registry.summary`).
+
+    * `preempts`: a job may take the place of a running job that ranks below it.
+    * `is_strict`: no job passes one that does not fit.
+    * `knows_durations`: reads an oracle's remaining times, so it serves for comparison only.
+    * `learns`: reads indices that are estimated from other jobs (`estimators.run_time`).
+    * `next_change`: when the ranking changes without an event, if it changes in jumps.
+    * `overdue`: the jobs, on a cluster of so many GPUs, that have waited too long (`selection.selected`).
+    * `overdue_share`: the part of the cluster that overdue jobs may take at once (`aging`).
+    * `regroups`: running jobs are restarted elsewhere to make room for a gang that fits nowhere.
+    * `rests`: a preempted job starts again only in a plan that may preempt.
+    * `placement`: the placement, unless the policy's name has one.
+    * `with_history`: returns this order for the GPU-seconds of ended jobs.
+    * `is_steady`: starting or stopping a job changes no rank until time has passed.
+    * `by_arrival`: pending jobs are in the order of submission, as in the master's queue.
+    """
+
+    name: str
+    keys: Keys
+    preempts: bool = True
+    is_strict: bool = False
+    knows_durations: bool = False
+    learns: bool = False
+    next_change: Callable[[Facts, float], float] | None = None
+    overdue: Callable[[Facts, int], Flags] | None = None
+    overdue_share: float = 1.0
+    regroups: bool = False
+    rests: bool = False
+    placement: str = "gandiva"
+    with_history: Callable[[ServiceHistory], JobOrder] | None = None
+    is_steady: bool = False
+    by_arrival: bool = False
+
+
+def as_decimals(amounts: Floats) -> Floats:
+    """Round seconds or GPU-seconds, so that equal amounts compare equal whatever the rounding of their sums."""
+    rounded: Floats = amounts.round(6)
+    return rounded
+
+
+def ranked(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> Integers:
+    """Return positions in the facts, first job first."""
+    return sorted_by(*ranks(order, facts, now, capacity))
+
+
+def ranks(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+    """Return all columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
+    return (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
+
+
+def next_change_s(order: JobOrder, facts: Facts, now: float) -> float:
+    """Return the earliest time after now at which the ranking may change without an event; infinite if there is none.
+
+    Such changes are: a job enters another queue, a wait becomes overdue, a deadline passes. Rankings that change all
+    the time (las, las2d, ftf, an index inside a queue) are recomputed at intervals instead.
+    """
+    return math.inf if order.next_change is None else order.next_change(facts, now)
+
+
+WEEK_S = 7 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Aging:
+    """An order with bounded waiting; see the module for `after_s`, `factor` and `share`."""
+
+    order: JobOrder
+    after_s: float
+    factor: float
+    share: float
+
+    def __post_init__(self) -> None:
+        assert self.after_s > 0, self
+        assert self.factor >= 0, self
+        assert self.share > 0, self
+
+    def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+        """Overdue jobs by when their waits began, then all others by the order below."""
+        overdue = self.overdue(facts, capacity.gpus)
+        if not overdue.any():
+            return self.order.keys(facts, now, capacity)
+        # To the millisecond: waits that began together are ties, whatever the rounding of sums.
+        waiting_since = np.round(now - _since_began_s(facts), 3)
+        # Overdue jobs that run, overdue jobs that wait, all others.
+        group = np.where(overdue, np.where(facts.is_running, 0, 1), 2)
+        return (group, np.where(overdue, waiting_since, 0.0), *self.order.keys(facts, now, capacity))
+
+    def overdue(self, facts: Facts, gpus: int) -> Flags:
+        """Return the overdue jobs that go first now, on a cluster of `gpus` GPUs."""
+        if not self._may_be_due(facts):
+            return np.zeros(len(facts), bool)
+        overdue = self._is_due(facts)
+        if self.order.overdue_share < 1 and overdue.any():
+            jobs = np.flatnonzero(overdue)
+            since_s = np.round(_since_began_s(facts)[jobs], 3)
+            jobs = jobs[sorted_by(-facts.priority[jobs], -since_s, facts.arrival_s[jobs], facts.number[jobs])]
+            within = np.cumsum(facts.gpus[jobs]) <= self.order.overdue_share * gpus
+            within[0] = True
+            overdue[jobs[~within]] = False
+        return overdue
+
+    def _is_due(self, facts: Facts) -> Flags:
+        waited_s, limit_s = self._waits(facts)
+        is_protected = ~facts.is_running | (facts.stretch_s + SLACK_S < self.share * waited_s)
+        overdue: Flags = (waited_s + SLACK_S >= limit_s) & is_protected
+        return overdue
+
+    def next_change(self, facts: Facts, now: float) -> float:
+        """Return when the next wait becomes overdue, the next protected stretch ends, or the order below changes."""
+        if not self._may_be_due(facts):
+            # Computing the limits of pending jobs only is much faster than of all jobs.
+            pending = np.flatnonzero(~facts.is_running)
+            limit_s = np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s)[pending])
+            soonest_s = float((limit_s - facts.waited_s[pending]).min(initial=np.inf))
+            return min(now + soonest_s, next_change_s(self.order, facts, now))
+        waited_s, limit_s = self._waits(facts)
+        overdue = self._is_due(facts)
+        until_overdue_s = (limit_s - waited_s)[~facts.is_running & ~overdue]
+        until_end_s = (self.share * waited_s - facts.stretch_s)[facts.is_running & overdue]
+        soonest_s = min(float(until_overdue_s.min(initial=np.inf)), float(until_end_s.min(initial=np.inf)))
+        return min(now + soonest_s, next_change_s(self.order, facts, now))
+
+    def _may_be_due(self, facts: Facts) -> bool:
+        """Return whether any wait has lasted `after_s`."""
+        # `reduce` takes half the time of `max`, and each pass calls this several times.
+        longest_s = max([np.maximum.reduce(waits, initial=0.0) for waits in (facts.waited_s, facts.waited_before_s)])
+        return bool(longest_s + SLACK_S >= self.after_s)
+
+    def _waits(self, facts: Facts) -> tuple[Floats, Floats]:
+        """Return the seconds of the present wait, or of the one before the present stretch, and its limit."""
+        waited_s = np.where(facts.is_running, facts.waited_before_s, facts.waited_s)
+        return waited_s, np.maximum(self.after_s, self.factor * (facts.attained_s - facts.stretch_s))
+
+
+def _since_began_s(facts: Facts) -> Floats:
+    """Return the seconds since the present wait began, or the one before the present stretch."""
+    return facts.waited_s + facts.stretch_s + facts.waited_before_s
+
+
+def with_aging(order: JobOrder, after_s: float = WEEK_S, factor: float = 1.0, share: float = 0.1) -> JobOrder:
+    """Return the order with bounded waiting, under its own name."""
+    aging = Aging(order, after_s, factor, share)
+    renewed = order.with_history
+    return replace(
+        order,
+        keys=aging.keys,
+        next_change=aging.next_change,
+        overdue=aging.overdue,
+        is_steady=False,
+        with_history=None if renewed is None else partial(_with_history, renewed, after_s, factor, share),
+    )
+
+
+def _with_history(
+    renewed: Callable[[ServiceHistory], JobOrder], after_s: float, factor: float, share: float, history: ServiceHistory
+) -> JobOrder:
+    return with_aging(renewed(history), after_s, factor, share)
+
+
+def selected(
+    order: JobOrder, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
+) -> Integers:
+    """Return the positions of the jobs that should hold GPUs now.
+
+    `line`: positions as `order` ranked them. `free`: GPUs in all, held ones included. `guards`: the result of `guarded`
+    where the caller has it. Running jobs that may not be preempted keep their GPUs. While an overdue gang does not fit,
+    only jobs that can be preempted for it start before it.
+    """
+    may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
+    stays = facts.is_running & ~may_stop
+    overdue, passing = guards or guarded(order, facts, free)
+    if not overdue.any():
+        return chosen(line, facts.gpus, free, order.is_strict, stays)
+    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
+
+
+def guarded(order: JobOrder, facts: Facts, free: int) -> tuple[Flags, Flags]:
+    """Return by position which jobs are overdue, with `free` GPUs in all, and which may start before them nevertheless.
+
+    The latter can be preempted for an overdue job again. While no job is overdue, both are empty.
+    """
+    none = np.zeros(len(facts), bool)
+    if order.overdue is None:
+        return none, none
+    # No job waits for a gang that would not fit an empty cluster.
+    overdue = order.overdue(facts, free) & (facts.gpus <= free)
+    if not overdue.any():
+        return none, none
+    return overdue, (facts.is_preemptible if order.preempts else none) & ~overdue
+
+
+def chosen(
+    ranked: Integers,
+    gpus: Integers,
+    free: int,
+    is_strict: bool = False,
+    kept: Flags | None = None,
+    guarded: Flags | None = None,
+    passing: Flags | None = None,
+) -> Integers:
+    """Return the positions of the jobs that fit into `free` GPUs, in order.
+
+    `ranked`: positions, first job first. `gpus`, `kept`, `guarded`, `passing`: by position. A job that does not fit is
+    skipped, or ends the pass if it `is_strict`. The `kept` jobs are chosen before all others. Once one of the `guarded`
+    does not fit, only `passing` jobs are considered.
+    """
+    staying = ranked[:0]
+    if kept is not None:
+        is_kept = kept[ranked]
+        if np.count_nonzero(is_kept):
+            staying, ranked = ranked[is_kept], ranked[~is_kept]
+            free -= int(gpus[staying].sum())
+    choose = one_by_one if len(ranked) <= _FEW else by_stretches
+    taken = choose(ranked, gpus, free, is_strict, guarded, passing)
+    return np.concatenate((staying, taken)) if len(staying) else taken
+
+
+# One iteration of `by_stretches` takes as long as this many jobs in `one_by_one`.
+_FEW = 128
+
+
+def one_by_one(
+    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
+) -> Integers:
+    """Choose as `chosen` without kept jobs, one job at a time."""
+    taken: list[int] = []
+    is_guarded = False
+    sizes = gpus[ranked].tolist()
+    least = min(sizes, default=0)
+    for job, size in zip(ranked.tolist(), sizes, strict=True):
+        if free < least:
+            break
+        if is_guarded and passing is not None and not passing[job]:
+            continue
+        if size <= free:
+            taken.append(job)
+            free -= size
+        elif is_strict:
+            break
+        elif guarded is not None and guarded[job]:
+            is_guarded = True
+    return np.array(taken, np.int64)
+
+
+def by_stretches(
+    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
+) -> Integers:
+    """Choose the same jobs in whole stretches of the order.
+
+    Each iteration takes the longest stretch that fits and drops the jobs that can no longer fit, so there are about as
+    many iterations as sizes of gangs.
+    """
+    taken: list[Integers] = []
+    while len(ranked):
+        sizes = gpus[ranked]
+        together = np.cumsum(sizes)
+        fitting = int(np.searchsorted(together, free, side="right"))
+        if fitting:
+            taken.append(ranked[:fitting])
+            free -= int(together[fitting - 1])
+        if is_strict:
+            break
+        ranked, sizes = ranked[fitting:], sizes[fitting:]
+        can_fit = sizes <= free
+        if guarded is not None and passing is not None:
+            stuck = np.flatnonzero(guarded[ranked] & ~can_fit)
+            if len(stuck):
+                can_fit[stuck[0] :] &= passing[ranked[stuck[0] :]]
+        ranked = ranked[can_fit]
+    return np.concatenate(taken) if taken else ranked[:0]
