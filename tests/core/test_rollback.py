@@ -180,6 +180,21 @@ def test_a_gang_over_two_nodes_is_adopted_with_both_parts() -> None:
     assert drive.state.rows["n2"].free_mask == 0b0011
 
 
+def test_a_report_without_descriptions_takes_nothing_from_an_earlier_one() -> None:
+    """A daemon describes an order only when it is asked to."""
+    drive, gang = Drive(nodes=3, settings=settings()), spread()
+    drive.step(OpenStore("store", is_restored=True))
+    for node in NODES:
+        drive.join(node)
+        drive.observe(node, *([gang.on(node)] if node in gang.nodes else []), version=0)
+    for node in gang.nodes:
+        drive.observe(node, replace(gang.on(node), told=None), version=0)
+    drive.now += 60.0
+    drive.step(NoteEnds({}))
+    assert adopt(drive, gang) == JobAnswer(7)
+    assert drive.state.gangs[9].nodes == ("n1", "n2")
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -11,7 +11,7 @@ from ganger.cluster.topology import parse_topology
 from ganger.job_state import JobState
 from ganger_master.core import quarantine
 from ganger_master.core.answers import Done, PlanAnswer
-from ganger_master.core.commands import EndQuarantined, OpenStore, ProposePlan
+from ganger_master.core.commands import EndQuarantined, GoOn, OpenStore, ProposePlan
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange, StartChange, SuspendChange
@@ -201,6 +201,36 @@ def test_a_restored_master_gives_no_gang_the_devices_of_a_member_of_its_group_th
     story.end_quarantined(host, guest)
     story.place(host, ("n1", 0b1, 0))
     story.place(guest, ("n1", 0b10, 0))
+    story.all_end()
+
+
+def test_a_restored_master_counts_time_sliced_gangs_of_a_changed_group_as_over_on_a_node_that_does_not_report() -> None:
+    """Without their group they would hold one device of that node together. The node comes back, and stops them."""
+    story = Story(nodes=2)
+    one, two, third = story.submit(2, steps=400), story.submit(1, steps=400), story.submit(1, steps=400)
+    story.place(one, ("n1", 0b1, 0), ("n2", 0b1, 0))
+    story.rest(one)
+    story.place(two, ("n2", 0b1, 0))
+    story.rest(two)
+    story.place(third, ("n1", 0b10, 0))
+    story.rows((one,), (two,))
+    story.cluster.run_for(30.0)
+    copy = story.cluster.backup()
+    (node_set,) = story.cluster.state.gangs.sets
+    gang = story.job(third).epoch
+    beside = replace(story.gang(third).pieces[0].claim, device_mask=0b1)
+    story.rows((one,), (two,), (third,), node_set=node_set, moves={third: (beside,)})
+    assert story.cluster.run_until(lambda: story.job(third).moved_from == gang, 60.0)
+    story.cluster.daemons["n2"].crash()
+    story.cluster.restore(copy, OpenStore("", is_restored=True))
+    assert story.cluster.run_until(lambda: "n1" in story.cluster.state.reports, 30.0)
+    assert isinstance(story.cluster.ask(GoOn()), Done)
+    story.cluster.check_devices()
+    story.cluster.daemons["n2"].start()
+    story.cluster.run_for(60.0)
+    story.end_quarantined(one, third)
+    for number, devices in ((one, 0b11), (third, 0b1000)):
+        story.place(number, ("n1", devices, 0))
     story.all_end()
 
 

@@ -25,7 +25,7 @@ def project(state: State, node: Node, version: int = 0) -> DesiredSet:
     if state.counters.restoring is not None:
         report = state.reports.get(node.name)
         state.desired.projected[node.name] = {}
-        return DesiredSet(describe=() if report is None else undescribed(report[1].gangs))
+        return DesiredSet(describe=() if report is None else undescribed(report.report.gangs))
     known = state.desired.projected.get(node.name, {})
     fresh: dict[int, Projected] = {}
     for epoch, place in state.gangs.places_on.get(node.name, {}).items():

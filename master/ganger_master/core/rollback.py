@@ -9,7 +9,7 @@ until its user decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ganger.job_state import JobState
@@ -20,16 +20,27 @@ from ganger_master.core import commands, ending, events, gang_orders, observatio
 from ganger_master.core.answers import Answer, Done, Refused
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, RecordedEnd
 from ganger_master.core.desired_state import undescribed
-from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Piece, StoredOrder
+from ganger_master.core.gang_model import (
+    Gang,
+    GangIntent,
+    NodeSet,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Piece,
+    StoredOrder,
+)
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.node_model import PendingRestore, Stray
 from ganger_master.core.quarantine import END_UNKNOWN
-from ganger_master.core.state import State
+from ganger_master.core.state import RestoreReport, State
 
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
 _DESCRIBED_SECONDS: Final = 5.0
 # Revisions that callers may have seen since the copy was made are not given again.
 _REVISIONS_SKIPPED: Final = 1 << 20
+# Nor are numbers of orders that a node which has not reported may have.
+_ORDERS_SKIPPED: Final = 1 << 10
 _VERSIONS_SKIPPED: Final = 1 << 40
 _NAMED: Final = 8
 # Commands that are decided during a restore.
@@ -141,10 +152,23 @@ def awaited(state: State) -> list[str]:
 
 
 def note_report(state: State, report: Observe, now: float) -> None:
-    """Keep a node's complete report until everything is settled."""
+    """Keep a node's complete report until everything is settled, with what the session has described before: a daemon
+    describes an order only when it is asked to."""
     note_reported_ids(state, report)
-    state.reports[report.node] = (now, report)
+    earlier = state.reports.get(report.node)
+    described = {gang.epoch: gang.told for gang in report.gangs if gang.told is not None}
+    state.reports[report.node] = RestoreReport(now, report, {**(earlier.described if earlier else {}), **described})
     state.dirty.wants[report.node] = []
+
+
+def _completed(reported: RestoreReport) -> Observe:
+    """Return the report; a gang that it does not describe has its description of before, if its order is the same."""
+    gangs = []
+    for gang in reported.report.gangs:
+        order = reported.described.get(gang.epoch)
+        is_same = gang.told is None and order is not None and order.master_sequence == gang.master_sequence
+        gangs.append(replace(gang, told=order) if is_same else gang)
+    return replace(reported.report, gangs=tuple(gangs))
 
 
 def note_reported_ids(state: State, report: Observe) -> None:
@@ -160,7 +184,7 @@ def next_time(state: State, now: float) -> float | None:
     restoring = state.counters.restoring
     assert restoring is not None, "called only during a restore"
     times = [restoring.since + state.settings.restored_wait_seconds]
-    times += [at + _DESCRIBED_SECONDS for at, report in state.reports.values() if undescribed(report.gangs)]
+    times += [one.time + _DESCRIBED_SECONDS for one in state.reports.values() if undescribed(one.report.gangs)]
     if state.lost_after is not None:
         times.append(restoring.since + max(state.lost_after, state.settings.restored_wait_seconds))
     return min([time for time in times if time > now], default=None)
@@ -175,7 +199,9 @@ def is_complete(state: State, now: float) -> bool:
     given_up = state.lost_after is not None and now >= restoring.since + state.lost_after
     if awaited(state) and not given_up:
         return False
-    return all(not undescribed(report.gangs) or now >= at + _DESCRIBED_SECONDS for at, report in state.reports.values())
+    return all(
+        not undescribed(one.report.gangs) or now >= one.time + _DESCRIBED_SECONDS for one in state.reports.values()
+    )
 
 
 def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tuple[events.RestoreSettled, ...], Answer]:
@@ -335,7 +361,7 @@ _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
 def settle(state: State, event: events.RestoreSettled) -> None:
     """Take what was reported as it is, and change the database to match."""
     now, cause = event.time, event.cause
-    reports = {name: report for name, (_, report) in sorted(state.reports.items()) if name in state.nodes}
+    reports = {name: _completed(one) for name, one in sorted(state.reports.items()) if name in state.nodes}
     ends, missing = state.ends or {}, awaited(state)
     alive, over = _by_job(reports)
     _note_checkpoints(state, alive, over, now)
@@ -361,6 +387,10 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     for number in list(state.jobs.live):
         job = state.jobs[number]
         state.put_job(replace(job, revision=job.revision + _REVISIONS_SKIPPED))
+    for gang in list(state.gangs.values()):
+        if not reports.keys() >= set(gang.nodes):
+            later = replace(gang, master_sequence=gang.master_sequence + _ORDERS_SKIPPED)
+            state.put_gang(orders.begin_anew(later))
     state.counters.restoring, state.reports, state.ends = None, {}, None
     state.nodes.check_silence_at(now)
     for name, report in reports.items():
@@ -410,7 +440,9 @@ def _forget_changed_sets(
 
     A group has changed if its daemons know a newer matrix or do not know the group, or if a gang of it is not as
     stored. Such a gang leaves the database; the other gangs, if they stayed, would be given its devices while it still
-    runs there."""
+    runs there. Gangs of which no node has reported anything stay in the group. Any other gang holds nothing on a node
+    that has not reported, where a gang that stays may have the same devices; if the node comes back with it, it is
+    stopped."""
     adopted = {verdict.epoch for verdict in verdicts.values() if isinstance(verdict, AdoptVerdict)}
     for number, node_set in list(state.gangs.sets.items()):
         is_heard = not reports.keys().isdisjoint(node_set.nodes)
@@ -430,10 +462,31 @@ def _forget_changed_sets(
                 verdicts[job.number] = AdoptVerdict(_newest_living(state, parts) or epoch)
             elif gang.intent is not GangIntent.STOP and reports.keys() >= set(gang.nodes):
                 verdicts[job.number] = RequeueVerdict()
-        state.forget_set(number)
-        for gang in [state.gangs[epoch] for epoch in sorted(epochs)]:
+        kept = [epoch for epoch in sorted(epochs) if _is_kept(state, epoch, alive, verdicts)]
+        _shrink_set(state, node_set, kept)
+        for gang in [state.gangs[epoch] for epoch in sorted(epochs.difference(kept))]:
             if gang.node_set == number:
-                state.put_gang(replace(gang, node_set=0))
+                pieces = tuple([piece if piece.claim.node in reports else _given_up(piece) for piece in gang.pieces])
+                state.put_gang(replace(gang, node_set=0, pieces=pieces))
+
+
+def _is_kept(state: State, epoch: int, alive: Mapping[str, _LiveGangs], verdicts: Mapping[int, Verdict]) -> bool:
+    """Return whether a gang stays in the database because a node of it has not reported."""
+    gang = state.gangs[epoch]
+    is_reported = bool(alive.get(state.jobs[gang.job].uid))
+    return isinstance(verdicts.get(gang.job), KeepVerdict) and gang.intent is not GangIntent.STOP and not is_reported
+
+
+def _shrink_set(state: State, node_set: NodeSet, kept: Sequence[int]) -> None:
+    """Leave only these gangs in a time-slice group; without any it is forgotten."""
+    state.forget_set(node_set.number)
+    if not kept:
+        return
+    nodes = tuple(sorted({node for epoch in kept for node in state.gangs[epoch].nodes}))
+    rows = tuple([own for row in node_set.newest.rows if (own := tuple([one for one in row if one in kept]))])
+    leader = node_set.leader if node_set.leader in nodes else nodes[0]
+    matrix = replace(node_set.newest, rows=rows or (tuple(kept),))
+    state.put_set(replace(node_set, nodes=nodes, leader=leader, active=matrix, coming=None))
 
 
 def _release_gangs(
@@ -492,7 +545,15 @@ def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[s
     node = piece.claim.node
     if node in there or node not in reports:
         return piece
-    outcome = Outcome(OutcomeKind.UNKNOWN, message="it was gone when the database was restored")
+    return _over(piece, "it was gone when the database was restored")
+
+
+def _given_up(piece: Piece) -> Piece:
+    return _over(piece, f"nodes/{piece.claim.node} had not reported when the database was restored")
+
+
+def _over(piece: Piece, message: str) -> Piece:
+    outcome = Outcome(OutcomeKind.UNKNOWN, message=message)
     return replace(piece, gone=True, lost=False, held=None, phase=ObservedPhase.ENDED, outcome=outcome)
 
 

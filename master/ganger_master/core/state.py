@@ -13,18 +13,28 @@ from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
 from ganger.cluster.view import View
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedRows, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.gang_model import Gang, NodeSet, StoredOrder
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, row_of
 from ganger_master.policies import Places, policy_named
+
+
+class RestoreReport(Struct, frozen=True):
+    """The newest complete report of a node during a restore, the Unix second it came at, and by epoch the orders that
+    the session has described so far."""
+
+    time: float
+    report: Observe
+    described: Mapping[int, StoredOrder]
 
 
 class State:
@@ -55,8 +65,8 @@ class State:
 
     def _start_memory(self) -> None:
         """Create what a restart loses: reports, refusals, leases and the planner's ranking."""
-        # During a restore: the nodes' reports with their times, and the recorded ends of jobs.
-        self.reports: dict[str, tuple[float, Observe]] = {}
+        # During a restore: the nodes' reports, and the recorded ends of jobs.
+        self.reports: dict[str, RestoreReport] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
         self.queue = JobQueue()
         self.leases = LeaseTable()
