@@ -178,32 +178,52 @@ def on_one_node(
     """The whole gang on a node, nodes with the smallest key first."""
     if query.shape.nodes > 1:
         return
-    key_of = single.key
     for bounded in _bounded(room, query, widest, single):
-        met: dict[Any, list[Alike]] = {}
-        least: Any = None
-        for bound, family in bounded:
-            if met and bound > least:
-                # All families that follow have greater keys.
-                for slot in _in_order(met, bound):
-                    yield _claim(room, query, slot, widest, single.mode)
-                least = min(met, default=None)
-            for alike in able(family, query):
-                key = key_of(alike, query, bound)
-                if not met or key < least:
-                    least = key
-                met.setdefault(key, []).append(alike)
-        for slot in _in_order(met):
-            yield _claim(room, query, slot, widest, single.mode)
+        first = _first_of(bounded, query, single)
+        if first is None:
+            continue
+        yield _claim(room, query, first, widest, single.mode)
+        # Few callers ask for more than one candidate.
+        for slot in _ordered(bounded, query, single):
+            if slot != first:
+                yield _claim(room, query, slot, widest, single.mode)
+
+
+def _first_of(bounded: Sequence[tuple[Any, Family]], query: FeasibilityQuery, single: Single) -> int | None:
+    """The node with the smallest key, the lowest slot of those with equal keys; None if none has room."""
+    key_of, best = single.key, None
+    first: int | None = None
+    for bound, family in bounded:
+        if first is not None and bound > best:
+            break
+        for alike in able(family, query):
+            key = key_of(alike, query, bound)
+            if first is None or key < best or (key == best and alike.lowest < first):
+                best, first = key, alike.lowest
+    return first
+
+
+def _ordered(bounded: Sequence[tuple[Any, Family]], query: FeasibilityQuery, single: Single) -> Iterator[int]:
+    """The nodes by key and then by slot. Families are looked at no further than needed."""
+    key_of, least = single.key, None
+    met: dict[Any, list[Alike]] = {}
+    for bound, family in bounded:
+        if met and bound > least:
+            # All families that follow have greater keys.
+            yield from _in_order(met, bound)
+            least = min(met, default=None)
+        for alike in able(family, query):
+            key = key_of(alike, query, bound)
+            if not met or key < least:
+                least = key
+            met.setdefault(key, []).append(alike)
+    yield from _in_order(met)
 
 
 def _in_order(met: dict[Any, list[Alike]], bound: Any = None) -> Iterator[int]:
     """The nodes with smaller keys than `bound` (None: all), by key and then by slot; they leave `met`."""
     for key in sorted(met if bound is None else [key for key in met if key < bound]):
-        some = met.pop(key)
-        lowest = min([alike.lowest for alike in some])
-        yield lowest
-        yield from each(reduce(or_, [alike.slots for alike in some]) ^ (1 << lowest))
+        yield from each(reduce(or_, [alike.slots for alike in met.pop(key)]))
 
 
 def on_first_node(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:

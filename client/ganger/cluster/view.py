@@ -480,7 +480,14 @@ class View:
     def _touch(self, slot: int) -> None:
         self.version += 1
         self._versions[slot] = self.version
-        self._note(slot)
+        # As `_note`, without its call: this is the innermost step of a placement.
+        journal = self._journal
+        journal.append(slot)
+        noted = len(journal)
+        self._changed_at[slot] = self._forgotten + noted
+        if noted > _MOST_NOTED and noted > _MOST_NOTED + 4 * len(self.nodes):
+            self._forgotten += noted
+            journal.clear()
 
     def _grow(self) -> int:
         self.nodes.append("")
