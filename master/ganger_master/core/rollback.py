@@ -390,7 +390,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     for gang in list(state.gangs.values()):
         if not reports.keys() >= set(gang.nodes):
             later = replace(gang, master_sequence=gang.master_sequence + _ORDERS_SKIPPED)
-            state.put_gang(orders.begin_anew(later))
+            state.put_gang(gang_orders.begin_anew(later))
     state.counters.restoring, state.reports, state.ends = None, {}, None
     state.nodes.check_silence_at(now)
     for name, report in reports.items():
