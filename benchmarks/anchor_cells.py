@@ -26,9 +26,8 @@ from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags
-from ganger_master.simulator.traces.statistics import percentile
 from ganger_master.simulator.traces.transform import from_zero, scaled_to_load
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, percentile, workload
 
 # Recorded on real clusters, or (muri, chronus) drawn from such records by others.
 TRACES: Final = (

@@ -22,7 +22,7 @@ from ganger_master.config import Config
 from ganger_master.core import commands
 from ganger_master.core.answers import Refused, SessionAnswer
 from ganger_master.core.job_model import JobSpec
-from ganger_master.runtime import heap
+from ganger_master.runtime import process_setup
 
 EMPTY: Final = "ganger.bench.Empty"
 DEVICES: Final = 8
@@ -144,7 +144,7 @@ async def _serve(directory: Path, nodes: int, jobs: int) -> None:
     state.settings = replace(state.settings, silent_margin_seconds=None)
     await _fill(master, nodes, jobs)
     # As a master does that has loaded its state.
-    heap.settle()
+    process_setup.settle()
     print(f"ready {master.address} {master.token}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await master.stop()

@@ -54,7 +54,7 @@ from ganger_master.policies.orders import JobOrder, chosen, ranked
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.tunings import Known, profiles_of
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
-from ganger_master.runtime.heap import settled
+from ganger_master.runtime.process_setup import settled
 from ganger_master.simulator.traces.profiles import elasticflow_speeds, synergy_profiles
 from msgspec.structs import fields
 

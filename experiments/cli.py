@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from ganger.console import CommandError, ExitCode
-from ganger_master.simulator.thread_limits import one_thread_each
+from ganger_master.runtime.process_setup import one_thread_each
 
 _ROWS = Path("build/reproduce")
 
@@ -72,7 +72,7 @@ def reproduce(
         if name not in known:
             raise click.UsageError(f"there is no claim {name!r}; there are {', '.join(known)}")
     if document is not None:
-        from ganger_master.simulator.output_files import made_ready
+        from ganger_master.simulator.report.files import made_ready
 
         # Found out now, not after hours.
         made_ready(document.parent)

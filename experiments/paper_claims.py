@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ganger_master.simulator.report.side_by_side import Interval
+from ganger_master.simulator.report.tables import Interval
 
 _COMPARES = {
     "at_least": lambda figure, limit: figure >= limit,

@@ -27,11 +27,10 @@ from ganger_master.policies.tunings import Tuning, TuningNodes, gangs, profiles_
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
-from ganger_master.simulator.report.side_by_side import Interval, interval, paired_ratio
+from ganger_master.simulator.report.tables import Interval, interval, paired_ratio
 from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
-from ganger_master.simulator.traces.statistics import offered_load
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, offered_load, workload
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.rounds import RoundJobs, ends

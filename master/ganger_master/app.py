@@ -1,11 +1,14 @@
-"""The master as a whole: starts and stops its directory, store, writer, server, and the process that places jobs (the
-host of job schedulers, or the planner)."""
+"""The master as a whole: starts and stops its directory, store, writer, server and one child process, the default host
+of job schedulers or the planner, which is started again when it dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from ganger import __version__
+from ganger.failpoints import Failpoints
 from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.methods import CallerRole
 from ganger.wire.tls import check_directory, server_context, tell_end
@@ -23,15 +27,14 @@ from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.decision_log import recorder
 from ganger_master.policies import Places, live_policy_named
-from ganger_master.rpc.rate_limits import UserLimits
+from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import failpoints, heap
+from ganger_master.runtime import process_setup, store_access
 from ganger_master.runtime import storage_retention as retention
-from ganger_master.runtime.child_process import SupervisedProcess, host_command, planner_command
-from ganger_master.runtime.database_marks import Beside
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
+    Beside,
     MasterObstacle,
     StartError,
     StateDirectory,
@@ -43,8 +46,92 @@ from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
 
 if TYPE_CHECKING:
-    from ganger_master.metrics.families import Snapshot
-    from ganger_master.metrics.server import MetricsServer
+    from ganger_master.metrics import MetricsServer, Snapshot
+
+_BACKOFF_SECONDS: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
+# Having lived this long, a child's death is not the start of a series.
+_HEALTHY_SECONDS: Final = 30.0
+_GRACE_SECONDS: Final = 3.0
+
+
+def host_command(state_dir: Path) -> tuple[str, ...]:
+    """The host ends when its standard input does, so it never outlives a master that was killed."""
+    return (
+        sys.executable,
+        "-m",
+        "ganger.scheduling.host",
+        "--state-dir",
+        str(state_dir),
+        "--until-stdin-closes",
+    )
+
+
+def planner_command(state_dir: Path) -> tuple[str, ...]:
+    """It ends when its standard input does, too. Policy and pace it hears from the master; what it remembers lies
+    beside the master's own files."""
+    return (
+        sys.executable,
+        "-m",
+        "ganger_master.planner_process",
+        "--state-dir",
+        str(state_dir),
+        "--note",
+        str(state_dir / "planner.note"),
+        "--until-stdin-closes",
+    )
+
+
+class SupervisedProcess:
+    """One child and the task that keeps it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Ends the child, by force if it does not obey."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            began = loop.time()
+            self.starts += 1
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+                )
+                code = await self._process.wait()
+            except OSError as error:
+                log.error("child cannot be started", extra={"command": self._command[2], "error": str(error)})
+                code = -1
+            failures = 1 if loop.time() - began >= _HEALTHY_SECONDS else failures + 1
+            pause = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1]
+            log.warning("child ended", extra={"command": self._command[2], "code": code, "again_seconds": pause})
+            await asyncio.sleep(pause)
+
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +233,7 @@ class Master:
             is_restored=config.restored,
         )
         store = self._given_store or SqlStore(config.database)
-        writer = Writer(store, settings, self._clock, failpoints.of_environment(), beside=beside, opens=opens)
+        writer = Writer(store, settings, self._clock, Failpoints(store_access.FAILPOINTS), beside=beside, opens=opens)
         await writer.start()
         self._writer = writer
         _check_storage(writer.state.counters.storage_token, settings)
@@ -172,8 +259,7 @@ class Master:
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
         """Raises EndpointError."""
-        from ganger_master.metrics.families import take
-        from ganger_master.metrics.server import MetricsServer
+        from ganger_master.metrics import MetricsServer, take
 
         def snapshot() -> Snapshot:
             daemons = self._server.agents.held if self._server is not None else 0
@@ -332,7 +418,7 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await master.start()
-    heap.settle()
+    process_setup.settle()
     say(f"ganger master ready at {master.address}")
     if master.metrics_url:
         say(f"metrics at {master.metrics_url}")

@@ -46,7 +46,7 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
     from ganger.console import CommandError, ExitCode
 
     from ganger_master import app, config
-    from ganger_master.runtime import log_format as logs
+    from ganger_master.runtime import process_setup
     from ganger_master.runtime.state_directory import MasterObstacle, StartError
 
     text = ""
@@ -60,7 +60,7 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
         settings = config.load(given, os.environ, text, str(config_file or "config"))
     except config.ConfigError as error:
         raise click.UsageError(str(error)) from error
-    logs.set_up(settings.log_level)
+    process_setup.set_up_logs(settings.log_level)
     codes = {
         MasterObstacle.SETTING: ExitCode.USAGE,
         MasterObstacle.STATE: ExitCode.REFUSED,

@@ -10,7 +10,7 @@ from ganger_master.core.effects import StoredChanges
 from ganger_master.core.node_model import Element
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
-from ganger_master.store.codec import Codec
+from ganger_master.store.tables import Codec
 from kit.memory_store import MemoryStore
 
 

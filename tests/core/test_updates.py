@@ -28,7 +28,7 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel, Update
 from ganger_master.core.machine import next_wake
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of
-from ganger_master.store.codec import Codec
+from ganger_master.store.tables import Codec
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.memory_store import MemoryStore

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from decision_log.kit import busy, recorded, rerun_of, stormy
-from ganger_master.decision_log.lines import LineError, RecordingUnreadable
+from ganger_master.decision_log.recording import LineError, RecordingUnreadable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

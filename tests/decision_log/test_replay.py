@@ -20,8 +20,17 @@ from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.job_history import Story
-from ganger_master.decision_log.lines import FORMAT, BatchLine, CommandLine, Header, raw, read_lines, state_lines
-from ganger_master.decision_log.rerun import Differs, Rerun
+from ganger_master.decision_log.recording import (
+    FORMAT,
+    BatchLine,
+    CommandLine,
+    Differs,
+    Header,
+    Rerun,
+    raw,
+    read_lines,
+    state_lines,
+)
 
 
 @pytest.fixture(scope="module")

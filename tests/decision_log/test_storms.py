@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from decision_log.kit import busy, busy_for, recorded, rerun_of, stormy
 from ganger_master.core.state_image import image_of
-from ganger_master.decision_log.lines import digest_of
+from ganger_master.decision_log.recording import digest_of
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -20,7 +20,7 @@ from ganger_master.planner.rate_registry import AttainedService
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.planner.shared import NOTHING, plan_shared
 from ganger_master.policies import policy_named
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=2 * _GIB)

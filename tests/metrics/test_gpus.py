@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.cluster.resources import NodeRow
 from ganger_master.core.node_model import Node
-from ganger_master.metrics.families import gpus_of
+from ganger_master.metrics import gpus_of
 
 HEARD = {"heard": True}
 

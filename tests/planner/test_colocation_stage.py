@@ -18,7 +18,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import JobRates
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import LEAST_SPEED
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_packs_pass import SLOWER, STEADY
 from planner.test_packs_pass import Seen as Measured

@@ -26,7 +26,7 @@ from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 POLICY = policy_named("optimus")

@@ -18,7 +18,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow
 from ganger_master.planner.packs import with_refusals
 from ganger_master.planner.shared import NOTHING, plan_shared
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing
 from planner.test_packs_pass import HALF, SLOWER, STEADY

@@ -36,8 +36,8 @@ from ganger_master.planner.matrices import SlicedJob, plan_matrices, rows_of
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING, Fairness
 from ganger_master.policies import policy_named
-from ganger_master.rpc import plan_messages
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc import planner_messages
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -101,8 +101,8 @@ class Sharing(Drive):
     def go_on(self) -> list[str]:
         """Proposes what a pass finds, and lets what starts run."""
         changes = self.plan()
-        told = scheduling_pb2.Plan(changes=[plan_messages.change_to_wire(change) for change in changes])
-        answer = self.step(ProposePlan(plan_messages.plan_from_wire(told).changes))
+        told = scheduling_pb2.Plan(changes=[planner_messages.change_to_wire(change) for change in changes])
+        answer = self.step(ProposePlan(planner_messages.plan_from_wire(told).changes))
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer
         for change in changes:

@@ -16,7 +16,7 @@ from ganger_master.planner import packs as packs_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.packs import Colocations, plan_packs, with_refusals
 from ganger_master.policies.colocation_choice import ALONE_WINDOWS
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 STEADY = (9.9, 10.0, 10.1, 10.0) * 4

@@ -26,7 +26,7 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, R
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
-from ganger_master.rpc.live_job_messages import live_job_from_wire, live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 

@@ -18,8 +18,7 @@ from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
 from ganger_master.core.job_model import JobSpec
-from ganger_master.rpc.live_job_messages import signature_of
-from ganger_master.rpc.plan_messages import plan_from_wire
+from ganger_master.rpc.planner_messages import plan_from_wire, signature_of
 from google.protobuf.message import Message
 from rpc.kit import Served, Speaker, serving, spec_of
 

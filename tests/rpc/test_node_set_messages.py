@@ -8,7 +8,7 @@ from ganger_master.core.commands import ObservedRows
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Matrix, NodeSet
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.timeslice_groups import has_turn
-from ganger_master.rpc.node_messages import node_set_to_wire
+from ganger_master.rpc.node_service import node_set_to_wire
 
 
 def gang(epoch: int, job: int) -> Gang:

@@ -11,7 +11,7 @@ import pytest
 from ganger.v1 import array_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.channels import PART_BYTES
 from ganger_master.core import commands
-from ganger_master.rpc import list_pages as pages
+from ganger_master.rpc import answer_messages
 from ganger_master.store.contract import HistoryEntry
 from rpc.kit import Served, Speaker, serving, spec_of
 
@@ -75,7 +75,7 @@ def test_a_page_of_jobs_or_arrays_is_full_by_its_bytes(
             await with_arrays(served, 40)
             call = getattr(served.jobs, method)
             whole, _ = await all_pages(call, request_of(page_size=1_000), entries)
-            monkeypatch.setattr(pages, "PAGE_BYTES", _SMALL)
+            monkeypatch.setattr(answer_messages, "PAGE_BYTES", _SMALL)
             found, sizes = await all_pages(call, request_of(page_size=1_000), entries)
             assert found == whole
             assert len(whole) == 40
@@ -89,7 +89,7 @@ def test_a_page_of_nodes_is_full_by_its_bytes(tmp_path: Path, monkeypatch: pytes
         async with serving(tmp_path) as served:
             for number in range(30):
                 await Speaker(served, f"n{number:02}").join()
-            monkeypatch.setattr(pages, "PAGE_BYTES", _SMALL)
+            monkeypatch.setattr(answer_messages, "PAGE_BYTES", _SMALL)
             found, sizes = await all_pages(
                 served.nodes.ListNodes, node_pb2.ListNodesRequest(), lambda page: [one.name for one in page.nodes]
             )
@@ -110,7 +110,7 @@ def test_a_page_of_events_is_full_by_its_bytes_and_old_long_texts_are_cut(
     async def story() -> None:
         async with serving(tmp_path) as served:
             monkeypatch.setattr(served.master.writer, "history", history)
-            monkeypatch.setattr(pages, "PAGE_BYTES", 20_000)
+            monkeypatch.setattr(answer_messages, "PAGE_BYTES", 20_000)
             page = await served.jobs.ListEvents(job_service_pb2.ListEventsRequest())
             assert page.ByteSize() <= 21_000
             assert page.next_sequence == page.events[-1].sequence == len(page.events)
@@ -125,7 +125,7 @@ def test_the_jobs_of_a_cluster_are_sent_in_messages_that_are_bounded_by_their_by
     async def story() -> None:
         async with serving(tmp_path) as served:
             await with_arrays(served, 60)
-            monkeypatch.setattr(pages, "PAGE_BYTES", _SMALL)
+            monkeypatch.setattr(answer_messages, "PAGE_BYTES", _SMALL)
             found: list[str] = []
             watch = served.scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest())
             async for delta in watch:
@@ -170,7 +170,7 @@ def test_verdicts_of_one_message_come_in_several_where_they_are_long(
             async def messages():  # type: ignore[no-untyped-def]
                 yield scheduling_pb2.GangRequests(requests=[one] * 30)
 
-            monkeypatch.setattr(pages, "PAGE_BYTES", _SMALL)
+            monkeypatch.setattr(answer_messages, "PAGE_BYTES", _SMALL)
             answers = [answer async for answer in served.scheduling.RequestGangs(messages())]
             assert sum(len(answer.verdicts) for answer in answers) == 30
             assert max(answer.ByteSize() for answer in answers) <= _SMALL + 100
@@ -179,6 +179,6 @@ def test_verdicts_of_one_message_come_in_several_where_they_are_long(
 
 
 def test_a_page_has_room_for_the_one_entry_that_is_larger_than_it() -> None:
-    room = pages.PageRoom(10)
+    room = answer_messages.PageRoom(10)
     assert room.take(resources_pb2.Refusal(message="x" * (PART_BYTES + 1)))
     assert not room.take(resources_pb2.Refusal())

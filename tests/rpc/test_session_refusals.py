@@ -12,7 +12,7 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import NotReady, StorageMismatch
 from ganger_master.core.commands import OpenSession
-from ganger_master.rpc.session_refusals import SessionRefusals
+from ganger_master.rpc.answer_messages import SessionRefusals
 from rpc.certified import serving_certified
 from rpc.kit import Served, Speaker, configuration_set, serving, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.cluster.resources import Role, TaskShape
-from ganger_master.rpc.live_job_messages import signature_of
+from ganger_master.rpc.planner_messages import signature_of
 
 ROLES = (Role("worker", 2, TaskShape(gpus=1)),)
 COMMAND = ("python", "train.py", "--arch", "resnet50", "--lr", "0.1", "--seed=3")

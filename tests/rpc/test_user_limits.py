@@ -10,7 +10,7 @@ import pytest
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire.errors import ApiError, UserLimit, from_rpc_error
 from ganger.wire.methods import CallerIdentity, CallerRole
-from ganger_master.rpc.rate_limits import Bucket, UserLimits
+from ganger_master.rpc.access import Bucket, UserLimits
 from rpc.certified import serving_certified
 from rpc.kit import Speaker, spec_of, until
 

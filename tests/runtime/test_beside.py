@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from ganger_master.core.node_model import Counters
-from ganger_master.runtime import database_marks as beside
-from ganger_master.runtime.database_marks import Beside
+from ganger_master.runtime import state_directory
+from ganger_master.runtime.state_directory import Beside
 
 
 def version(written: Beside) -> int:
@@ -26,13 +26,13 @@ def test_the_marks_are_those_of_the_last_commit(tmp_path: Path) -> None:
 
 def test_the_file_of_marks_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    really_open = beside.os.open
+    really_open = state_directory.os.open
 
     def counted(path: Path, flags: int, mode: int = 0o777) -> int:
         opened.append(path)
         return really_open(path, flags, mode)
 
-    monkeypatch.setattr(beside.os, "open", counted)
+    monkeypatch.setattr(state_directory.os, "open", counted)
     written = Beside(tmp_path / "ganger.db")
     for number in range(50):
         written.note([Counters(store="a", desired_version=number)])
@@ -41,7 +41,7 @@ def test_the_file_of_marks_is_opened_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_marks_that_were_removed_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(beside.time, "monotonic", lambda: now)
+    monkeypatch.setattr(state_directory.time, "monotonic", lambda: now)
     written = Beside(tmp_path / "ganger.db")
     written.note([Counters(store="a", desired_version=1)])
     (tmp_path / "ganger.db.marks").unlink()

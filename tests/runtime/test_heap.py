@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from ganger_master.runtime.heap import settled
+from ganger_master.runtime.process_setup import settled
 
 
 def test_what_lives_long_is_looked_at_again_afterwards() -> None:

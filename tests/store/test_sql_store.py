@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from ganger_master.store import migrate
+from ganger_master.store import sql
 from ganger_master.store.contract import HistoryEntry, Problem, StoreBatch, StoreError
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import metadata
@@ -23,7 +23,7 @@ def url_of(path: Path) -> str:
 
 def test_schema_equals_the_sum_of_all_migrations(tmp_path: Path) -> None:
     engine = create_engine(url_of(tmp_path / "ganger.db"))
-    migrate.upgrade(engine)
+    sql.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []
@@ -32,11 +32,11 @@ def test_schema_equals_the_sum_of_all_migrations(tmp_path: Path) -> None:
 
 def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
     engine = create_engine(url_of(tmp_path / "ganger.db"))
-    migrate.upgrade(engine)
-    migrate.downgrade(engine, "base")
+    sql.upgrade(engine)
+    sql.downgrade(engine, "base")
     assert set(inspect(engine).get_table_names()) <= {"alembic_version"}
-    migrate.upgrade(engine)
-    migrate.upgrade(engine)
+    sql.upgrade(engine)
+    sql.upgrade(engine)
     assert set(metadata.tables) <= set(inspect(engine).get_table_names())
     engine.dispose()
 
@@ -44,8 +44,8 @@ def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
 def test_what_was_written_under_the_first_schema_is_kept_by_this_one(tmp_path: Path) -> None:
     told = HistoryEntry(1, 1.5, "jobs/1", "job_submitted", "user:u")
     engine = create_engine(url_of(tmp_path / "ganger.db"))
-    migrate.upgrade(engine)
-    migrate.downgrade(engine, "0001")
+    sql.upgrade(engine)
+    sql.downgrade(engine, "0001")
     with engine.begin() as connection:
         connection.execute(
             metadata.tables["jobs"].insert().values(["1", 1, "uid", "u", "PENDING", 1, 0, 1.5, None, "{}"])

@@ -10,13 +10,13 @@ from ganger.scheduling.program import until_stopped
 from ganger.wire.endpoints import find_endpoint
 from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner_process.run import Planner
-from ganger_master.runtime import log_format as logs
+from ganger_master.runtime import process_setup
 
 HASTY = TrialPace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
 
 
 def main() -> None:
-    logs.set_up("info")
+    process_setup.set_up_logs("info")
     state_directory, note = sys.argv[1:]
     work = Planner(lambda: find_endpoint(state_directory), trial_pace=HASTY, note=Path(note))
     asyncio.run(until_stopped(work.run(), until_stdin_closes=False))

@@ -36,7 +36,7 @@ _UNTIL_MERGED = {
     "ganger_daemon.core.rotation": "ganger_daemon.core.rotation",
     "ganger_daemon.core.turns": "ganger_daemon.core.turns",
     "ganger_master.estimators.server_speed": "ganger_master.estimators.server_speed",
-    "ganger_master.runtime.failpoints": "ganger_master.runtime.failpoints",
+    "ganger_master.runtime.store_access": "ganger_master.runtime.store_access",
 }
 
 

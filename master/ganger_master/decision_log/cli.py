@@ -15,11 +15,10 @@ from ganger import __version__
 from ganger.console import Within
 
 if TYPE_CHECKING:
-    # The command line loads these only when the command runs.
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
+    from ganger_master.decision_log.recording import Differs, Rerun
     from ganger_master.decision_log.render import LogSummary
-    from ganger_master.decision_log.rerun import Differs, Rerun
 
 
 @click.command()
@@ -77,7 +76,7 @@ def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None
     """Turn errors of a recording into errors of the command. `line`: the last line that was good."""
     from ganger.console import CommandError, ExitCode
 
-    from ganger_master.decision_log.lines import LineError, RecordingUnreadable
+    from ganger_master.decision_log.recording import LineError, RecordingUnreadable
 
     try:
         yield
@@ -90,8 +89,7 @@ def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None
 
 def _opened(file: Path) -> Rerun:
     """Open a recording and warn if another version of Ganger wrote it."""
-    from ganger_master.decision_log.lines import read_lines
-    from ganger_master.decision_log.rerun import Rerun
+    from ganger_master.decision_log.recording import Rerun, read_lines
 
     with _errors_of(file):
         rerun = Rerun(read_lines(file))
@@ -103,7 +101,7 @@ def _opened(file: Path) -> Rerun:
 
 def _replay(replayed: _Replayed, until_s: float | None) -> None:
     """Repeat the decisions up to `until_s` seconds after the recording began, or up to its end."""
-    from ganger_master.decision_log.rerun import Differs, Ended
+    from ganger_master.decision_log.recording import Differs, Ended
 
     rerun, story, other = replayed.rerun, replayed.story, replayed.other
     for entry in rerun:

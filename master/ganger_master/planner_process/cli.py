@@ -46,13 +46,13 @@ def run(
 
     from ganger_master.config import parse_duration
     from ganger_master.planner_process.run import NoPlannerError, Planner
-    from ganger_master.runtime import log_format as logs
+    from ganger_master.runtime import process_setup
 
     try:
         seconds = parse_duration(plan_every) if plan_every else None
     except ValueError as error:
         raise click.UsageError(f"--plan-every: {error}") from error
-    logs.set_up("info")
+    process_setup.set_up_logs("info")
     where = master or context.find_root().obj
     work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note)
     try:

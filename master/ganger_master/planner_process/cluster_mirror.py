@@ -15,7 +15,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import ClusterChange
 from ganger_master.planner.measurements import ProgressReport
-from ganger_master.rpc.live_job_messages import live_job_from_wire
+from ganger_master.rpc.planner_messages import live_job_from_wire
 
 
 class ClusterMirror:

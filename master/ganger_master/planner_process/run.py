@@ -36,7 +36,7 @@ from ganger_master.planner_process.cluster_mirror import ClusterMirror, progress
 from ganger_master.planner_process.note import Note
 from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy, live_policy_named
-from ganger_master.rpc.plan_messages import change_to_wire, finding_to_wire, promise_to_wire
+from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)
 

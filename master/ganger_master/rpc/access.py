@@ -1,13 +1,25 @@
-"""Access of users to jobs: all fields of their own jobs, and of other jobs only what a queue listing shows."""
+"""Access of users: which fields of jobs they may read, and how much they may request.
+
+They read all fields of their own jobs, and of other jobs only what a queue listing shows. Limits on requests and
+changes per second and on open streams protect the service of all users, far above what people and their scripts do.
+Operators and the master's own programs have no limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final, Protocol
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
+import grpc
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
+from ganger.wire.errors import UserLimit
 from ganger.wire.methods import CallerIdentity
+from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 from google.protobuf.message import Message
 
 from ganger_master.core.job_model import JobRecord
@@ -88,3 +100,118 @@ def _keep(message: Message, fields: frozenset[str]) -> None:
     for field, _ in message.ListFields():
         if field.name not in fields:
             message.ClearField(field.name)
+
+
+# Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.
+_REQUESTS_BURST_SECONDS: Final = 10.0
+_CHANGES_BURST_SECONDS: Final = 2_000.0
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A token bucket: `rate` in a second, at most `burst` at once. Full at first."""
+
+    rate: float
+    burst: float
+    level: float | None = None
+    filled_at: float = 0.0
+
+    def take(self, now: float, cost: float = 1.0) -> float:
+        """Take the cost and return zero, or take nothing and return the seconds until there is enough. A cost above a
+        burst is taken from a full bucket, which then refills from below zero. `now`: seconds of a steady clock."""
+        passed = max(0.0, now - self.filled_at)
+        level = self.burst if self.level is None else min(self.burst, self.level + passed * self.rate)
+        self.filled_at = now
+        lacking = max(0.0, min(cost, self.burst) - level)
+        self.level = level if lacking else level - cost
+        return lacking / self.rate
+
+
+@dataclass(slots=True)
+class _User:
+    requests: Bucket
+    changes: Bucket
+    streams: int = 0
+
+
+class UserLimits:
+    """What each user has used. All methods raise UserLimit for what exceeds a limit."""
+
+    def __init__(self, requests: int, changes: int, streams: int, steady: Callable[[], float] = time.monotonic) -> None:
+        self._requests = requests
+        self._changes = changes
+        self._streams = streams
+        self._steady = steady
+        self._users: dict[str, _User] = {}
+
+    def charge_requests(self, caller: CallerIdentity, count: int = 1) -> None:
+        """Count requests of a caller. Raises UserLimit where they are too many."""
+        user = self._user(caller)
+        if user is not None and (wait_s := user.requests.take(self._steady(), count)):
+            raise self._exceeded(caller, wait_s, f"{self._requests} requests", "requests_per_user", self._requests)
+
+    def charge_changes(self, caller: CallerIdentity, count: int = 1) -> None:
+        """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
+        user = self._user(caller)
+        if user is not None and (wait_s := user.changes.take(self._steady(), count)):
+            raise self._exceeded(caller, wait_s, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
+
+    @contextmanager
+    def stream(self, caller: CallerIdentity) -> Iterator[None]:
+        """Count a stream of a caller as long as the context lasts. Raises UserLimit where it has too many."""
+        user = self._user(caller)
+        if user is None:
+            yield
+            return
+        if user.streams >= self._streams:
+            raise UserLimit(
+                f"user {caller.name} has {user.streams} streams open, and a user may have {self._streams}"
+                " (streams_per_user): end some that watch jobs or follow logs",
+                limit=self._streams,
+            )
+        user.streams += 1
+        try:
+            yield
+        finally:
+            user.streams -= 1
+
+    def _user(self, caller: CallerIdentity) -> _User | None:
+        """None for callers without limits."""
+        if not caller.has_own_jobs_only:
+            return None
+        user = self._users.get(caller.name)
+        if user is None:
+            requests = Bucket(self._requests, self._requests * _REQUESTS_BURST_SECONDS)
+            user = _User(requests, Bucket(self._changes, self._changes * _CHANGES_BURST_SECONDS))
+            self._users[caller.name] = user
+        return user
+
+    @staticmethod
+    def _exceeded(caller: CallerIdentity, wait_s: float, what: str, setting: str, limit: int) -> UserLimit:
+        text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait_s:.1f} s"
+        return UserLimit(text, limit=limit)
+
+
+class LimitInterceptor(WrappingInterceptor):
+    """Counts each call, and each stream as long as it is open."""
+
+    def __init__(self, limits: UserLimits, callers: Callers) -> None:
+        super().__init__()
+        self._limits = limits
+        self._callers = callers
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        behaviour = behaviour_of(handler)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._limits.charge_requests(self._callers.of(context))
+            return await behaviour(request, context)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            caller = self._callers.of(context)
+            self._limits.charge_requests(caller)
+            with self._limits.stream(caller):
+                async for response in behaviour(request, context):
+                    yield response
+
+        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)

@@ -24,9 +24,8 @@ from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.agent_messages import ObservedParts
-from ganger_master.rpc.answer_messages import expect
-from ganger_master.rpc.membership_messages import metrics_from_wire
-from ganger_master.rpc.session_refusals import SessionRefusals
+from ganger_master.rpc.answer_messages import SessionRefusals, expect
+from ganger_master.rpc.job_messages import metrics_from_wire
 from ganger_master.runtime.progress_board import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 

@@ -1,17 +1,25 @@
-"""The core's answers as messages or errors, and the callers' names as the core knows them."""
+"""Answers as messages: those of the core, also as errors; refused sessions of daemons; and lists in pages."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
 import pwd
-from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
+import grpc
 from ganger.v1 import array_pb2, job_pb2, node_pb2, scheduling_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
+from ganger.wire.channels import PART_BYTES
+from ganger.wire.errors import ApiError
 from ganger.wire.methods import CallerIdentity
+from google.protobuf.message import Message
 
 from ganger_master.core import colocation, heartbeats
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
@@ -24,9 +32,106 @@ from ganger_master.core.preconditions import no_job
 from ganger_master.core.retry import visible_to
 from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc import array_messages, job_messages
-from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.writer import Writer
+
+_NODES_MOST: Final = 1_000
+_TEXT_MOST: Final = 500
+# A refused daemon tries again within 15 s. One that does not is stopped: its refusal is out of date.
+_KEPT_S: Final = 120.0
+
+
+class SessionRefusal(NamedTuple):
+    """Why a daemon is not accepted: the reason of the error and a text. `time`: Unix seconds."""
+
+    time: float
+    reason: str
+    text: str
+
+
+_ACCEPTED: Final = SessionRefusal(0.0, "", "")
+
+
+class SessionRefusals:
+    """The newest refusal of each node. `now`: the present in Unix seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        # The oldest refusal first.
+        self._entries: OrderedDict[str, SessionRefusal] = OrderedDict()
+
+    def note(self, node: str, error: ApiError) -> None:
+        """Keep the reason of a refusal; a master that is not ready refuses nothing."""
+        if error.code is grpc.StatusCode.UNAVAILABLE:
+            return
+        self._entries.pop(node, None)
+        if len(self._entries) >= _NODES_MOST:
+            self._entries.popitem(last=False)
+        self._entries[node] = SessionRefusal(self._now(), error.reason, f"not accepted: {error.message}"[:_TEXT_MOST])
+
+    def forget(self, node: str) -> None:
+        """Drop the refusal of a node whose daemon is accepted."""
+        self._entries.pop(node, None)
+
+    def of(self, node: str) -> SessionRefusal:
+        """Return why the node is not accepted; with empty texts if nothing is known."""
+        entry = self._entries.get(node, _ACCEPTED)
+        return _ACCEPTED if self._now() > entry.time + _KEPT_S else entry
+
+    def nodes(self) -> list[str]:
+        """Return the nodes that are not accepted."""
+        return [node for node in self._entries if self.of(node).reason]
+
+
+PAGE_DEFAULT: Final = 100
+PAGE_MOST: Final = 1_000
+# A page of large messages must still fit into one.
+PAGE_BYTES: Final = PART_BYTES
+
+# Most bytes that an entry takes in its message beyond its own.
+_FIELD_BYTES: Final = 16
+# Entries that are examined before other calls are served.
+ENTRIES_AT_ONCE: Final = 500
+
+_Place = TypeVar("_Place")
+
+
+class PageRoom:
+    """Room in one message: so many entries, together of at most PAGE_BYTES, but always one."""
+
+    def __init__(self, entries: int = sys.maxsize) -> None:
+        self._entries = entries
+        self._bytes = PAGE_BYTES
+        self._is_empty = True
+
+    def take(self, *messages: Message) -> bool:
+        """Return whether there is room for an entry of these messages; if so, count it."""
+        size = sum([message.ByteSize() + _FIELD_BYTES for message in messages])
+        if not self._is_empty and (self._entries <= 0 or size > self._bytes):
+            return False
+        self._is_empty = False
+        self._entries -= 1
+        self._bytes -= size
+        return True
+
+
+def page_token(name: str) -> str:
+    """Of a page whose last entry has this name."""
+    return base64.urlsafe_b64encode(f"after:{name}".encode()).decode()
+
+
+def place_of(token: str, parse: Callable[[str], _Place], first: _Place) -> _Place:
+    """What the name in a token means; `first` without a token. Raises PageTokenInvalid."""
+    if not token:
+        return first
+    try:
+        word, _, name = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
+        if word == "after":
+            return parse(name)
+    except (ValueError, binascii.Error, errors.NameInvalid):
+        pass
+    raise errors.PageTokenInvalid(f"page_token {token[:40]!r} was not made by this method: start without one")
+
 
 _Kind = TypeVar("_Kind")
 

@@ -16,7 +16,7 @@ from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, Stop
 from ganger_master.core.arrays import report_of
 from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import job_messages
-from ganger_master.rpc.membership_messages import rule_from_wire, rule_to_wire
+from ganger_master.rpc.job_messages import rule_from_wire, rule_to_wire
 from ganger_master.runtime.progress_board import Sample
 
 

@@ -1,4 +1,4 @@
-"""Jobs, gangs and specs: the core's values and `ganger.v1` messages, both ways."""
+"""Jobs with their array membership, gangs and specs: the core's values and `ganger.v1` messages, both ways."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, Final
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Locality
 from ganger.job_state import JobState
-from ganger.v1 import job_pb2, job_service_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
+from ganger.wire.errors import SpecInvalid, Violation
 
+from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.effects import cut
 from ganger_master.core.gang_model import Gang, GangPhase
@@ -22,6 +24,7 @@ from ganger_master.core.job_model import (
     Capabilities,
     Checkpoint,
     Failure,
+    JobMetric,
     JobProgress,
     JobRecord,
     JobSpec,
@@ -30,8 +33,75 @@ from ganger_master.core.job_model import (
     resolved,
 )
 from ganger_master.core.lifecycle import trouble_of
-from ganger_master.rpc.membership_messages import membership_to_wire, metrics_from_wire, metrics_to_wire
 from ganger_master.runtime.progress_board import Sample
+
+_KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
+_KINDS_FROM_WIRE: Final = {number: kind for kind, number in _KINDS.items()}
+
+
+def membership_to_wire(job: JobRecord, array: Membership) -> array_pb2.ArrayMembership:
+    return array_pb2.ArrayMembership(
+        array=f"arrays/{array.array}",
+        member=array_pb2.ArrayMember(index=array.index, parameters=array.parameters),
+        size=array.size,
+        max_concurrent=array.at_once,
+        rule=None if array.rule is None else rule_to_wire(array.rule),
+        held=job.held,
+        rungs=[math.nan if value is None else value for value in job.rungs],
+    )
+
+
+def metrics_to_wire(metrics: Sequence[JobMetric]) -> list[job_pb2.Metric]:
+    return [
+        job_pb2.Metric(name=one.name, value=math.nan if one.value is None else one.value, step=one.step)
+        for one in metrics
+    ]
+
+
+def metrics_from_wire(progress: job_pb2.Progress) -> tuple[JobMetric, ...]:
+    """A value that is no number is None: it must not become durable as one."""
+    return tuple(
+        JobMetric(one.name[:_NAME_MOST], one.value if math.isfinite(one.value) else None, one.step)
+        for one in progress.metrics[:_METRICS_MOST]
+    )
+
+
+# More than a page has room for.
+_METRICS_MOST: Final = 16
+_NAME_MOST: Final = 64
+
+
+def rule_to_wire(rule: StopRule) -> array_pb2.StopRule:
+    return array_pb2.StopRule(
+        kind=_KINDS[rule.kind],
+        metric=rule.metric,
+        higher_is_better=rule.maximise,
+        resource=rule.resource,
+        first_rung=rule.first,
+        factor=rule.factor,
+        rung_interval=rule.every,
+        bound=rule.bound,
+    )
+
+
+def rule_from_wire(message: array_pb2.StopRule) -> StopRule:
+    kind = _KINDS_FROM_WIRE.get(message.kind)
+    if kind is None:
+        known = ", ".join(one.name for one in RuleKind)
+        raise SpecInvalid(
+            "the array cannot be accepted", violations=[Violation("rule.kind", f"must be one of {known}")]
+        )
+    return StopRule(
+        kind,
+        message.metric or LOSS,
+        message.higher_is_better,
+        message.resource or STEP,
+        message.first_rung,
+        message.factor or StopRule(kind).factor,
+        message.rung_interval,
+        message.bound,
+    )
+
 
 STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
     state: job_pb2.Job.State.Value(f"STATE_{state.name}") for state in JobState

@@ -23,12 +23,19 @@ from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.planner.deadline_advice import deadline_advice
 from ganger_master.policies.order_registry import EDF
 from ganger_master.rpc import array_messages, job_messages
-from ganger_master.rpc.access import array_outline, check_jobs, check_owner, outline
-from ganger_master.rpc.answer_messages import Shown, expect
-from ganger_master.rpc.list_pages import ENTRIES_AT_ONCE, PAGE_DEFAULT, PAGE_MOST, PageRoom, page_token, place_of
+from ganger_master.rpc.access import UserLimits, array_outline, check_jobs, check_owner, outline
+from ganger_master.rpc.answer_messages import (
+    ENTRIES_AT_ONCE,
+    PAGE_DEFAULT,
+    PAGE_MOST,
+    PageRoom,
+    Shown,
+    expect,
+    page_token,
+    place_of,
+)
 from ganger_master.rpc.log_proxy import LogProxy
-from ganger_master.rpc.plan_messages import REASON_MOST, on_the_way_to_wire
-from ganger_master.rpc.rate_limits import UserLimits
+from ganger_master.rpc.planner_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import HistoryEntry
 

@@ -25,13 +25,10 @@ from ganger_master.core.queue import GrantedLease
 from ganger_master.core.retry import is_backing_off
 from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
-from ganger_master.rpc.access import check_jobs
-from ganger_master.rpc.answer_messages import Shown, change_verdict_of, expect, verdict_of
+from ganger_master.rpc.access import UserLimits, check_jobs
+from ganger_master.rpc.answer_messages import PageRoom, Shown, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_SECONDS
-from ganger_master.rpc.list_pages import PageRoom
-from ganger_master.rpc.live_job_messages import live_job_to_wire
-from ganger_master.rpc.plan_messages import plan_from_wire
-from ganger_master.rpc.rate_limits import UserLimits
+from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.writer import Writer
 

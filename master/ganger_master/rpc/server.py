@@ -28,14 +28,13 @@ from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ganger_master.rpc.access import LimitInterceptor, UserLimits
 from ganger_master.rpc.agent_service import AgentService
-from ganger_master.rpc.answer_messages import Shown, owner
+from ganger_master.rpc.answer_messages import SessionRefusals, Shown, owner
 from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
-from ganger_master.rpc.rate_limits import LimitInterceptor, UserLimits
 from ganger_master.rpc.scheduling_service import SchedulingService
-from ganger_master.rpc.session_refusals import SessionRefusals
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.writer import Writer
 

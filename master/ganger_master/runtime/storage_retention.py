@@ -19,7 +19,7 @@ from typing import Final
 from ganger_master.core.commands import RecordedEnd
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.runtime.database_marks import ended_of, text_of
+from ganger_master.runtime.state_directory import ended_of, text_of
 
 LOGS: Final = "logs"
 CHECKPOINTS: Final = "checkpoints"

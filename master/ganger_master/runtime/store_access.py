@@ -1,7 +1,12 @@
-"""Access to the store: the thread that may block on the disk, and the check that this master owns its database.
+"""Access to the store: the thread that may block on the disk, the check that this master owns its database, the pause
+between commits, and the failpoints around them.
 
 The thread is cheaper than an executor, whose every task costs a future, a lock and a condition: a busy master submits
 hundreds of tasks per second.
+
+The pause is none for a single caller and a few milliseconds under load. The cost of a commit per change depends mostly
+on the batch size (an order of magnitude between 1 and 32 changes). A fixed pause would slow a single caller down, so
+the pause follows the size of the last batch.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -142,3 +148,44 @@ class Ownership:
             self._check = None
         self._verified_at = began_at
         return None
+
+
+_SHORTEST_SECONDS: Final = 0.003
+_LONGEST_SECONDS: Final = 0.010
+# Batches below this many callers say that the pause buys nothing.
+_FEW: Final = 2
+
+
+@dataclass(slots=True)
+class CommitPace:
+    """Adapts one number: the seconds between the starts of two commits."""
+
+    pause_seconds: float = 0.0
+    _last_begin: float = float("-inf")
+
+    def wait_seconds(self, now: float) -> float:
+        """How long to go on collecting before the next commit begins; zero for now."""
+        return max(0.0, self._last_begin + self.pause_seconds - now)
+
+    def began(self, now: float) -> None:
+        self._last_begin = now
+
+    def ended(self, callers: int, seconds: float) -> None:
+        """`callers` waited for the commit that took `seconds`: many callers or a slow disk lengthen the pause."""
+        if callers < _FEW:
+            self.pause_seconds = 0.0
+        else:
+            self.pause_seconds = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, 2 * seconds))
+
+
+# Where a test may have the master killed; see ganger.failpoints.
+BEFORE_COMMIT: Final = "before-commit"
+AFTER_COMMIT: Final = "after-commit"
+COMMIT_BEFORE_REPLY: Final = "commit-before-reply"
+BEFORE_MOVE_COMMIT: Final = "before-move-commit"
+AFTER_MOVE_COMMIT: Final = "after-move-commit"
+MID_LOAD: Final = "mid-load"
+
+FAILPOINTS: Final = frozenset(
+    {BEFORE_COMMIT, AFTER_COMMIT, COMMIT_BEFORE_REPLY, BEFORE_MOVE_COMMIT, AFTER_MOVE_COMMIT, MID_LOAD}
+)

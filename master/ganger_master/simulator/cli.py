@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from ganger.console import CommandError, ExitCode
 
+from ganger_master.runtime.process_setup import one_thread_each
 from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.simulator.output import say
-from ganger_master.simulator.thread_limits import one_thread_each
 
 if TYPE_CHECKING:
     from ganger_master.simulator.inputs import Load, Material, ReplayOptions, SwitchCosts
@@ -74,10 +74,10 @@ def simulate(
     experiment = _Experiment(trace, (policy,), flags)
     from ganger.console import print_pairs, print_table
 
-    from ganger_master.runtime.heap import settled
-    from ganger_master.simulator import run_description
+    from ganger_master.runtime.process_setup import settled
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.output import ProgressBar
+    from ganger_master.simulator.report import tables
     from ganger_master.simulator.report.figures import figures
     from ganger_master.simulator.report.tables import details, waiting_by_size
     from ganger_master.simulator.run import simulate as replay
@@ -92,9 +92,9 @@ def simulate(
     found = figures(run)
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(run_description.simulated(source, asked, options, found))
+            _print_json(tables.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + run_description.unbounded_load_row(found) + details(found))
+            print_pairs(experiment.headline(source, asked) + tables.unbounded_load_row(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
@@ -145,11 +145,11 @@ def compare(
     experiment = _Experiment(trace, policies, flags)
     from ganger.console import print_pairs, print_side_by_side
 
-    from ganger_master.simulator import run_description
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.parallel_runs import RunCell
+    from ganger_master.simulator.report import tables
     from ganger_master.simulator.report.figures import figures
-    from ganger_master.simulator.report.side_by_side import side_by_side
+    from ganger_master.simulator.report.tables import side_by_side
 
     source = experiment.material()
     asked = [Load(phases=load_phases)] if load_phases else [Load(load) for load in loads or (None,)]
@@ -168,7 +168,7 @@ def compare(
         say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(run_description.compared(source, experiment.options(flags["seed"]), groups))
+            _print_json(tables.compared(source, experiment.options(flags["seed"]), groups))
         else:
             print_pairs(experiment.headline(source, *asked))
             for _, group in groups:
@@ -250,7 +250,7 @@ class _Experiment:
         from ganger_master.policies import policy_named
         from ganger_master.simulator.inputs import TraceSelection, material
         from ganger_master.simulator.output import ProgressBar
-        from ganger_master.simulator.run_description import notes
+        from ganger_master.simulator.report.tables import notes
         from ganger_master.simulator.traces.reader import RowFilter
 
         flags = self.flags
@@ -282,18 +282,18 @@ class _Experiment:
             raise click.UsageError(f"{source.trace}: {error}") from error
 
     def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
-        from ganger_master.simulator import run_description
+        from ganger_master.simulator.report import tables
 
         return [
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
-            ("cluster", run_description.cluster_in_words(source.servers)),
-            ("switching", run_description.options_in_words(self.options(0))),
-            *run_description.quotas_if_any(self.options(0)),
+            ("cluster", tables.cluster_in_words(source.servers)),
+            ("switching", tables.options_in_words(self.options(0))),
+            *tables.quotas_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
         """The files that were asked for."""
-        from ganger_master.simulator.output_files import save_figures, save_run
+        from ganger_master.simulator.report.files import save_figures, save_run
 
         directory: Path | None = self.flags["csv"]
         if directory is not None:
@@ -309,7 +309,7 @@ class _Experiment:
 
     def _draw(self, directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
         """The runs of the first seed, each load's in a directory of its own if there are several."""
-        from ganger_master.simulator.report.plots import save_plots
+        from ganger_master.simulator.report.files import save_plots
 
         loads = list(dict.fromkeys(load for load, _, _ in runs))
         for load in loads:
@@ -318,7 +318,7 @@ class _Experiment:
             save_plots([run for other, run, _ in runs if other == load and run.seed == self.flags["seed"]], place)
 
     def _make_directories(self) -> None:
-        from ganger_master.simulator.output_files import check_plots, made_ready
+        from ganger_master.simulator.report.files import check_plots, made_ready
 
         with _explained():
             if self.flags["plots"] is not None:
@@ -435,8 +435,8 @@ def _servers(flags: Mapping[str, Any]) -> Servers:
 @contextmanager
 def _explained() -> Iterator[None]:
     """Mistakes in what was given are not ours."""
-    from ganger_master.simulator.report.plots import PlotsUnavailable
-    from ganger_master.simulator.traces.row_findings import TraceError
+    from ganger_master.simulator.report.files import PlotsUnavailable
+    from ganger_master.simulator.traces.rows import TraceError
     from ganger_master.simulator.traces.servers import ServersFileError
 
     try:

@@ -19,7 +19,7 @@ import numpy as np
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
-from ganger_master.simulator.traces.row_findings import RowFinding, RowFindingCounts, RowFindingKind, TraceError
+from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind, TraceError
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.transform import (
     sample,

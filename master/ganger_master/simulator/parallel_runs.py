@@ -20,10 +20,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
-from ganger_master.runtime.heap import settle
+from ganger_master.runtime.process_setup import one_thread_each, settle
 from ganger_master.simulator.inputs import Load, Material, ReplayOptions, jobs_at
 from ganger_master.simulator.report.outcomes import Run
-from ganger_master.simulator.thread_limits import one_thread_each
 
 Task = TypeVar("Task")
 # A task calls it with values that can be pickled, any number of times.

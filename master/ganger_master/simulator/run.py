@@ -19,8 +19,8 @@ from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
 from ganger_master.policies import Places, policy_named
 from ganger_master.policies.order_registry import LAS2D
+from ganger_master.simulator.admission import devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
-from ganger_master.simulator.job_specs import devices_only, specs_of, users_of
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.planner_shell import Planning
@@ -29,8 +29,7 @@ from ganger_master.simulator.report.outcomes import Run
 from ganger_master.simulator.run_record import Ledger, Meters
 from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.servers import Servers
-from ganger_master.simulator.traces.statistics import offered_load
-from ganger_master.simulator.traces.workload import Workload
+from ganger_master.simulator.traces.workload import Workload, offered_load
 from ganger_master.simulator.true_rates import Work
 
 if TYPE_CHECKING:

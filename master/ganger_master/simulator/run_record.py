@@ -11,8 +11,7 @@ from ganger.cluster.fragmentation import GangMix, fragmented_gpus
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.state import State
 from ganger_master.simulator.report.figures import demand_of
-from ganger_master.simulator.report.outcomes import Outcomes, outcomes
-from ganger_master.simulator.report.series import SeriesRecorder, StepSeries
+from ganger_master.simulator.report.outcomes import Outcomes, SeriesRecorder, StepSeries, outcomes
 from ganger_master.simulator.traces.workload import Workload
 
 

@@ -1,7 +1,12 @@
 """The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
 
 A commit is one transaction. Statements are built by SQLAlchemy once per table and then run as the driver's own text,
-because at small batches building them costs more than the disk does. SQLite has a way of its own (`sqlite_commit`).
+because at small batches building them costs more than the disk does. `open` brings the schema up to date.
+
+A commit to SQLite is a statement for each table that changes, whatever the number of its rows. The driver lets the
+interpreter go for each statement, and beside a busy event loop it gets it back only a moment later, so a statement for
+each row would wait as often as there are rows. (One statement for the whole batch, by a view and triggers, waited but
+once, and SQLite took three times as long for it.)
 """
 
 from __future__ import annotations
@@ -10,20 +15,128 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
-from sqlalchemy import Connection, Engine, bindparam, create_engine, delete, event, func, insert, select, update
-from sqlalchemy.dialects import postgresql
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from msgspec.structs import astuple
+from sqlalchemy import Connection, Engine, Table, bindparam, create_engine, delete, event, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import Executable
 
-from ganger_master.store import migrate, sqlite_commit
 from ganger_master.store.contract import Cell, HistoryEntry, Problem, StoreBatch, StoredRow, StoreError
 from ganger_master.store.tables import COLUMNS, STATE, events, writer
+
+_MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+def upgrade(engine: Engine) -> None:
+    """One transaction where the database can; does nothing if the schema is there."""
+    scripts = ScriptDirectory.from_config(_config(None))
+    known = {script.revision for script in scripts.walk_revisions()}
+    with engine.begin() as connection:
+        current = MigrationContext.configure(connection).get_current_revision()
+        if current is not None and current not in known:
+            raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger knows {sorted(known)[-1]}")
+        if current != scripts.get_current_head():
+            command.upgrade(_config(connection), "head")
+
+
+def downgrade(engine: Engine, revision: str) -> None:
+    """Back to an older schema; `base` drops everything."""
+    with engine.begin() as connection:
+        command.downgrade(_config(connection), revision)
+
+
+def _config(connection: Connection | None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "newline")
+    config.attributes["connection"] = connection
+    return config
+
+
+# Statements that the driver keeps: one for each table and number of rows it has seen.
+STATEMENTS_KEPT: Final = 512
+_MOST_ROWS: Final = 64
+
+Statement: TypeAlias = tuple[str, list[Cell]]
+
+_IS_OURS: Final = f"SELECT 1 FROM {writer.name} WHERE generation = ?"
+_quote: Final = sqlite.dialect().identifier_preparer.quote
+
+
+def statements(batch: StoreBatch) -> list[Statement]:
+    """What is to be run for a batch, in this order: texts with their parameters."""
+    found: list[Statement] = []
+    for table, keys in batch.removes.items():
+        _add(found, _removal, table, [(key,) for key in keys])
+    for table, rows in batch.puts.items():
+        _add(found, _put, table, rows)
+    if batch.history:
+        _add(found, _insertion, events.name, [astuple(entry) for entry in batch.history])
+    return found
+
+
+def commit(connection: sqlite3.Connection, generation: int, batch: Sequence[Statement]) -> bool:
+    """Run a batch as one transaction, durable on return. Return False, with no change, for another generation.
+
+    `connection` must not begin transactions by itself. Raises sqlite3.Error, with no change.
+    """
+    run = connection.execute
+    # Take the write lock first, so that no other writer gets it between the check and the first change.
+    run("BEGIN IMMEDIATE")
+    try:
+        is_ours = run(_IS_OURS, (generation,)).fetchone() is not None
+        if is_ours:
+            for text, parameters in batch:
+                run(text, parameters)
+            run("COMMIT")
+        return is_ours
+    finally:
+        # Not ours, or an error; some end the transaction themselves.
+        if connection.in_transaction:
+            run("ROLLBACK")
+
+
+def _add(
+    found: list[Statement], text_of: Callable[[str, int], str], table: str, rows: Sequence[Sequence[Cell]]
+) -> None:
+    for start in range(0, len(rows), _MOST_ROWS):
+        part = rows[start : start + _MOST_ROWS]
+        found.append((text_of(table, len(part)), list(chain.from_iterable(part))))
+
+
+@cache
+def _put(name: str, rows: int) -> str:
+    key, *others = _names(STATE[name])
+    changes = ", ".join([f"{other} = excluded.{other}" for other in others])
+    return f"{_insertion(name, rows)} ON CONFLICT ({key}) DO UPDATE SET {changes}"
+
+
+@cache
+def _insertion(name: str, rows: int) -> str:
+    names = _names(events if name == events.name else STATE[name])
+    row = f"({', '.join('?' * len(names))})"
+    return f"INSERT INTO {name} ({', '.join(names)}) VALUES {', '.join([row] * rows)}"
+
+
+@cache
+def _removal(name: str, rows: int) -> str:
+    return f"DELETE FROM {name} WHERE key IN ({', '.join('?' * rows)})"
+
+
+def _names(table: Table) -> list[str]:
+    return [_quote(column.name) for column in table.columns]
+
 
 _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 # Rows of one statement; keeps the driver's memory and the time of one lock bounded.
@@ -32,7 +145,7 @@ _ROWS_PER_FETCH: Final = 1_000
 _BUSY_MS: Final = 5_000
 _SQLITE_ARGUMENTS: Final = {
     "timeout": _BUSY_MS / 1000,
-    "cached_statements": sqlite_commit.STATEMENTS_KEPT,
+    "cached_statements": STATEMENTS_KEPT,
 }
 
 
@@ -52,7 +165,7 @@ class SqlStore:
     def open(self) -> None:
         with _explained(self._url):
             _create_file(self._url)
-            migrate.upgrade(self._engine)
+            upgrade(self._engine)
             connection = self._open_connection()
             with connection.begin():
                 self._generation = _take_over(connection)
@@ -72,14 +185,14 @@ class SqlStore:
 
     def prepare(self, batch: StoreBatch) -> Callable[[], None]:
         if self._takes_many_rows:
-            return partial(self._run_all, sqlite_commit.statements(batch))
+            return partial(self._run_all, statements(batch))
         return partial(self._write_all, batch)
 
-    def _run_all(self, statements: Sequence[sqlite_commit.Statement]) -> None:
+    def _run_all(self, statements: Sequence[Statement]) -> None:
         if not statements:
             return
         with _explained(self._url):
-            if not sqlite_commit.commit(_driver_of(self._open_connection()), self._generation, statements):
+            if not commit(_driver_of(self._open_connection()), self._generation, statements):
                 raise self._fenced()
 
     def _write_all(self, batch: StoreBatch) -> None:

@@ -13,8 +13,7 @@ from ganger_master.simulator.inputs import Load, TraceSelection, jobs_at, materi
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles
 from ganger_master.simulator.traces.reader import RowFilter
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.statistics import offered_load
-from ganger_master.simulator.traces.workload import workload
+from ganger_master.simulator.traces.workload import offered_load, workload
 
 SERVERS = servers_from_flags(nodes=9, gpus_per_node=8)
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"

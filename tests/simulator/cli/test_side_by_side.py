@@ -11,7 +11,7 @@ import pytest
 from ganger.console import groups, print_side_by_side
 from ganger_master.simulator.report.figures import Figures, figures
 from ganger_master.simulator.report.outcomes import Run, outcomes
-from ganger_master.simulator.report.side_by_side import as_json, by_best, side_by_side
+from ganger_master.simulator.report.tables import as_json, by_best, side_by_side
 from ganger_master.simulator.traces.workload import workload
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.simulator.report.outcomes import Run, outcomes
-from ganger_master.simulator.report.plots import PlotsUnavailable, cumulative, save_plots
-from ganger_master.simulator.report.series import StepSeries
+from ganger_master.simulator.report.files import PlotsUnavailable, cumulative, save_plots
+from ganger_master.simulator.report.outcomes import Run, StepSeries, outcomes
 from ganger_master.simulator.traces.workload import workload
 
 
@@ -48,7 +47,7 @@ def test_missing_matplotlib_is_said_with_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_matplotlib_is_not_imported_until_something_is_drawn() -> None:
-    code = "import sys, ganger_master.simulator.report.plots; print('matplotlib' in sys.modules)"
+    code = "import sys, ganger_master.simulator.report.files; print('matplotlib' in sys.modules)"
     path = [entry for entry in sys.path if entry]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"], capture_output=True, text=True

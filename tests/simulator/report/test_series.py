@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger_master.simulator.report.series import SeriesRecorder, StepSeries
+from ganger_master.simulator.report.outcomes import SeriesRecorder, StepSeries
 from hypothesis import given
 from hypothesis import strategies as st
 

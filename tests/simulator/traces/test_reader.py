@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
-from ganger_master.simulator.traces.row_findings import (
-    RowFinding,
-    RowFindingCounts,
-    RowFindingKind,
-    TraceError,
-    rows_of,
-)
+from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind, TraceError, rows_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ganger_master.simulator.traces.reader import read_trace
-from ganger_master.simulator.traces.row_findings import RowFindingKind
+from ganger_master.simulator.traces.rows import RowFindingKind
 from ganger_master.simulator.traces.servers import servers_from_description
-from ganger_master.simulator.traces.statistics import offered_load, percentile, size_class, statistics, text
 from ganger_master.simulator.traces.transform import (
     MULTI_GPU,
     SINGLE_GPU,
@@ -25,7 +24,15 @@ from ganger_master.simulator.traces.transform import (
     with_loads,
     with_sizes,
 )
-from ganger_master.simulator.traces.workload import Labels, Workload, id_order, workload
+from ganger_master.simulator.traces.workload import (
+    Labels,
+    Workload,
+    id_order,
+    offered_load,
+    percentile,
+    size_class,
+    workload,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,9 +119,9 @@ def test_one_phase_of_the_load_there_is_changes_nothing() -> None:
 
 def test_synthetic_jobs_have_the_published_distributions() -> None:
     made = synthetic(20_000, 9.0, seed=7)
-    figures = statistics(made)
-    assert figures.jobs_per_hour == pytest.approx(9.0, rel=0.03)
-    assert figures.interarrival_cv == pytest.approx(1.0, rel=0.03)
+    between = np.diff(made.submit_s)
+    assert 3600 / between.mean() == pytest.approx(9.0, rel=0.03)
+    assert between.std() / between.mean() == pytest.approx(1.0, rel=0.03)
     sizes = dict(zip(*map(np.ndarray.tolist, np.unique(made.gpus, return_counts=True)), strict=True))
     assert {size: count / 20_000 for size, count in sizes.items()} == pytest.approx(dict(MULTI_GPU), abs=0.015)
     minutes = made.duration_s / 60
@@ -241,47 +248,42 @@ def manifest() -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("entry", manifest(), ids=lambda entry: entry["file"])
-def test_statistics_are_those_published_with_the_trace(entry: dict[str, object]) -> None:
+def test_what_is_read_has_the_statistics_published_with_the_trace(entry: dict[str, object]) -> None:
     reading = read_trace(TRACES / str(entry["file"]))
-    if len(reading.workload) != entry["rows"]:
+    found = reading.workload
+    if len(found) != entry["rows"]:
         assert reading.findings, "rows left out have reasons"
         return
-    figures = statistics(reading.workload)
     published: dict[str, object] = entry["stats"]  # type: ignore[assignment]
+    span_s, between = float(np.ptp(found.submit_s)), np.diff(found.submit_s)
     pairs: list[tuple[float, object]] = [
-        (figures.jobs, published["jobs"]),
-        (figures.span_s / 86_400, published["span_days"]),
-        (figures.jobs_per_hour, published["jobs_per_hour_mean"]),
-        (figures.busiest_hour_jobs, published["jobs_per_hour_peak"]),
-        (figures.interarrival_cv, published["interarrival_cv"]),
-        (figures.gpus_mean, published["gpus_mean"]),
-        (figures.gpus_max, published["gpus_max"]),
+        (len(found), published["jobs"]),
+        (span_s / 86_400, published["span_days"]),
+        (np.unique(found.submit_s // 3600, return_counts=True)[1].max(), published["jobs_per_hour_peak"]),
+        (between.std() / between.mean(), published["interarrival_cv"]),
+        (found.gpus.mean(), published["gpus_mean"]),
+        (found.gpus.max(), published["gpus_max"]),
     ]
-    if figures.durations_known:
-        pairs += [(figures.gpu_hours, published["gpu_hours"]), (figures.mean_demand_gpus, published["mean_gpu_demand"])]
+    known = found.duration_s[~np.isnan(found.duration_s)]
+    if len(known):
+        gpu_seconds = float(np.nansum(found.gpu_seconds))
+        pairs += [
+            (gpu_seconds / 3600, published["gpu_hours"]),
+            (gpu_seconds / span_s, published["mean_gpu_demand"]),
+        ]
         by_name: dict[str, float] = published["duration_s"]  # type: ignore[assignment]
-        pairs += [(value, by_name[f"p{name}"]) for name, value in figures.duration_percentiles_s.items()]
-        pairs += [(figures.duration_mean_s, by_name["mean"]), (figures.duration_max_s, by_name["max"])]
+        pairs += [(percentile(known, percent), by_name[f"p{percent}"]) for percent in (10, 25, 50, 75, 90, 99)]
+        pairs += [(known.mean(), by_name["mean"]), (known.max(), by_name["max"])]
     shares: dict[str, float] = published["gpu_size_share"]  # type: ignore[assignment]
-    pairs += [(share, shares[name]) for name, share in figures.gpu_shares.items() if name in shares]
-    beyond = sum(share for name, share in figures.gpu_shares.items() if name not in shares)
-    pairs.append((beyond, shares.get(">64", 0.0)))
-    for ours, theirs in pairs:
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-9)
+    classes = [size_class(gpus) for gpus in found.gpus.tolist()]
+    ours = {name: classes.count(name) / len(classes) for name in set(classes)}
+    pairs += [(share, shares[name]) for name, share in ours.items() if name in shares]
+    pairs.append((sum(share for name, share in ours.items() if name not in shares), shares.get(">64", 0.0)))
+    for one, other in pairs:
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-9)
 
 
-def test_statistics_read_as_three_lines_and_need_a_job() -> None:
-    lines = text(statistics(jobs())).splitlines()
-    assert lines[1] == "GPUs per job: 1: 40.0%, 2: 40.0%, 3-4: 20.0%; mean 1.8, max 3"
-    assert len(lines) == 3
-    with pytest.raises(ValueError, match="without jobs"):
-        statistics(workload([], [], []))
-
-
-def test_one_job_has_no_rates() -> None:
-    figures = statistics(jobs(1))
-    assert math.isnan(figures.jobs_per_hour)
-    assert math.isnan(figures.interarrival_cv)
+def test_load_of_jobs_submitted_at_once_has_no_bound() -> None:
     assert math.isinf(offered_load(jobs(1), 1))
 
 

@@ -19,10 +19,8 @@ from ganger.cluster.fragmentation import MOST_KINDS, GangMix
 
 from ganger_master.policies.job_facts import Flags
 from ganger_master.policies.orders import SLACK_S
-from ganger_master.simulator.report.outcomes import Outcomes, Run
-from ganger_master.simulator.report.series import StepSeries
-from ganger_master.simulator.traces.statistics import percentile, size_class, size_names
-from ganger_master.simulator.traces.workload import Floats, Integers, Workload
+from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries
+from ganger_master.simulator.traces.workload import Floats, Integers, Workload, percentile, size_class, size_names
 
 
 def finish_time_fairness(

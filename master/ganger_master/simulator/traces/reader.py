@@ -23,23 +23,21 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.simulator.traces.columns import (
+from ganger_master.simulator.traces.rows import (
     DEADLINE_LIST,
     JOB_ID,
     JOB_TYPE,
     LABELS,
     MOST_SECONDS,
     Column,
-    allowed,
-    first_deadlines,
-    understood,
-)
-from ganger_master.simulator.traces.row_findings import (
     RowFinding,
     RowFindingCounts,
     RowFindingKind,
     TraceError,
+    allowed,
+    first_deadlines,
     rows_of,
+    understood,
 )
 from ganger_master.simulator.traces.workload import Floats, Integers, Labels, Workload, workload
 

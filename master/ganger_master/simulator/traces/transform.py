@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ganger_master.simulator.traces.columns import MOST_SECONDS
-from ganger_master.simulator.traces.row_findings import RowFinding, RowFindingCounts, RowFindingKind
+from ganger_master.simulator.traces.rows import MOST_SECONDS, RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import Servers
-from ganger_master.simulator.traces.statistics import offered_load
-from ganger_master.simulator.traces.workload import Floats, Workload, workload
+from ganger_master.simulator.traces.workload import Floats, Workload, offered_load, workload
 
 MULTI_GPU: Mapping[int, float] = {1: 0.70, 2: 0.10, 4: 0.15, 8: 0.05}
 SINGLE_GPU: Mapping[int, float] = {1: 1.0}

@@ -6,16 +6,16 @@ or the label "". Durations are what was recorded, and a policy without an oracle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,3 +226,39 @@ def _same(one: Any, other: Any) -> bool:
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     array.flags.writeable = False
     return array
+
+
+def offered_load(jobs: Workload, gpus: int) -> float:
+    """GPU-seconds submitted by GPU-seconds there are between first and last submission: above 1, queues only grow.
+    Infinite for jobs submitted at once. ValueError without GPUs, without jobs or with unknown durations."""
+    if gpus < 1:
+        raise ValueError("a cluster without GPUs has no load")
+    if not len(jobs) or np.isnan(jobs.duration_s).any():
+        raise ValueError("load needs jobs with known durations")
+    span = float(jobs.submit_s[-1] - jobs.submit_s[0])
+    return float(jobs.gpu_seconds.sum()) / (span * gpus) if span > 0 else math.inf
+
+
+def percentile(values: Floats | Integers | Sequence[float], percent: float) -> float:
+    """The smallest value that more than `percent` % of the values do not exceed, the largest for 100; NaN of no values.
+    An observed value always, none in between; where nearest-rank, for which `percent` % are enough, falls on a whole
+    number of values, this is the next one."""
+    count = len(values)
+    if not count:
+        return math.nan
+    # In millionths of a percent, so that the rank of 99.9 % of 1,000 is what it is in decimals.
+    rank = min(count * round(percent * 1e6) // 100_000_000, count - 1)
+    return float(np.partition(np.asarray(values), rank)[rank])
+
+
+def size_class(gpus: int) -> str:
+    """Gangs in powers of two: "1", "2", "3-4", "5-8", "9-16", ..."""
+    if gpus <= 2:
+        return str(gpus)
+    top = 1 << (gpus - 1).bit_length()
+    return f"{top // 2 + 1}-{top}"
+
+
+def size_names(gpus: Integers) -> list[str]:
+    """The size classes that occur, smallest first."""
+    return list(dict.fromkeys(size_class(size) for size in sorted(set(gpus.tolist()))))

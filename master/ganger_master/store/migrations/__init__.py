@@ -1,1 +1,1 @@
-"""Alembic's scripts, run by `ganger_master.store.migrate`."""
+"""Alembic's scripts, run by `ganger_master.store.sql`."""

@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `ganger_master.store.migrate` hands over."""
+"""Runs migrations on the connection that `ganger_master.store.sql` hands over."""
 
 from __future__ import annotations
 
