@@ -94,7 +94,8 @@ class State:
         if self.unstored.is_kept:
             self.unstored.put(("job", str(job.number)), job)
         dirty = self.dirty
-        if job.spec.array is not None:
+        # Only arrays that hold members back wait for members to end.
+        if job.spec.array is not None and job.spec.array.at_once:
             dirty.arrays[job.spec.array.array] = None
         dirty.jobs[job.number] = None
         dirty.news[job.number] = None
