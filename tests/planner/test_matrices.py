@@ -129,6 +129,17 @@ def test_a_job_that_finds_no_free_devices_is_time_sliced_with_a_running_one() ->
     assert drive.plan() == ()
 
 
+def test_of_more_pending_jobs_than_a_plan_considers_the_first_start_at_once_and_the_others_with_the_next_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matrices, "_WAITING_MOST", 2)
+    drive = Sharing()
+    first, second, third = drive.submitted(job_of(1), job_of(1), job_of(1))
+    assert [change.number for change in drive.plan()] == [first, second]
+    assert drive.go_on() == ["START", "START"]
+    assert [change.number for change in drive.plan()] == [third]
+
+
 def test_a_job_joins_a_changing_time_slice_group_once_the_change_is_done() -> None:
     drive = Sharing()
     drive.submitted(job_of(4, GIB), job_of(4, GIB))

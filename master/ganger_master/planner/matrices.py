@@ -210,9 +210,12 @@ def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
 
 
 def _waiting(table: LiveTable, kept_out: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
-    """Pending jobs, each with the gang in which it rests in host memory since a user suspended it, if there is one."""
+    """Return the first pending jobs, each with the gang in which it rests in host memory since a user suspended it, if
+    there is one."""
     found: list[tuple[JobRecord, Gang | None]] = []
-    for job in table.waiting_jobs(_WAITING_MOST):
+    for job in table.queue():
+        if len(found) == _WAITING_MOST:
+            break
         if job.number not in kept_out.not_started:
             known = table.get(job.number) if job.epoch else None
             gang = None if known is None else known[1]
