@@ -65,6 +65,13 @@ def test_planning_leaves_most_of_a_core_to_others() -> None:
     assert pace.wait_s(1000.0, is_news=True) == 1.5
 
 
+def test_the_time_that_the_master_took_to_judge_a_plan_counts_as_rest() -> None:
+    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False, judged_s=1.0)
+    assert pace.wait_s(1000.0, is_news=True) == 0.5
+    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False, judged_s=9.0)
+    assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.005)
+
+
 def test_refused_again_and_again_it_asks_less_and_less_often_and_then_as_before() -> None:
     pace, waits = PlanPace(300.0), []
     for _ in range(7):

@@ -254,6 +254,7 @@ class PlannerLoop:
             stopped=any(answer.approved and is_stop(change, self.policy.resizes) for change, answer in pairs),
             refused=bool(refusals),
             again_s=min(context.again_s, now if unplaced else self._refused.next_s),
+            judged_s=max(0.0, now - context.now - verdict.planning_s),
         )
 
 

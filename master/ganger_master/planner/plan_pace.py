@@ -89,13 +89,22 @@ class PlanPace:
         return self if self.alone_s > now else replace(self, alone_s=self.due_s if self.due_s > now else inf)
 
     def after(
-        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+        self,
+        now: float,
+        took_s: float,
+        found: PlanDraft,
+        *,
+        stopped: bool,
+        refused: bool,
+        again_s: float = inf,
+        judged_s: float = 0.0,
     ) -> PlanPace:
         """Return the pace after a plan was answered. `stopped`: it preempted a job; `refused`: a change was refused;
-        `again_s`: when postponed work is due."""
+        `again_s`: when postponed work is due; `judged_s`: seconds that the answer took, in which the planner
+        rested."""
         stopped_at_s = now if stopped else self.stopped_at_s
         failures = self.failures + 1 if refused else 0
-        rest_s = max(self.least_rest_s, _REST * took_s)
+        rest_s = max(self.least_rest_s, _REST * took_s - judged_s)
         due_s = found.next_change_s
         if found.waits or found.leaves_waiting:
             # Orders that change all the time are planned again whenever jobs may be preempted for them.
@@ -117,7 +126,15 @@ class EventPace(PlanPace):
         return is_news
 
     def after(
-        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+        self,
+        now: float,
+        took_s: float,
+        found: PlanDraft,
+        *,
+        stopped: bool,
+        refused: bool,
+        again_s: float = inf,
+        judged_s: float = 0.0,
     ) -> PlanPace:
         return self if again_s == self.alone_s else replace(self, alone_s=again_s)
 
@@ -166,6 +183,14 @@ class RoundPace(EventPace):
         return replace(self, planned_s=now)
 
     def after(
-        self, now: float, took_s: float, found: PlanDraft, *, stopped: bool, refused: bool, again_s: float = inf
+        self,
+        now: float,
+        took_s: float,
+        found: PlanDraft,
+        *,
+        stopped: bool,
+        refused: bool,
+        again_s: float = inf,
+        judged_s: float = 0.0,
     ) -> PlanPace:
         return replace(self, alone_s=again_s, planned_s=now)
