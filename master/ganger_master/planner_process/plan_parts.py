@@ -6,13 +6,17 @@ Changes that belong together stay in one part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
-from ganger_master.core.plan_changes import PlanChange, claims_in
+from ganger_master.core.plan_changes import PlanChange, StartChange, claims_in
 
 # The master judges such a part in 8 ms, and serves other calls between two parts.
 _CHANGES_MOST: Final = 200
 _CLAIMS_MOST: Final = 1_000
+# Parts that are with the master at once.
+_PARTS_AHEAD: Final = 4
+
+_M = TypeVar("_M")
 
 
 def parts_of(
@@ -31,6 +35,25 @@ def parts_of(
         claims += own
     if part:
         yield tuple(part)
+
+
+def batches_of(
+    messages: Iterable[tuple[_M, Sequence[PlanChange]]], most: int = _PARTS_AHEAD
+) -> Iterator[list[tuple[_M, Sequence[PlanChange]]]]:
+    """Yield the messages, each with its changes, in batches whose messages may be judged in any order: a plan never
+    starts two jobs on the same devices. Any other change may need an earlier one, so its message is alone."""
+    batch: list[tuple[_M, Sequence[PlanChange]]] = []
+    for message, changes in messages:
+        only_starts = all(isinstance(change, StartChange) for change in changes)
+        if batch and (not only_starts or len(batch) == most):
+            yield batch
+            batch = []
+        batch.append((message, changes))
+        if not only_starts:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _groups(changes: Sequence[PlanChange]) -> Iterator[list[PlanChange]]:

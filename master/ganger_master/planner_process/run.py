@@ -34,7 +34,7 @@ from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.planner_process.cluster_mirror import ClusterMirror, progress_from_wire
 from ganger_master.planner_process.note import Note
-from ganger_master.planner_process.plan_parts import parts_of
+from ganger_master.planner_process.plan_parts import batches_of, parts_of
 from ganger_master.policies import Places, Policy, live_policy_named
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
@@ -198,15 +198,11 @@ class Planner:
     async def _propose(self, scheduling: Any, loop: PlannerLoop, plan: Plan, planning_s: float) -> None:
         """Propose a plan, and give the loop the verdict once all effects have arrived."""
         answers: list[ChangeAnswer] = []
-        for message, changes in self._messages(loop.policy, plan):
-            verdict = await scheduling.ProposePlan(message)
-            for change, said in zip(changes, verdict.verdicts, strict=True):
-                refusals = tuple(convert.refusals_from_wire(said.refusals))
-                answers.append(ChangeAnswer(change.number, said.approved, said.revision, refusals))
-                if not said.approved:
-                    reason = refusals[0].message if refusals else ""
-                    extra = {"job": change.number, "change": change.kind, "reason": reason}
-                    log.info("change refused", extra=extra)
+        for batch in batches_of(self._messages(loop.policy, plan)):
+            # The next message need not wait for the commit of this one.
+            verdicts = await asyncio.gather(*[scheduling.ProposePlan(message) for message, _ in batch])
+            for (_, changes), verdict in zip(batch, verdicts, strict=True):
+                answers += map(_answer_of, changes, verdict.verdicts)
         revisions = {answer.number: answer.revision for answer in answers if answer.approved}
         if revisions or plan.findings:
             self._decided.set()
@@ -271,3 +267,12 @@ class Planner:
                     await self._decided.wait()
             except TimeoutError:
                 pass
+
+
+def _answer_of(change: PlanChange, verdict: scheduling_pb2.ChangeVerdict) -> ChangeAnswer:
+    """Return the master's answer to a change, and log a refusal."""
+    refusals = tuple(convert.refusals_from_wire(verdict.refusals))
+    if not verdict.approved:
+        reason = refusals[0].message if refusals else ""
+        log.info("change refused", extra={"job": change.number, "change": change.kind, "reason": reason})
+    return ChangeAnswer(change.number, verdict.approved, verdict.revision, refusals)
