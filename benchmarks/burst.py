@@ -33,7 +33,8 @@ from benchmarks.verdicts import percentile
 NODES: Final = 2_000
 ARRAYS: Final = 10
 MEMBERS: Final = 1_000
-POLICIES: Final = ("fifo", "ganger")
+# An order without and with a planner, and each policy with a way of its own to place pending jobs.
+POLICIES: Final = ("fifo", "las2d", "drf", "ganger", "gandiva", "tetris", "optimus", "synergy")
 # GPUs of the jobs of an array, one array after the other.
 SIZES: Final = (1, 1, 2, 1, 1, 4, 1, 1, 2, 1)
 _CHANNELS: Final = 8
