@@ -5,7 +5,7 @@ Changes that belong together stay in one part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from ganger_master.core.plan_changes import PlanChange, StartChange, claims_in
