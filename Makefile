@@ -76,8 +76,9 @@ anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; 
 # Generated with the oldest tools whose code the declared floors can load: newer code on an older runtime fails at import.
 protos: ## generate the wire code from protos/ into client/ganger
 	@test -x $(PROTOC)/bin/python || { $(PYTHON) -m venv $(PROTOC) && $(PROTOC)/bin/pip install --quiet grpcio-tools==1.76.0 'mypy-protobuf==4.0.0' 'setuptools<81'; }
-	@PATH=$(PROTOC)/bin:$$PATH $(PROTOC)/bin/python -m grpc_tools.protoc -I protos --python_out=client --grpc_python_out=client \
-		--mypy_out=quiet:client --mypy_grpc_out=quiet:client $$(find protos -name '*.proto' | sort)
+	@export PATH=$(PROTOC)/bin:$$PATH; protoc="python -m grpc_tools.protoc -I protos"; \
+		$$protoc --python_out=client --mypy_out=quiet:client $$(find protos -name '*.proto' | sort) && \
+		$$protoc --grpc_python_out=client --mypy_grpc_out=quiet:client $$(grep -lr '^service ' protos | sort)
 
 wire: $(STAMP) ## record the messages of this version of the wire; a change that breaks a version is refused
 	@PYTHONPATH=tools $(BIN)/python -m guards.wire_listing --record

@@ -25,7 +25,7 @@ from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
 from ganger_daemon.cgroups.contract import is_done
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 
 from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ganger_daemon.cgroups.contract import Cgroups
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 
 from benchmarks.report import BenchReport, quantile
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from ganger.injob.page import now_ns
 from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from ganger_daemon.cgroups.contract import is_done
-from ganger_daemon.cgroups.probe import choose_cgroups
-from ganger_daemon.devices.virtual import anonymous_bytes_of
+from ganger_daemon.cgroups.group_tree import choose_cgroups
+from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile
@@ -250,7 +250,7 @@ def _by_signals(report: BenchReport, quantum: float, cycles: int, bound: bool) -
                 time.sleep(quantum)
                 processes[leaving].send_signal(signal.SIGSTOP)
                 processes[coming].send_signal(signal.SIGCONT)
-            kept = anonymous_bytes_of(processes[1].pid) or 0
+            kept = anonymous_bytes(processes[1].pid) or 0
             steps = [[step for step in steps_of(path) if step.begin >= began] for path in notes]
         finally:
             for process in processes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
-from ganger_daemon.devices.virtual import anonymous_bytes_of
+from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import BenchCluster
 
@@ -163,14 +163,14 @@ class PageWatch(Watch):
                 if order != was_order:
                     self._note(moment, index, "ordered" if order == PageOrderKind.STOP else "told")
                     if order == PageOrderKind.STOP:
-                        memory[index] = anonymous_bytes_of(page.identity().pid) or 0
+                        memory[index] = anonymous_bytes(page.identity().pid) or 0
                 if state != was_state:
                     if state == PageState.SAVING:
                         self._note(moment, index, "stopped")
                     elif state == PageState.OFFLOADED:
                         self._note(moment, index, "offloaded")
                         self.freed_bytes = page.get(Word.OFFLOADED_BYTES)
-                        left = anonymous_bytes_of(page.identity().pid) or 0
+                        left = anonymous_bytes(page.identity().pid) or 0
                         self.seen_freed = max(self.seen_freed, memory[index] - left)
                     elif state == PageState.RUNNING:
                         self._note(moment, index, "runs")

@@ -13,10 +13,27 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Set
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 VARIABLE = "GANGER_FAILPOINTS"
+
+OF_DAEMON: Final = frozenset(
+    {
+        "after-prepare",
+        "partial-acks",
+        "mid-stream",
+        "before-move-commit",
+        "parked-before-report",
+        "between-fork-and-page",
+        "mid-fsync",
+        "before-rename",
+        "after-rename",
+        "order-half-written",
+        "before-reap",
+    }
+)
 
 
 class Due(NamedTuple):
@@ -74,3 +91,13 @@ class Failpoints:
                 self._passed.clear()
                 self._file.unlink(missing_ok=True)
             os.kill(os.getpid(), due.signal)
+
+
+def hit(name: str) -> None:
+    """Kill or stop this daemon if the environment names this failpoint, of `OF_DAEMON`."""
+    _of_daemon().passing(name)
+
+
+@cache
+def _of_daemon() -> Failpoints:
+    return Failpoints(OF_DAEMON)

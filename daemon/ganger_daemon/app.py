@@ -29,7 +29,7 @@ from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials, tell_end
 
 from ganger_daemon.cgroups.contract import is_done
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec

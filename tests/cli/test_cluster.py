@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from ganger.cli import local_cluster as cluster
 from ganger.cli.failures import CommandError
-from ganger.cli.local_cluster import LocalClusterSettings, Started, programs, start_ticks
+from ganger.cli.local_cluster import LocalClusterSettings, Started, programs
 from ganger.cli.main import run
 from ganger.client import Client
+from ganger.injob.process_identity import start_ticks
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import ApiError
 from kit.waiting import eventually

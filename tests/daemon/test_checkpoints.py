@@ -16,18 +16,20 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob import state_image
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
 from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, collect, collect_abandoned, publish_here
-from ganger_daemon.checkpoints.layout import CheckpointName, complete, room_missing
-from ganger_daemon.checkpoints.manifest import (
+from ganger_daemon.checkpoints.storage import (
+    CheckpointName,
     Gathering,
     Shard,
     ShardReport,
     Unreadable,
     Verified,
+    complete,
     describe_shard,
     manifest,
+    room_missing,
     verify,
 )
-from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, StateOutdatedError, StateUnreadableError, restore_plan
 from ganger_daemon.node.node_context import Storage
 
@@ -424,7 +426,7 @@ def test_a_checkpoint_that_a_job_has_spoilt_is_unreadable_at_little_cost(
         fields["files"]["rank-0.shard"]["bytes"] = (path / "rank-0.shard").stat().st_size
         (path / "MANIFEST.json").write_text(json.dumps(fields))
     code = (
-        "import resource, sys; from pathlib import Path; from ganger_daemon.checkpoints.manifest import verify;"
+        "import resource, sys; from pathlib import Path; from ganger_daemon.checkpoints.storage import verify;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "found = verify(Path(sys.argv[1])); after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "print(type(found).__name__, getattr(found, 'is_lasting', False), (after - before) >> 10)"

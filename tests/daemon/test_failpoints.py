@@ -10,7 +10,7 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from ganger_daemon.checkpoints.manifest import Verified, verify
+from ganger_daemon.checkpoints.storage import Verified, verify
 
 pytestmark = pytest.mark.system
 

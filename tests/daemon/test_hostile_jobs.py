@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
+from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.gang import received_orders
 from ganger_daemon.gang.exit_watcher import exit_of
 from ganger_daemon.gang.job_output import JobSocketServer
 from ganger_daemon.node.directories import DaemonPaths
-from ganger_daemon.node.process_identity import ProcessId, start_ticks
+from ganger_daemon.node.process_identity import ProcessId
 from ganger_daemon.node.safe_files import make_directory, open_plain, read_json, remove_tree, write_json
 from kit.waiting import eventually
 from rpc.kit import until

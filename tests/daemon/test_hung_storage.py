@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon.checkpoints import layout
+from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.node import node_context
 from ganger_daemon.node.node_context import Storage, StorageHungError, StorageWork
 

@@ -12,8 +12,8 @@ from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger_daemon.checkpoints import layout
-from ganger_daemon.gang import device_memory
+from ganger_daemon.checkpoints import storage
+from ganger_daemon.gang import gang_memory
 from ganger_daemon.node.process_identity import anonymous_bytes
 from rpc.kit import until
 
@@ -121,7 +121,7 @@ def test_what_a_failed_checkpoint_left_does_not_keep_the_room_of_the_next_one(mo
         await made.daemon("n1")
         uid = str(uuid.uuid4())
         left = made.storage / uid / "checkpoints"
-        monkeypatch.setattr(layout, "room_missing", lambda *_: int(any(left.glob("*.tmp"))))
+        monkeypatch.setattr(storage, "room_missing", lambda *_: int(any(left.glob("*.tmp"))))
         gang = made.gang({"n1": [0]}, "n1", uid=uid)
         gang.checkpoint_interval.FromMilliseconds(200)
         full = made.directory / "full-0"
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_published_on_storage_that_is_named_from_where_the_daemo
 
 @pytest.mark.parametrize("mode", ["", "keeps"])
 def test_offloaded_is_said_only_of_memory_seen_free(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "_TROUBLE_S", 0.3)
+    monkeypatch.setattr(gang_memory, "_TROUBLE_S", 0.3)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.protocol.slice_rotation import SliceMember, SlicePosition, SliceSwitch
-from ganger_daemon.core.outcomes import PartPhase
+from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.node.slice_rotation import Rotation, member_from_wire, state_to_wire
 
 SAID = SliceMember(

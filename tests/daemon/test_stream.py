@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from ganger_daemon.gang.incoming import RankTransfer, StateTransfers
-from ganger_daemon.transfer.receiver import Landing, fetch
-from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
+from ganger_daemon.transfer.state_stream import Landing, StreamError, StreamRequest, fetch
 from ganger_daemon.transfer.stream_server import StreamServer
 
 UID = "11111111-1111-1111-1111-111111111111"

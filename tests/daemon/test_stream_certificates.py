@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from daemon.test_stream import UID, Arena, Sources, wait_for
 from ganger.wire.tls import client_context
-from ganger_daemon.transfer.receiver import Landing, fetch
-from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest, limit_silence, read_line
+from ganger_daemon.transfer.state_stream import Landing, StreamError, StreamRequest, fetch, limit_silence, read_line
 from ganger_daemon.transfer.stream_server import StreamServer
 from kit.certified import Authority
 

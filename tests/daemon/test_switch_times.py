@@ -12,8 +12,8 @@ from ganger.agent.v1 import agent_pb2
 from ganger.protocol.group_rotation import GroupRotation
 from ganger.protocol.slice_rotation import SlicePosition, SliceSwitch
 from ganger.wire import times
-from ganger_daemon.core.outcomes import PartPhase
-from ganger_daemon.gang.desired_messages import wanted_of
+from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.gang.gang_context import wanted_of
 from ganger_daemon.node.slice_rotation import Rotation, order_to_wire
 
 SECOND = 10**9

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ganger_daemon.cgroups import files
+from ganger_daemon.cgroups import controllers
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -22,4 +22,4 @@ def remove_leftovers(state_directories: Iterable[Path]) -> None:
             for root in (*_CGROUPS.glob(node["cgroup"]), *_CGROUPS.glob(f"*/{node['cgroup']}")):
                 for group in sorted((path for path in root.glob("**/") if path.is_dir()), reverse=True):
                     # A killed process leaves its group some time after it can no longer be seen.
-                    files.wait_until(lambda group=group: files.remove(group), 10.0)  # type: ignore[misc]
+                    controllers.wait_until(lambda group=group: controllers.remove(group), 10.0)  # type: ignore[misc]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from ganger.protocol.gang_orders import DesiredOrder, GangSlice, OrderIntent, OrderKey, ParkLevel, agreement, next_order
 from ganger.protocol.slice_rotation import SliceSwitch
-from ganger_daemon.core.gang_judgement import Judgement, may_be_on_devices
-from ganger_daemon.core.outcomes import PartPhase
+from ganger_daemon.core.gang_judgement import Judgement, PartPhase, may_be_on_devices
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grp
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import EndpointError, read_endpoint
 from ganger_daemon.cgroups.contract import is_done
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Page, PageError
 from ganger.injob.process_identity import start_ticks
-from ganger_daemon.checkpoints.layout import checkpoints_directory, complete
+from ganger_daemon.checkpoints.storage import checkpoints_directory, complete
 from kit.cluster import Cluster
 
 

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING
 
 from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import number
+from ganger.injob.process_identity import start_ticks
 from ganger.wire.endpoints import remove_endpoint
 
 if TYPE_CHECKING:
@@ -355,17 +356,6 @@ def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_
 def is_alive(process: Started) -> bool:
     """Whether this very process runs, not another one that got its pid."""
     return start_ticks(process.pid) == process.start_ticks
-
-
-def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is none, or only its remains."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The second field, the program's name, may itself hold spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], None], timeout_seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""The process at the other end of a Unix socket, as the kernel records it.
+"""Processes as the kernel records them: peers of a Unix socket, start times, states, and families.
 
-Identity of processes: a pid is used again, a pid with its start time is not.
+A pid is used again, a pid with its start time is not.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def peer_of(connection: socket.socket) -> Peer:
 
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in kernel clock ticks; None if there is none. A zombie counts as gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def stands_still(pid: int) -> bool:
     """Whether the kernel runs nothing of a process: stopped, or gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return not fields or fields[0] in (b"T", b"t", b"Z", b"X")
 
 
 def family(pid: int) -> set[int]:
     """Return a process, those of its session, and all their descendants. What is gone already is left out."""
-    fields = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    fields = {int(name): stat_fields(int(name)) for name in os.listdir("/proc") if name.isdigit()}
     found = {one for one, of in fields.items() if of and (one == pid or int(of[3]) == pid)}
     grew = True
     while grew:
@@ -48,8 +48,10 @@ def family(pid: int) -> set[int]:
     return found
 
 
-def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+def stat_fields(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process.
+
+    The second field of the file, the program's name, may itself hold spaces and parentheses."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2].split()

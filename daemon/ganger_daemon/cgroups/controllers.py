@@ -1,20 +1,150 @@
-"""Controllers of v1 and v2: CPUs, memory, freezing and killing, usage, quotas. A variant is a choice of controllers.
+"""Controllers of v1 and v2: CPUs, memory, freezing and killing, usage, quotas, on the files below a cgroup mount.
 
-A part works on directories of its own; the variant makes and removes them. v1 has one tree per controller, v2 one tree
-for all.
+A variant is a choice of controllers; it makes and removes the directories that a controller works on. v1 has one tree
+per controller, v2 one tree for all.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ganger_daemon.cgroups import files
 from ganger_daemon.node.core_table import format_ids, parse_ids
+
+STEP_S = 0.002
+ALL_CPUS = range(8192)
+"""An affinity mask of all ones: the kernel cuts it to what the group allows, now and after later changes."""
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def write(path: Path, text: str) -> bool:
+    """One write call, as the kernel wants it. False when it is refused."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        os.write(descriptor, text.encode())
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def number(text: str, otherwise: int = 0) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        return otherwise
+
+
+def keyed(text: str) -> Mapping[str, int]:
+    """ "oom_kill 1" lines, as a mapping."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        found[name] = number(value)
+    return found
+
+
+def pids_in(directory: Path) -> tuple[int, ...]:
+    return tuple(sorted({number(line) for line in read(directory / "cgroup.procs").splitlines()} - {0}))
+
+
+def own_group(root: Path) -> Path | None:
+    """The group this process is in, in the tree that `root` lies in; None where that is no tree of the kernel's."""
+    mount = root
+    while not mount.is_mount():
+        mount = mount.parent
+    # "5:cpuset:/path" of a v1 tree, "0::/path" of the v2 tree
+    for line in read(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        is_its = bool(set(names.split(",")) & set(mount.name.split(","))) if names else mount.name in _V2_NAMES
+        # A namespace that is not this process's own shows its group from outside.
+        if is_its and ".." not in path and (own := mount / path.lstrip("/")).is_dir():
+            return own
+    return None
+
+
+# Where the v2 tree is mounted: alone, and beside v1 trees.
+_V2_NAMES = ("cgroup", "unified")
+
+
+def subdirectories(directory: Path) -> set[str]:
+    try:
+        return {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
+    except OSError:
+        return set()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float, again: Callable[[], object] | None = None) -> bool:
+    """Whether it held in time; `again` is done before each further look."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(STEP_S)
+        if again is not None:
+            again()
+    return True
+
+
+def remove(directory: Path) -> bool:
+    """A group is busy until the kernel has let go of its last process. True when it is gone."""
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def signal_all(pids: Iterable[int], number_: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number_)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def threads_of(pids: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for pid in pids:
+        try:
+            found.extend(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+        except OSError:
+            continue
+    return found
+
+
+def set_affinity(pids: Iterable[int], cpus: Collection[int]) -> bool:
+    """For every thread of those processes. True when at least one thread took it, or there was none."""
+    threads = threads_of(pids)
+    taken = 0
+    for thread in threads:
+        try:
+            os.sched_setaffinity(thread, cpus)
+            taken += 1
+        except (OSError, ValueError):
+            continue
+    return taken > 0 or not threads
+
 
 log = logging.getLogger(__name__)
 
@@ -83,18 +213,18 @@ class CpusV1:
     def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]:
         self._inherit(group)
         before = set(_ids(group / "cpuset.cpus"))
-        if not files.write(group / "cpuset.cpus", format_ids(cpus)):
+        if not write(group / "cpuset.cpus", format_ids(cpus)):
             return ()
         effective = _ids(group / "cpuset.effective_cpus") or _ids(group / "cpuset.cpus")
         _forget_masks(group, before, effective)
         return effective
 
     def _inherit(self, group: Path) -> None:
-        if not files.read(group.parent / "cpuset.cpus") and (group.parent.parent / "cpuset.cpus").exists():
+        if not read(group.parent / "cpuset.cpus") and (group.parent.parent / "cpuset.cpus").exists():
             self._inherit(group.parent)
         for name in ("cpuset.mems", "cpuset.cpus"):
-            if not files.read(group / name):
-                files.write(group / name, files.read(group.parent / name))
+            if not read(group / name):
+                write(group / name, read(group.parent / name))
 
 
 class CpusV2:
@@ -105,7 +235,7 @@ class CpusV2:
 
     def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]:
         before = set(_ids(group / "cpuset.cpus.effective"))
-        if not files.write(group / "cpuset.cpus", format_ids(cpus)):
+        if not write(group / "cpuset.cpus", format_ids(cpus)):
             return ()
         effective = _ids(group / "cpuset.cpus.effective") or _ids(group / "cpuset.cpus")
         _forget_masks(group, before, effective)
@@ -123,22 +253,22 @@ class MemoryV1:
         wanted = _whole_pages(memory_bytes)
         # with swap accounting, the limit of both must not be below that of memory: lift it before, lower it after
         swap = group / "memory.memsw.limit_in_bytes"
-        if swap.exists() and files.number(files.read(swap)) < wanted:
-            files.write(swap, str(wanted))
-        set_ = files.write(group / "memory.limit_in_bytes", str(wanted))
+        if swap.exists() and number(read(swap)) < wanted:
+            write(swap, str(wanted))
+        set_ = write(group / "memory.limit_in_bytes", str(wanted))
         if swap.exists():
-            files.write(swap, str(wanted))
-        return set_ and files.number(files.read(group / "memory.limit_in_bytes"), -1) == wanted
+            write(swap, str(wanted))
+        return set_ and number(read(group / "memory.limit_in_bytes"), -1) == wanted
 
     def used(self, group: Path) -> int:
-        return files.number(files.read(group / "memory.usage_in_bytes"))
+        return number(read(group / "memory.usage_in_bytes"))
 
     def unreclaimable(self, group: Path) -> int:
-        found = files.keyed(files.read(group / "memory.stat"))
+        found = keyed(read(group / "memory.stat"))
         return max(0, self.used(group) - max(0, found.get("total_cache", 0) - found.get("total_shmem", 0)))
 
     def oom_kills(self, group: Path) -> int:
-        return files.keyed(files.read(group / "memory.oom_control")).get("oom_kill", 0)
+        return keyed(read(group / "memory.oom_control")).get("oom_kill", 0)
 
 
 class MemoryV2:
@@ -149,18 +279,18 @@ class MemoryV2:
 
     def set_limit(self, group: Path, memory_bytes: int) -> bool:
         wanted = str(_whole_pages(memory_bytes))
-        files.write(group / "memory.swap.max", "0")
-        return files.write(group / "memory.max", wanted) and files.read(group / "memory.max") == wanted
+        write(group / "memory.swap.max", "0")
+        return write(group / "memory.max", wanted) and read(group / "memory.max") == wanted
 
     def used(self, group: Path) -> int:
-        return files.number(files.read(group / "memory.current"))
+        return number(read(group / "memory.current"))
 
     def unreclaimable(self, group: Path) -> int:
-        found = files.keyed(files.read(group / "memory.stat"))
+        found = keyed(read(group / "memory.stat"))
         return max(0, self.used(group) - max(0, found.get("file", 0) - found.get("shmem", 0)))
 
     def oom_kills(self, group: Path) -> int:
-        return files.keyed(files.read(group / "memory.events")).get("oom_kill", 0)
+        return keyed(read(group / "memory.events")).get("oom_kill", 0)
 
 
 class StopV1:
@@ -173,20 +303,20 @@ class StopV1:
         self.root = root
 
     def order(self, group: Path, frozen: bool) -> bool:
-        return files.write(group / self.file, "FROZEN" if frozen else "THAWED")
+        return write(group / self.file, "FROZEN" if frozen else "THAWED")
 
     def is_frozen(self, group: Path) -> bool:
-        return files.read(group / self.file) == "FROZEN"
+        return read(group / self.file) == "FROZEN"
 
     def kill(self, group: Path) -> None:
         # A frozen group does not fork, so each process has its signal before any goes on. A group that was not frozen
         # in time may have forked between the look and the signals: repeat until it is empty.
         for _ in range(_SWEEPS):
             self.order(group, frozen=True)
-            files.wait_until(lambda: self.is_frozen(group), _SWEEP_S)
-            files.signal_all(files.pids_in(group), signal.SIGKILL)
+            wait_until(lambda: self.is_frozen(group), _SWEEP_S)
+            signal_all(pids_in(group), signal.SIGKILL)
             self.order(group, frozen=False)
-            if files.wait_until(lambda: not files.pids_in(group), _SWEEP_S):
+            if wait_until(lambda: not pids_in(group), _SWEEP_S):
                 return
 
 
@@ -200,14 +330,14 @@ class StopV2:
         self.root = root
 
     def order(self, group: Path, frozen: bool) -> bool:
-        return files.write(group / self.file, "1" if frozen else "0")
+        return write(group / self.file, "1" if frozen else "0")
 
     def is_frozen(self, group: Path) -> bool:
-        return files.keyed(files.read(group / "cgroup.events")).get("frozen", 0) == 1
+        return keyed(read(group / "cgroup.events")).get("frozen", 0) == 1
 
     def kill(self, group: Path) -> None:
-        if not files.write(group / "cgroup.kill", "1"):
-            files.signal_all(files.pids_in(group), signal.SIGKILL)
+        if not write(group / "cgroup.kill", "1"):
+            signal_all(pids_in(group), signal.SIGKILL)
 
 
 class UsageV1:
@@ -217,7 +347,7 @@ class UsageV1:
         self.root = root
 
     def cpu_s(self, group: Path) -> float:
-        return files.number(files.read(group / "cpuacct.usage")) / 1e9
+        return number(read(group / "cpuacct.usage")) / 1e9
 
 
 class UsageV2:
@@ -227,7 +357,7 @@ class UsageV2:
         self.root = root
 
     def cpu_s(self, group: Path) -> float:
-        return files.keyed(files.read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
+        return keyed(read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
 
 
 class QuotaV1:
@@ -238,9 +368,9 @@ class QuotaV1:
 
     def set_quota(self, group: Path, cores: float) -> bool:
         wanted = round(cores * QUOTA_PERIOD_US)
-        files.write(group / "cpu.cfs_period_us", str(QUOTA_PERIOD_US))
+        write(group / "cpu.cfs_period_us", str(QUOTA_PERIOD_US))
         quota = group / "cpu.cfs_quota_us"
-        return files.write(quota, str(wanted)) and files.number(files.read(quota)) == wanted
+        return write(quota, str(wanted)) and number(read(quota)) == wanted
 
 
 class QuotaV2:
@@ -251,19 +381,19 @@ class QuotaV2:
 
     def set_quota(self, group: Path, cores: float) -> bool:
         wanted = f"{round(cores * QUOTA_PERIOD_US)} {QUOTA_PERIOD_US}"
-        return files.write(group / "cpu.max", wanted) and files.read(group / "cpu.max") == wanted
+        return write(group / "cpu.max", wanted) and read(group / "cpu.max") == wanted
 
 
 def _forget_masks(group: Path, before: set[int], effective: Collection[int]) -> None:
     """A thread that was pinned by its own program keeps to its mask after the group grows (kernel >= 6.2), so each is
     told that it may run anywhere; the group still bounds it."""
     if set(effective) - before:
-        files.set_affinity(files.pids_in(group), files.ALL_CPUS)
+        set_affinity(pids_in(group), ALL_CPUS)
 
 
 def _ids(path: Path) -> tuple[int, ...]:
     try:
-        return parse_ids(files.read(path))
+        return parse_ids(read(path))
     except ValueError:
         return ()
 

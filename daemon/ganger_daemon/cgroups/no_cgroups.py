@@ -11,9 +11,10 @@ import signal
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from ganger_daemon.cgroups import files
+from ganger.injob.process_identity import stands_still, stat_fields
+
+from ganger_daemon.cgroups import controllers
 from ganger_daemon.cgroups.contract import Variant, checked
 
 NICENESS = 5
@@ -77,7 +78,7 @@ class NoCgroups:
         known.cpus = wanted
         taken = True
         for _ in range(SWEEPS):
-            taken = files.set_affinity(self.pids(group), wanted) and taken
+            taken = controllers.set_affinity(self.pids(group), wanted) and taken
         return wanted if taken else ()
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
@@ -85,17 +86,17 @@ class NoCgroups:
 
     def track(self, group: str, pid: int) -> None:
         self.create(group)
-        start = _start_ticks(pid)
-        if start is None:
+        fields = stat_fields(pid)
+        if not fields:
             return
         known = self._groups[group]
-        known.tracked[pid] = start
+        known.tracked[pid] = int(fields[19])
         try:
             os.setpriority(os.PRIO_PROCESS, pid, max(NICENESS, os.getpriority(os.PRIO_PROCESS, pid)))
         except OSError:
             pass
         if known.cpus:
-            files.set_affinity((pid,), known.cpus)
+            controllers.set_affinity((pid,), known.cpus)
 
     def pids(self, group: str) -> tuple[int, ...]:
         known = self._known(group)
@@ -120,28 +121,30 @@ class NoCgroups:
 
     def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
         def stop() -> None:
-            files.signal_all(self.pids(group), signal.SIGSTOP)
+            controllers.signal_all(self.pids(group), signal.SIGSTOP)
 
         stop()
         # again: a process that was forking leaves a child that has not been told
-        return files.wait_until(lambda: self.frozen(group), timeout_s, stop)
+        return controllers.wait_until(lambda: self.frozen(group), timeout_s, stop)
 
     def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
-        files.signal_all(self.pids(group), signal.SIGCONT)
-        return files.wait_until(lambda: not any(_state(pid) == "T" for pid in self.pids(group)), timeout_s)
+        controllers.signal_all(self.pids(group), signal.SIGCONT)
+        return controllers.wait_until(
+            lambda: not any(stat_fields(pid)[:1] == [b"T"] for pid in self.pids(group)), timeout_s
+        )
 
     def frozen(self, group: str) -> bool:
         pids = self.pids(group)
-        return bool(pids) and all(_state(pid) in ("T", "Z", "") for pid in pids)
+        return bool(pids) and all(map(stands_still, pids))
 
     def kill(self, group: str) -> None:
         # stopped first: no process forks between the listing and the signal
-        files.signal_all(self.pids(group), signal.SIGSTOP)
+        controllers.signal_all(self.pids(group), signal.SIGSTOP)
         for _ in range(SWEEPS):
             pids = self.pids(group)
             if not pids:
                 return
-            files.signal_all(pids, signal.SIGKILL)
+            controllers.signal_all(pids, signal.SIGKILL)
 
     def oom_kills(self, group: str) -> int:
         return 0
@@ -158,7 +161,7 @@ class NoCgroups:
         return self.memory_bytes(group)
 
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
-        if not files.wait_until(lambda: not self.pids(group), timeout_s):
+        if not controllers.wait_until(lambda: not self.pids(group), timeout_s):
             return False
         with self._lock:
             self._groups.pop(checked(group), None)
@@ -187,31 +190,16 @@ class _Process:
 def _processes() -> dict[int, _Process]:
     found: dict[int, _Process] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
-            found[int(name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in ("Z", "X"))
+        if name.isdigit() and (fields := stat_fields(int(name))):
+            found[int(name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (the name before it may hold anything)."""
-    return files.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-
-
-def _state(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def _start_ticks(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
 def _cpu_ticks(pid: int) -> int:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
 def _resident_pages(pid: int) -> int:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[21]) if fields else 0

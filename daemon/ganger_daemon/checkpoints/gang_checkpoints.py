@@ -23,26 +23,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ganger.failpoints import hit
 from ganger.injob.state_image import ImageError
 
-from ganger_daemon.checkpoints import layout
-from ganger_daemon.checkpoints.layout import (
+from ganger_daemon.checkpoints import storage as layout
+from ganger_daemon.checkpoints.storage import (
     CheckpointName,
-    checkpoints_directory,
-    complete,
-    parse_unfinished,
-    read_manifest,
-)
-from ganger_daemon.checkpoints.manifest import (
     Described,
     Gathering,
     Shard,
     ShardReport,
+    checkpoints_directory,
+    complete,
     describe_shard,
     directories,
     manifest,
+    parse_unfinished,
+    read_manifest,
 )
-from ganger_daemon.failpoints import hit
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Judgement of one gang's local part: from its pages and exits, the phase to report and the work left to do.
+"""Judgement of one gang's local part: from its pages and exits, its phase, its outcome and the work left to do.
 
 Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
 only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
@@ -17,7 +17,51 @@ from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, P
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import must_be_frozen
 
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
+
+class PartPhase(IntEnum):
+    STARTING = 1
+    PREPARED = 2
+    READY = 3
+    RUNNING = 4
+    STOPPING = 5
+    PARKED = 6
+    ENDED = 7
+
+
+class PartOutcomeKind(IntEnum):
+    DONE = 1
+    YIELDED = 2
+    FAILED = 3
+    OUT_OF_MEMORY = 4
+    STOPPED = 5
+    UNKNOWN = 6
+    LAUNCH_FAILED = 7
+    FENCED = 8
+    ESCALATED = 9
+    STATE_UNREADABLE = 10
+    STATE_OUTDATED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A complete checkpoint on storage; `path` is relative to the job's directory."""
+
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartOutcome:
+    kind: PartOutcomeKind
+    exit_code: int = 0
+    rank: int = 0
+    message: str = ""
+    # The newest ones, where it could not start from the one that was named.
+    found: tuple[FoundCheckpoint, ...] = ()
+
 
 SIGKILL = 9
 SIGTERM = 15

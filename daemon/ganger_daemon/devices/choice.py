@@ -11,11 +11,9 @@ from pathlib import Path
 from ganger.cluster.resources import ConfigurationSet, Socket
 
 from ganger_daemon.devices.contract import Devices, HealthEvent, Inventory
-from ganger_daemon.devices.inventory import named
-from ganger_daemon.devices.machine import read_cores, read_memory_bytes
+from ganger_daemon.devices.inventory import named, read_cores, read_memory_bytes
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
-from ganger_daemon.devices.recorded import RecordedDevices, read_recording
-from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
+from ganger_daemon.devices.virtual import RecordedDevices, VirtualDevices, VirtualSpec, read_recording
 from ganger_daemon.node.core_table import CoreMap
 
 

@@ -1,7 +1,7 @@
 """Interface to the devices of a node.
 
-`nvml` (real GPUs), `virtual` (declared, for machines without any), `recorded` (a recorded server with scripted faults)
-and `none` implement it; one conformance suite tests all.
+`nvml` (real GPUs), `virtual` (declared, or those of a recorded server, for machines without any) and `choice.NoDevices`
+implement it; one conformance suite tests all.
 """
 
 from __future__ import annotations

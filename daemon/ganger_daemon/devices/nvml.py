@@ -17,7 +17,7 @@ from typing import Any
 
 from ganger.cluster.topology import bits
 
-from ganger_daemon.devices import machine
+from ganger_daemon.devices import inventory
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, Inventory
 from ganger_daemon.devices.inventory import (
     GpuServer,
@@ -66,8 +66,8 @@ class NvmlDevices(Devices):
             server = self._read_server()
             self._inventory = inventory_of(
                 server,
-                core_map if core_map is not None else machine.read_cores(housekeeping),
-                memory_bytes or machine.read_memory_bytes(),
+                core_map if core_map is not None else inventory.read_cores(housekeeping),
+                memory_bytes or inventory.read_memory_bytes(),
                 name,
             )
             self._faults = odd_devices(server)
@@ -212,7 +212,7 @@ class NvmlDevices(Devices):
         found = frozenset(
             64 * i + bit for i, word in enumerate(words or ()) for bit in range(64) if int(word) >> bit & 1
         )
-        return found or machine.cpus_near(bus_id)
+        return found or inventory.cpus_near(bus_id)
 
     def _ask(self, call: Callable[..., Any] | None, *arguments: Any) -> Any:
         """The answer, or None where this driver, library or device has none."""

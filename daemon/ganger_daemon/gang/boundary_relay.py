@@ -17,10 +17,9 @@ from ganger.injob.page import CHECKPOINT_BIT
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import RelayedPoint, merge_points
 
-from ganger_daemon.core.outcomes import PartPhase
+from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
-from ganger_daemon.gang.desired_messages import order_key_to_wire
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 
 if TYPE_CHECKING:
     from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
-from ganger_daemon.checkpoints.layout import CheckpointName, parse_final
-from ganger_daemon.checkpoints.manifest import ShardReport
+from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, parse_final
 from ganger_daemon.core import escalation
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
-from ganger_daemon.failpoints import hit
+from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.rank_errors import error_of
+from ganger_daemon.gang.received_orders import error_of
 
 log = logging.getLogger(__name__)
 

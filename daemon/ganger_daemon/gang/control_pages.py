@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ganger.failpoints import hit
 from ganger.injob.gang_pages import page_path
 from ganger.injob.page import (
     VERSION,
@@ -27,9 +28,8 @@ from ganger.injob.page import (
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import RelayedPoint, expired
 
-from ganger_daemon.checkpoints.layout import unfinished_template
+from ganger_daemon.checkpoints.storage import unfinished_template
 from ganger_daemon.core.gang_judgement import Rank
-from ganger_daemon.failpoints import hit
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 

@@ -1,21 +1,166 @@
-"""Facts about one gang on this node that stay the same from its start to its end, and its ways to other daemons."""
+"""One gang as the master desires it on this node: its order, its local ranks and devices, and the context of its parts.
+
+The context holds what stays the same from the gang's start to its end, and its ways to other daemons.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
+from ganger.v1 import job_pb2
+from ganger.wire.times import seconds
+from google.protobuf import json_format
 
-from ganger_daemon.checkpoints.manifest import ShardReport
+from ganger_daemon.checkpoints.storage import ShardReport
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.desired_messages import LocalPart, local_part
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.node_context import NodeContext
 
 if TYPE_CHECKING:
     from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
+
+DEFAULT_GRACE_S = 10.0
+
+
+class DesiredInvalidError(Exception):
+    """The message contradicts itself or does not concern this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """This node's share of a gang: global ranks ascending, and the devices of each."""
+
+    ranks: tuple[int, ...]
+    device_masks: tuple[int, ...]
+    world: int
+    leads: bool
+
+
+def order_key(message: agent_pb2.OrderKey) -> OrderKey:
+    return OrderKey(message.epoch, message.master_sequence, message.set_epoch, message.local_sequence)
+
+
+def order_key_to_wire(key: OrderKey) -> agent_pb2.OrderKey:
+    return agent_pb2.OrderKey(
+        epoch=key.epoch,
+        master_sequence=key.master_sequence,
+        set_epoch=key.set_epoch,
+        local_sequence=key.local_sequence,
+    )
+
+
+def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
+    """Return a gang's order from its message. Raises DesiredInvalidError for an unknown intent or level."""
+    key = order_key(desired.order)
+    if key.epoch != desired.epoch:
+        raise DesiredInvalidError(f"gang of epoch {desired.epoch} carries an order of epoch {key.epoch}")
+    try:
+        intent, level = OrderIntent(desired.intent), ParkLevel(desired.level)
+    except ValueError as error:
+        raise DesiredInvalidError(
+            f"gang of epoch {desired.epoch}: {error}; the master is newer than this daemon"
+        ) from error
+    grace = seconds(desired.grace) if desired.HasField("grace") else DEFAULT_GRACE_S
+    return DesiredOrder(
+        job_uid=desired.job_uid,
+        order=key,
+        intent=intent,
+        level=level if intent is OrderIntent.PARK else ParkLevel.NONE,
+        stop_sequence=_stop_sequence(desired, intent),
+        grace_s=grace,
+        checkpoint_first=desired.checkpoint_first,
+        moves_in=desired.restore.WhichOneof("source") == "parked",
+    )
+
+
+def _stop_sequence(desired: agent_pb2.DesiredGang, intent: OrderIntent) -> int:
+    if intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
+        return desired.stop_sequence or desired.order.master_sequence
+    if intent is OrderIntent.STOP and desired.checkpoint_first:
+        # the same on every node of the gang, which is all an agreement needs
+        return desired.stop_sequence or desired.order.master_sequence
+    return 0
+
+
+def local_part(desired: agent_pb2.DesiredGang, node: str) -> LocalPart:
+    """`node` is the bare name. Raises DesiredInvalidError when the members do not name it."""
+    name = f"nodes/{node}"
+    mine = [member for member in desired.members if member.node in (name, node)]
+    if len(mine) != 1 or not mine[0].ranks:
+        raise DesiredInvalidError(f"{desired.job} epoch {desired.epoch}: {len(mine)} members are {name}")
+    ranks = tuple(sorted(mine[0].ranks))
+    world = sum(len(member.ranks) for member in desired.members)
+    return LocalPart(ranks, _device_masks(desired, ranks), world, desired.members[0].node == mine[0].node)
+
+
+def _device_masks(desired: agent_pb2.DesiredGang, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Devices in ascending order to ranks in ascending order: ranks are numbered role by role, so roles follow too."""
+    free = [bit for bit in range(64) if desired.claim.device_mask >> bit & 1]
+    per_task: list[int] = []
+    for role, tasks in zip(desired.spec.roles, desired.claim.tasks, strict=False):
+        per_task += [role.shape.gpus] * tasks
+    if len(per_task) != len(ranks):
+        share = len(free) // len(ranks)
+        per_task = [share] * len(ranks)
+    masks = []
+    for gpus in per_task:
+        mask = sum(1 << bit for bit in free[:gpus])
+        free = free[gpus:]
+        masks.append(mask)
+    return tuple(masks)
+
+
+def with_spec_of(new: agent_pb2.DesiredGang, old: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+    """A copy of the new message that keeps what the master leaves out once it has been reported."""
+    merged = agent_pb2.DesiredGang()
+    merged.CopyFrom(new)
+    if not new.spec.command:
+        merged.spec.CopyFrom(old.spec)
+    if not new.members:
+        merged.members.extend(old.members)
+    if not new.HasField("claim"):
+        merged.claim.CopyFrom(old.claim)
+    if not new.HasField("restore") and old.HasField("restore"):
+        merged.restore.CopyFrom(old.restore)
+    return merged
+
+
+def with_order(desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> agent_pb2.DesiredGang:
+    """Return a copy of the master's message with another order."""
+    message = agent_pb2.DesiredGang()
+    message.CopyFrom(desired)
+    message.order.CopyFrom(order_key_to_wire(wanted.order))
+    message.intent = agent_pb2.Intent.ValueType(wanted.intent)
+    message.level = job_pb2.SuspendLevel.ValueType(wanted.level)
+    message.stop_sequence = wanted.stop_sequence
+    return message
+
+
+def to_json(desired: agent_pb2.DesiredGang) -> dict[str, Any]:
+    fields: dict[str, Any] = json_format.MessageToDict(desired, preserving_proto_field_name=True)
+    return fields
+
+
+def from_json(fields: dict[str, Any]) -> agent_pb2.DesiredGang | None:
+    """None when the fields are not a gang: a crash, or a newer daemon, wrote them."""
+    if not fields:
+        return None
+    try:
+        return json_format.ParseDict(fields, agent_pb2.DesiredGang(), ignore_unknown_fields=True)
+    except json_format.ParseError:
+        return None
+
+
+def recall(wanted: dict[str, Any], started: dict[str, Any]) -> agent_pb2.DesiredGang | None:
+    """The newest order a former daemon obeyed for a gang, with what to run; None when there is nothing to adopt."""
+    first, newest = from_json(started), from_json(wanted)
+    if first is None:
+        return newest
+    return first if newest is None else with_spec_of(newest, first)
 
 
 class Peers(Protocol):

@@ -19,8 +19,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
 from ganger_daemon.gang.rank_launch import RankLaunch
-from ganger_daemon.transfer.receiver import Landing, fetch, wait_for_pages
-from ganger_daemon.transfer.stream_messages import StreamError, StreamRequest
+from ganger_daemon.transfer.state_stream import Landing, StreamError, StreamRequest, fetch, wait_for_pages
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 from ganger.injob.process_identity import peer_of
 
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.rank_errors import summary_of
+from ganger_daemon.gang.received_orders import summary_of
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,9 @@ from ganger.injob.page import VERSION
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
-from ganger_daemon.checkpoints.layout import parse_final, token_found
-from ganger_daemon.checkpoints.manifest import Unreadable, newest_found, verify
-from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcomeKind
-from ganger_daemon.gang.desired_messages import LocalPart
+from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, token_found, verify
+from ganger_daemon.core.gang_judgement import FoundCheckpoint, PartOutcomeKind
+from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.node.directories import GangPaths
 from ganger_daemon.node.launchers import is_python
 from ganger_daemon.node.safe_files import write_json

@@ -12,19 +12,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import hit
 from ganger.injob.page import PageError
 from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import next_look
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
-from ganger_daemon.failpoints import hit
+from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase, next_look
 from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
 from ganger_daemon.gang.gang_context import GangContext, Peers
-from ganger_daemon.gang.gang_notes import find_ranks, recall_notes, recall_wanted_checkpoints, write_notes
-from ganger_daemon.gang.gang_parts import GangParts, facts_of
+from ganger_daemon.gang.gang_parts import (
+    GangParts,
+    facts_of,
+    find_ranks,
+    recall_notes,
+    recall_wanted_checkpoints,
+    write_notes,
+)
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.observation import GangReport, JudgedState, observe

@@ -19,10 +19,15 @@ from ganger.v1 import job_pb2
 from ganger.wire.times import timestamp, timestamp_of_ns
 
 from ganger_daemon.checkpoints.gang_checkpoints import Published
-from ganger_daemon.core.gang_judgement import Judgement, has_opaque_rank, is_beyond
-from ganger_daemon.core.outcomes import FoundCheckpoint, PartOutcome, PartPhase
-from ganger_daemon.gang.desired_messages import order_key_to_wire
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.core.gang_judgement import (
+    FoundCheckpoint,
+    Judgement,
+    PartOutcome,
+    PartPhase,
+    has_opaque_rank,
+    is_beyond,
+)
+from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_parts import GangParts, facts_of
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.gang.step_rate import PageSample

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import hit
 from ganger.injob.gang_pages import page_path
 from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.process_identity import start_ticks
 from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.cgroups.contract import Variant
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind
-from ganger_daemon.failpoints import hit
+from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
-from ganger_daemon.gang.desired_messages import to_json
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, to_json
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,
@@ -50,7 +50,6 @@ from ganger_daemon.node.process_identity import (
     is_alive,
     recognise,
     send_signal,
-    start_ticks,
     stranger_text,
     strays,
 )
@@ -331,7 +330,7 @@ class RankLaunch:
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
         deadline, logged = time.monotonic() + _STRAYS_S, set()
-        while found := [ProcessId(pid, start_ticks(pid)) for pid in strays(pages, self._host.launchers.inject)]:
+        while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, self._host.launchers.inject)]:
             for process in sorted(found):
                 if send_signal(process, signal.SIGKILL) and process not in logged:
                     logged.add(process)

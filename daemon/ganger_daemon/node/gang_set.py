@@ -14,7 +14,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import resources_pb2
 from google.protobuf import json_format
 
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.core.reconcile import (
     Absence,
     Action,
@@ -28,8 +28,7 @@ from ganger_daemon.core.reconcile import (
     StopAbsent,
     reconcile,
 )
-from ganger_daemon.gang.desired_messages import DesiredInvalidError, recall, wanted_of
-from ganger_daemon.gang.gang_context import Peers
+from ganger_daemon.gang.gang_context import DesiredInvalidError, Peers, recall, wanted_of
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.safe_files import read_json, write_json

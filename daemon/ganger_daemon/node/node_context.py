@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ganger_daemon.cgroups.contract import Cgroups
-from ganger_daemon.checkpoints import layout
+from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.node import core_table as cores

@@ -25,8 +25,8 @@ from ganger.wire.errors import (
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
-from ganger_daemon.checkpoints.manifest import Shard, ShardReport
-from ganger_daemon.core.outcomes import PartPhase
+from ganger_daemon.checkpoints.storage import Shard, ShardReport
+from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.safe_files import read_json
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ganger.injob.process_identity import start_ticks, stat_fields
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessId:
@@ -22,17 +24,6 @@ class ProcessId:
 
 
 NO_PROCESS = ProcessId(0, 0)
-
-
-def start_ticks(pid: int) -> int:
-    """Kernel start time in clock ticks; 0 when there is no such process, or only its zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    # the name in parentheses may hold anything, parentheses too
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -130,11 +121,9 @@ def stranger_text(rank: int, found: FoundProcesses) -> str:
 
 
 def parent_of(pid: int) -> int:
-    """0 when there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    """Return the pid of a process's parent; 0 when there is no such process."""
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields else 0
 
 
 def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import hit
 from ganger.injob.page import PageState
 from ganger.wire.tls import server_context
 
-from ganger_daemon.core.outcomes import PartPhase
-from ganger_daemon.failpoints import hit
-from ganger_daemon.transfer.stream_messages import (
+from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.transfer.state_stream import (
     StreamError,
     StreamRequest,
     check_daemon,

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ganger_daemon.cgroups import files
+from ganger_daemon.cgroups import controllers as files
 from ganger_daemon.node.core_table import format_ids, parse_ids
 
 ALWAYS = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from daemon.cgroups.member import member_of
-from ganger_daemon.cgroups import files
+from ganger_daemon.cgroups import controllers as files
 from ganger_daemon.cgroups.contract import Cgroups, Variant, is_done
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 from kit.waiting import eventually
 
 MEBIBYTE = 2**20

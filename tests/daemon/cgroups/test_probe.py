@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from daemon.cgroups.recorded_v2 import RecordedV2
 from ganger_daemon.cgroups.contract import Variant
-from ganger_daemon.cgroups.probe import choose_cgroups
+from ganger_daemon.cgroups.group_tree import choose_cgroups
 
 MEBIBYTE = 2**20
 

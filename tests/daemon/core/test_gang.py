@@ -8,8 +8,16 @@ import pytest
 from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, hastened
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import GangPart, Rank, RankExit, Todo, judge
-from ganger_daemon.core.outcomes import PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.gang_judgement import (
+    GangPart,
+    PartOutcome,
+    PartOutcomeKind,
+    PartPhase,
+    Rank,
+    RankExit,
+    Todo,
+    judge,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

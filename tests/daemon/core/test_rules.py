@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
 from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
-from ganger_daemon.checkpoints.layout import CheckpointName
-from ganger_daemon.checkpoints.manifest import Gathering, Shard
+from ganger_daemon.checkpoints.storage import CheckpointName, Gathering, Shard
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
 from ganger_daemon.gang.core_pinning import Retune, RetuneStep
-from ganger_daemon.gang.device_memory import compare
+from ganger_daemon.gang.gang_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, rate_between
 from hypothesis import given
 from hypothesis import strategies as st

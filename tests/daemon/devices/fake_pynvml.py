@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ganger_daemon.devices.recorded import RecordedServer, read_recording
+from ganger_daemon.devices.virtual import RecordedServer, read_recording
 
 
 class NVMLError(Exception):

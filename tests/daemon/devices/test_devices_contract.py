@@ -12,8 +12,7 @@ from ganger.cluster.resources import LocalityLevel
 from ganger_daemon.devices.choice import NoDevices, choose_devices
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
 from ganger_daemon.devices.nvml import NvmlDevices
-from ganger_daemon.devices.recorded import FIXTURES, RecordedDevices, read_recording
-from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
+from ganger_daemon.devices.virtual import FIXTURES, RecordedDevices, VirtualDevices, VirtualSpec, read_recording
 from ganger_daemon.node.core_table import declared_cores
 
 RECORDED = sorted(path.stem for path in FIXTURES.glob("*.json"))

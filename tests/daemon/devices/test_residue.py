@@ -12,8 +12,8 @@ from ganger_daemon.devices.contract import Devices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.desired_messages import LocalPart
-from ganger_daemon.gang.device_memory import MemoryWatch
+from ganger_daemon.gang.gang_context import LocalPart
+from ganger_daemon.gang.gang_memory import MemoryWatch
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId
 

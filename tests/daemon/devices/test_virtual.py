@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec, anonymous_bytes_of, parse_topology
+from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec, parse_topology
+from ganger_daemon.node.process_identity import anonymous_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,7 +109,7 @@ def test_memory_of_a_real_process_is_anonymous_memory_only() -> None:
 
 
 def test_a_process_that_never_was_has_no_memory() -> None:
-    assert anonymous_bytes_of(2**22 + 1) is None
+    assert anonymous_bytes(2**22 + 1) is None
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
