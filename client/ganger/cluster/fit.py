@@ -241,28 +241,19 @@ def _fit_node(
     if not view.available[slot] and own is None:
         refusals.append(Refusal(Reason.NODE_UNAVAILABLE, node=node))
         return
-    mask = claim.device_mask
-    if mask and shape.device_type and configuration_set.device_type != shape.device_type:
+    if claim.device_mask and shape.device_type and configuration_set.device_type != shape.device_type:
         has = configuration_set.device_type or "none"
         refusals.append(Refusal(Reason.DEVICE_TYPE, node=node, detail=f"needs {shape.device_type}, the node has {has}"))
         return
-    free, millicores, memory = view.free[slot], view.millicores[slot], view.memory[slot]
+    mask, memory = claim.device_mask, view.memory[slot]
+    joined, missing = _missing_devices(view, slot, claim, own, company)
+    if missing is not None:
+        refusals.append(missing)
+    lacking = _lacking_cores(view, slot, claim, own)
+    if lacking is not None:
+        refusals.append(lacking)
     if own is not None:
-        free |= own.device_mask
         memory += own.memory_bytes + own.arena_bytes
-        if own.millicores:
-            millicores = tuple(have + more for have, more in zip(millicores, own.millicores, strict=True))
-    joined = mask & ~free & claim.shared_mask & sum([1 << at for at, size in enumerate(company) if size >= 0])
-    if mask & ~free & ~joined:
-        conflicting = mask & ~free & ~joined
-        figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": conflicting.bit_count()}
-        refusals.append(Refusal(Reason.GPUS, figures, node=node))
-    for socket, wanted in enumerate(claim.millicores):
-        have = millicores[socket]
-        if wanted > have:
-            figures = {"needed_millicores": wanted, "free_millicores": have, "socket": socket}
-            refusals.append(Refusal(Reason.CORES, figures, node=node))
-            break
     wanted_memory = claim.memory_bytes + claim.arena_bytes
     if wanted_memory > memory:
         refusals.append(Refusal(Reason.MEMORY, {"needed_bytes": wanted_memory, "free_bytes": memory}, node=node))
@@ -279,6 +270,32 @@ def _fit_node(
         refusals.append(Refusal(Reason.DEVICE_MEMORY, figures, node=node))
     elif joined:
         refusals.extend(_fit_together(view, slot, shape.device_memory_bytes, joined, own_bytes, company))
+
+
+def _missing_devices(
+    view: View, slot: int, claim: Claim, own: Claim | None, company: Sequence[int]
+) -> tuple[int, Refusal | None]:
+    """Return the devices that the claim shares with other gangs, and the refusal where devices are neither free nor
+    shared."""
+    mask, free = claim.device_mask, view.free[slot] | (0 if own is None else own.device_mask)
+    joined = mask & ~free & claim.shared_mask & sum([1 << at for at, size in enumerate(company) if size >= 0])
+    conflicting = mask & ~free & ~joined
+    if not conflicting:
+        return joined, None
+    figures = {"needed": mask.bit_count(), "free": free.bit_count(), "conflicting": conflicting.bit_count()}
+    return joined, Refusal(Reason.GPUS, figures, node=claim.node)
+
+
+def _lacking_cores(view: View, slot: int, claim: Claim, own: Claim | None) -> Refusal | None:
+    """Return the refusal for the first socket with too few cores."""
+    millicores = view.millicores[slot]
+    if own is not None and own.millicores:
+        millicores = tuple(have + more for have, more in zip(millicores, own.millicores, strict=True))
+    for socket, (wanted, have) in enumerate(zip(claim.millicores, millicores, strict=False)):
+        if wanted > have:
+            figures = {"needed_millicores": wanted, "free_millicores": have, "socket": socket}
+            return Refusal(Reason.CORES, figures, node=claim.node)
+    return None
 
 
 def _fit_together(

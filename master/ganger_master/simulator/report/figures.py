@@ -152,16 +152,15 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
     during it: the steady part of a run, without its start and its end.
     """
     every = run.outcomes
-    begin, end = (run.start_s, run.end_s) if window_s is None else window_s
-    chosen = np.ones(len(every), bool) if window_s is None else (every.submit_s >= begin) & (every.submit_s < end)
+    chosen = np.ones(len(every), bool)
+    if window_s is not None:
+        chosen = (every.submit_s >= window_s[0]) & (every.submit_s < window_s[1])
     rho, jct_s = _fairness(run, chosen)
     jobs = every if window_s is None else every.take(chosen)
     done = jobs.take(jobs.finished)
     last_end = float(done.end_s.max()) if len(jobs) and len(done) == len(jobs) else math.nan
     makespan = last_end - float(jobs.submit_s.min()) if len(jobs) else math.nan
-    if window_s is None and len(jobs):
-        begin = float(jobs.submit_s.min())
-        end = run.end_s if math.isnan(last_end) else last_end
+    begin, end = _span_s(run, last_end) if window_s is None else window_s
     fragmented = _series_mean(run, "fragmented_gpus", begin, end)
     used_gpus = _used(run, "used_gpus", every.gpu_seconds, window_s, begin, end)
     used_cores = _used(run, "used_cores", every.core_seconds, window_s, begin, end)
@@ -206,6 +205,13 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
         events_per_s=_ratio(run.events, run.wall_s),
         peak_memory_bytes=run.peak_memory_bytes,
     )
+
+
+def _span_s(run: Run, last_end_s: float) -> tuple[float, float]:
+    """Return the first and the last second of a run: from the first submission to the last end, if all jobs ended."""
+    if not len(run.outcomes):
+        return run.start_s, run.end_s
+    return float(run.outcomes.submit_s.min()), run.end_s if math.isnan(last_end_s) else last_end_s
 
 
 def _fairness(run: Run, chosen: Flags) -> tuple[Floats, Floats]:
