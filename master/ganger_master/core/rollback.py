@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from ganger.job_state import JobState
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger_master.core import commands, ending, events, gang_orders, observation, quarantine, retry
@@ -28,11 +27,24 @@ from ganger_master.core.gang_model import (
     Outcome,
     OutcomeKind,
     Piece,
-    StoredOrder,
 )
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.node_model import PendingRestore, Stray
 from ganger_master.core.quarantine import END_UNKNOWN
+from ganger_master.core.restore_verdicts import (
+    COUNTED_AS,
+    AdoptVerdict,
+    AskVerdict,
+    EndedGangs,
+    EndVerdict,
+    KeepVerdict,
+    LiveGangs,
+    RequeueVerdict,
+    Verdict,
+    may_step,
+    newest_living,
+    verdict_of,
+)
 from ganger_master.core.state import RestoreReport, State
 
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
@@ -54,10 +66,6 @@ _ALWAYS: Final = (
     commands.ClaimTurns,
     commands.Tick,
 )
-
-# Gangs of one job, by epoch and node: those that live, and those that have ended.
-_LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
-_EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
 
 
 # -- detection ---------------------------------------------------------------------------------------------------------
@@ -211,150 +219,6 @@ def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tupl
     return (events.RestoreSettled(now, f"user:{command.user}"),), Done()
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
-
-
-class EndVerdict(Struct, frozen=True):
-    """The job has ended in this state; `by` names the evidence."""
-
-    state: JobState
-    by: str
-
-
-class AskVerdict(Struct, frozen=True):
-    """The end of the job is not known: suspend it until its user decides."""
-
-
-class KeepVerdict(Struct, frozen=True):
-    """No report contradicts the database: keep what it has."""
-
-
-class AdoptVerdict(Struct, frozen=True):
-    """The job has the gang of this epoch: adopt it."""
-
-    epoch: int
-
-
-class RequeueVerdict(Struct, frozen=True):
-    """The gang that the database has was never launched: the job waits for another one."""
-
-
-Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict | RequeueVerdict
-# As the history counts them.
-_COUNTED_AS: Final = {
-    EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted",
-    RequeueVerdict: "requeued",
-}  # fmt: skip
-
-
-def verdict_of(
-    state: State, job: JobRecord, alive: _LiveGangs, over: _EndedGangs, ended: RecordedEnd | None
-) -> Verdict:
-    """Return what happened to a job since the backup.
-
-    `alive` and `over`: its gangs that nodes report, living and ended; `ended`: its recorded end, if there is one."""
-    if ended is not None:
-        return (
-            EndVerdict(ended.state, "it is recorded that it ended")
-            if ended.state is not None
-            else _by_storage_note(job, over)
-        )
-    living = _newest_living(state, alive)
-    news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
-    newest = max(news, default=0)
-    if living and not _is_superseded(living, alive[living], newest, news):
-        return KeepVerdict() if is_as_stored(state, living, alive[living], alive, job) else AdoptVerdict(living)
-    if not newest:
-        return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
-    return _by_outcomes(state, job, newest, news[newest])
-
-
-def _by_storage_note(job: JobRecord, over: _EndedGangs) -> Verdict:
-    """Return the verdict for a job of which storage has only a note that it ended."""
-    parts = over[max(over)].values() if over else ()
-    if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
-        return EndVerdict(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
-    return EndVerdict(JobState.CANCELLED, "storage has a note that it ended, but not how")
-
-
-def _newest_living(state: State, alive: _LiveGangs) -> int:
-    """Return the newest epoch that may step; zero if there is none."""
-    return max([epoch for epoch, parts in alive.items() if _may_step(state, epoch, parts)], default=0)
-
-
-def _may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
-    """Return whether a gang is neither ending nor the destination of a move that is not committed."""
-    newest, gang = _newest_order(parts), state.gangs.get(epoch)
-    if newest is not None:
-        return newest.intent not in (GangIntent.STOP, GangIntent.PREPARE)
-    # A daemon that cannot describe the order: by the database, or by the phases.
-    if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
-        return gang.intent not in (GangIntent.STOP, GangIntent.PREPARE)
-    return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
-
-
-def _newest_order(parts: Mapping[str, ObservedGang]) -> StoredOrder | None:
-    """Return the newest order for a gang that its daemons have described; None if none has described one."""
-    orders_known = [part.told for part in parts.values() if part.told is not None]
-    return max(orders_known, key=lambda one: one.master_sequence, default=None)
-
-
-def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
-    """Return whether the database neither knows that this attempt ended nor had ordered it to end."""
-    gang = state.gangs.get(epoch)
-    if gang is None:
-        return quarantine.is_skipped(state, epoch)
-    is_wanted_over = gang.intent is GangIntent.STOP and all(
-        part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
-    )
-    return gang.job == job.number and not is_wanted_over
-
-
-def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, over: _EndedGangs) -> bool:
-    """Return whether a later attempt took over from the living one and has ended, so that the living one is a copy."""
-    if newest <= living:
-        return False
-    order = _newest_order(parts)
-    # If it was ordered to run since, the move to the later one was given up.
-    is_handed_over = order is not None and order.intent is GangIntent.HAND_OVER
-    return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
-
-
-def is_as_stored(
-    state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: _LiveGangs, job: JobRecord
-) -> bool:
-    """Return whether a gang is where the database has it, without time slices or orders that the database does not
-    know."""
-    gang = state.gangs.get(epoch)
-    if gang is None or gang.job != job.number or epoch not in (job.epoch, job.next_epoch):
-        return False
-    if any(node not in gang.nodes for node in parts):
-        return False
-    if alive.keys() - set(state.gangs.epochs_of.get(job.number, ())):
-        return False
-    if epoch not in state.gangs.set_of and any(
-        part.told is not None and part.told.is_sliced for part in parts.values()
-    ):
-        return False
-    return all(part.master_sequence <= gang.master_sequence for part in parts.values())
-
-
-def _by_outcomes(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
-    kinds = {part.outcome.kind for part in parts.values()}
-    gang = state.gangs.get(epoch)
-    nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
-    if kinds == {OutcomeKind.DONE} and len(parts) == nodes:
-        return EndVerdict(JobState.SUCCEEDED, "every rank has finished")
-    is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
-    if is_users and job.failures >= job.spec.max_failures:
-        failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
-        return EndVerdict(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
-    return AskVerdict()
-
-
-_WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
-
-
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
@@ -374,7 +238,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     _forget_changed_sets(state, reports, alive, verdicts)
     _release_gangs(state, verdicts, alive, reports, now)
     _note_strays(state, reports, alive, verdicts, ends)
-    counts = Counter(_COUNTED_AS[type(verdict)] for verdict in verdicts.values())
+    counts = Counter(COUNTED_AS[type(verdict)] for verdict in verdicts.values())
     for number, verdict in verdicts.items():
         job = state.jobs[number]
         if isinstance(verdict, AdoptVerdict) and not _adopt(state, job, verdict.epoch, now, cause):
@@ -403,9 +267,9 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
 
 
-def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, _LiveGangs], dict[str, _EndedGangs]]:
-    alive: dict[str, _LiveGangs] = {}
-    over: dict[str, _EndedGangs] = {}
+def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[str, EndedGangs]]:
+    alive: dict[str, LiveGangs] = {}
+    over: dict[str, EndedGangs] = {}
     for name, report in reports.items():
         for gang in report.gangs:
             if gang.phase is ObservedPhase.ENDED:
@@ -419,9 +283,7 @@ def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, _LiveGangs], dict
     return alive, over
 
 
-def _note_checkpoints(
-    state: State, alive: Mapping[str, _LiveGangs], over: Mapping[str, _EndedGangs], now: float
-) -> None:
+def _note_checkpoints(state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], now: float) -> None:
     """Note the newest complete checkpoint of each job, whichever attempt wrote it."""
     for number in list(state.jobs.live):
         job = state.jobs[number]
@@ -433,7 +295,7 @@ def _note_checkpoints(
 
 
 def _forget_changed_sets(
-    state: State, reports: Mapping[str, Observe], alive: Mapping[str, _LiveGangs], verdicts: dict[int, Verdict]
+    state: State, reports: Mapping[str, Observe], alive: Mapping[str, LiveGangs], verdicts: dict[int, Verdict]
 ) -> None:
     """Forget time-slice groups that have changed since the copy was made, and mark all their gangs for adoption, which
     quarantines those that are time-sliced: daemons keep such gangs off each other's devices.
@@ -459,7 +321,7 @@ def _forget_changed_sets(
                 continue
             if parts:
                 # The job may be about to move into the group or out of it: it has the gang that may step.
-                verdicts[job.number] = AdoptVerdict(_newest_living(state, parts) or epoch)
+                verdicts[job.number] = AdoptVerdict(newest_living(state, parts) or epoch)
             elif gang.intent is not GangIntent.STOP and reports.keys() >= set(gang.nodes):
                 verdicts[job.number] = RequeueVerdict()
         kept = [epoch for epoch in sorted(epochs) if _is_kept(state, epoch, alive, verdicts)]
@@ -470,7 +332,7 @@ def _forget_changed_sets(
                 state.put_gang(replace(gang, node_set=0, pieces=pieces))
 
 
-def _is_kept(state: State, epoch: int, alive: Mapping[str, _LiveGangs], verdicts: Mapping[int, Verdict]) -> bool:
+def _is_kept(state: State, epoch: int, alive: Mapping[str, LiveGangs], verdicts: Mapping[int, Verdict]) -> bool:
     """Return whether a gang stays in the database because a node of it has not reported."""
     gang = state.gangs[epoch]
     is_reported = bool(alive.get(state.jobs[gang.job].uid))
@@ -492,7 +354,7 @@ def _shrink_set(state: State, node_set: NodeSet, kept: Sequence[int]) -> None:
 def _release_gangs(
     state: State,
     verdicts: Mapping[int, Verdict],
-    alive: Mapping[str, _LiveGangs],
+    alive: Mapping[str, LiveGangs],
     reports: Mapping[str, Observe],
     now: float,
 ) -> None:
@@ -524,7 +386,7 @@ def _release_gangs(
 
 
 def _note_stopped(
-    state: State, alive: Mapping[str, _LiveGangs], over: Mapping[str, _EndedGangs], reports: Mapping[str, Observe]
+    state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], reports: Mapping[str, Observe]
 ) -> None:
     """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
     them again, and other gangs may have their devices since."""
@@ -571,7 +433,7 @@ def _waiting(job: JobRecord, now: float) -> JobRecord:
 def _note_strays(
     state: State,
     reports: Mapping[str, Observe],
-    alive: Mapping[str, _LiveGangs],
+    alive: Mapping[str, LiveGangs],
     verdicts: Mapping[int, Verdict],
     ends: Mapping[str, RecordedEnd],
 ) -> None:
@@ -589,10 +451,10 @@ def _note_strays(
                 isinstance(verdict, (EndVerdict, AskVerdict, KeepVerdict))
                 or (
                     isinstance(verdict, AdoptVerdict)
-                    and not _may_step(state, observed.epoch, _parts_of(alive, observed))
+                    and not may_step(state, observed.epoch, _parts_of(alive, observed))
                 )
                 or observed.uid in ends
-                or observed.epoch < _newest_living(state, alive.get(observed.uid, {}))
+                or observed.epoch < newest_living(state, alive.get(observed.uid, {}))
             )
             is_final = job is not None and job.uid == observed.uid and job.state.is_finished
             note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
@@ -604,7 +466,7 @@ def _note_strays(
             state.put_node(replace(node, strays=tuple(strays)))
 
 
-def _parts_of(alive: Mapping[str, _LiveGangs], observed: ObservedGang) -> Mapping[str, ObservedGang]:
+def _parts_of(alive: Mapping[str, LiveGangs], observed: ObservedGang) -> Mapping[str, ObservedGang]:
     return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
 
 
