@@ -151,7 +151,7 @@ def _empty_row(node: str) -> NodeRow:
         configuration_set.name,
         (1 << configuration_set.devices) - 1,
         tuple(socket.millicores for socket in configuration_set.sockets),
-        configuration_set.memory_bytes,
+        configuration_set.free_memory_bytes,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from ganger.cluster.fit import fit
 from ganger.cluster.placement import candidates, impossible
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.resources import Claim, GangShape, Role, TaskShape
 from ganger.cluster.view import View
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +82,16 @@ def test_a_set_that_does_not_say_how_much_its_devices_have_takes_all() -> None:
     shape = gang(2, device_gib=80)
     assert impossible(view, shape) is None
     assert fit(view, shape, candidates(view, shape).candidates[0]) == ()
+
+
+def test_a_node_that_names_no_size_of_host_memory_has_room_for_any_parked_state() -> None:
+    claim = replace(ON_FIRST_TWO, memory_bytes=0, arena_bytes=80 * 2 * GIB)
+    shape = replace(gang(2), arena_bytes_per_device=80 * GIB, roles=(Role("worker", 2, TaskShape(1, 2000)),))
+    unnamed = cluster(1, replace(server(), memory_bytes=0))
+    assert fit(unnamed, shape, [claim]) == ()
+    assert unnamed.emptied().memory == unnamed.memory
+    small = cluster(1, replace(server(), memory_bytes=4 * GIB))
+    assert Reason.MEMORY in [refusal.reason for refusal in fit(small, shape, [replace(claim, memory_bytes=GIB)])]
 
 
 def test_a_row_carries_what_is_kept_only_where_something_is() -> None:

@@ -38,7 +38,7 @@ def _pieces(state: State) -> Iterator[str]:
             if cores > socket.millicores:
                 yield f"{name}: {cores} of {socket.millicores} millicores are held at socket {index}"
         memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
-        if memory > configuration_set.memory_bytes:
+        if memory > configuration_set.free_memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
         yield from _device_memory(state, name, configuration_set.device_memory_bytes)
         if rows.get(name) != row_of(node, state.view.topology(name), held, state.gangs.affinity_of(name)):

@@ -280,7 +280,7 @@ def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
             rows.append((number(node.name), state_text(node), "", "", "", reason_text(node)))
             continue
         cores = sum(socket.millicores for socket in kind.sockets)
-        held_memory = kind.memory_bytes - node.view_entry.free_memory_bytes
+        held_memory = max(0, kind.memory_bytes - node.view_entry.free_memory_bytes)
         rows.append(
             (
                 number(node.name),

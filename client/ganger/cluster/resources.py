@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import Final
 
 from msgspec import Struct, field
 
@@ -36,8 +37,15 @@ class Socket(Struct, frozen=True, gc=False):
     device_mask: int
 
 
+# Host memory of a node that names no size. Sums of it fit into 64 bits.
+_UNLIMITED_BYTES: Final = 1 << 60
+
+
 class ConfigurationSet(Struct, frozen=True, gc=False):
-    """Servers of identical hardware. Few and immutable."""
+    """Servers of identical hardware. Few and immutable.
+
+    `memory_bytes`: host memory; zero: no size is named, and it limits nothing.
+    """
 
     name: str
     device_type: str = ""
@@ -47,6 +55,11 @@ class ConfigurationSet(Struct, frozen=True, gc=False):
     sockets: tuple[Socket, ...] = (Socket(0, 0),)
     memory_bytes: int = 0
     dimensions: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def free_memory_bytes(self) -> int:
+        """Return the host memory of an idle node."""
+        return self.memory_bytes or _UNLIMITED_BYTES
 
 
 class NodeRow(Struct, frozen=True, gc=False):

@@ -299,7 +299,7 @@ class View:
             configuration_set=configuration_set.name,
             free_mask=self._in_service[slot],
             free_millicores=tuple(socket.millicores for socket in configuration_set.sockets),
-            free_memory_bytes=configuration_set.memory_bytes,
+            free_memory_bytes=configuration_set.free_memory_bytes,
             version=self._versions[slot],
             available=self.available[slot],
             rack=self.racks[slot],
@@ -329,7 +329,7 @@ class View:
         zeros = {name: _zeros(topology) for name, topology in self._topology_of.items()}
         empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
         empty.millicores = [cores[one.name] for one in sets]
-        empty.memory = [one.memory_bytes for one in sets]
+        empty.memory = [one.free_memory_bytes for one in sets]
         empty.affinity = [0] * len(sets)
         empty.socket_jobs = [zeros[one.name][0] for one in sets]
         empty.group_jobs = [zeros[one.name][1] for one in sets]

@@ -297,7 +297,7 @@ def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
             if others + claim.millicores[index] > socket.millicores:
                 return f"cores of it are given to others on nodes/{claim.node}"
         memory = sum([other.memory_bytes + other.arena_bytes for other in held])
-        if memory + claim.memory_bytes + claim.arena_bytes > kind.memory_bytes:
+        if memory + claim.memory_bytes + claim.arena_bytes > kind.free_memory_bytes:
             return f"memory of it is given to others on nodes/{claim.node}"
         device = _crowded_device(state, job, claim)
         if device is not None:

@@ -369,7 +369,7 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
         configuration_set=node.configuration_set,
         free_mask=topology.all_mask & ~used_mask,
         free_millicores=tuple([cores if cores > 0 else 0 for cores in free_cores]),
-        free_memory_bytes=max(0, configuration_set.memory_bytes - used_memory),
+        free_memory_bytes=max(0, configuration_set.free_memory_bytes - used_memory),
         available=node.takes_gangs,
         rack=node.rack,
         fabric=node.fabric,

@@ -117,11 +117,7 @@ class NodeModel:
     @property
     def switch_s(self) -> float:
         """Seconds from the order that stops one gang until the next one trains in its place."""
-        costs = self._costs
-        if any(made.device_memory_bytes for made in self._state.nodes.configuration_sets.values()):
-            return costs.offload_s + costs.restore_s
-        # Without a known size of device memory no arena is reserved, and gangs park on storage.
-        return costs.suspend_s + costs.start_s + costs.resume_s
+        return self._costs.offload_s + self._costs.restore_s
 
     def follow(self, number: int) -> None:
         """Apply the current desired state of the job's gangs."""

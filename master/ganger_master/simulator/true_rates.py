@@ -80,7 +80,8 @@ class Footprints:
             for name, at in zip(map(_key, jobs.model.texts()), drawn, strict=True)
         ]
         shares = dict(zip(names, random.uniform(*_MEMORY, len(names)).tolist(), strict=True))
-        self._memory = {name: int(share * self._device_bytes) for name, share in shares.items()}
+        # A state of unknown size takes next to nothing of the host memory, so that it always fits.
+        self._memory = {name: max(1, int(share * self._device_bytes)) for name, share in shares.items()}
         self._speeds = cache(self._speeds_of)
 
     def signature(self, job: int) -> str:

@@ -41,6 +41,20 @@ def test_six_equal_jobs_on_four_gpus_get_two_thirds_each() -> None:
     assert found.overhead_s.sum() / found.service_s.sum() < 0.02
 
 
+@pytest.mark.parametrize("options", [ReplayOptions(ideal=True), ReplayOptions(rates="profiles")])
+def test_parked_jobs_fit_where_the_size_of_memory_is_not_modelled(options: ReplayOptions) -> None:
+    found = simulate(jobs(*[(0.0, 1, 3600.0)] * 6), cluster(), "gandiva", options).outcomes
+    assert found.preemptions.min() > 10
+    assert found.start_delay_s.max() <= QUANTUM_S + options.costs.start_s + COSTS.offload_s + COSTS.restore_s
+
+
+def test_a_gang_that_wants_everything_gets_its_turn_in_an_ideal_replay() -> None:
+    rows = jobs((0.0, 1, 4000.0), (0.0, 1, 4000.0), (100.0, 8, 900.0))
+    found = simulate(rows, cluster(2), "gandiva", ReplayOptions(ideal=True)).outcomes
+    assert found.start_delay_s[2] <= QUANTUM_S
+    assert found.overhead_s.sum() == 0.0
+
+
 def test_a_newcomer_gets_its_first_batches_within_a_quantum() -> None:
     many = [(0.0, 1, 20_000.0)] * 4 + [(1000.0 + 130.0 * at, 1, 600.0) for at in range(4)]
     found = simulate(jobs(*many), cluster(), "gandiva", ReplayOptions(costs=COSTS)).outcomes

@@ -85,7 +85,7 @@ class ServerGroup:
                 made.name,
                 (1 << made.devices) - 1,
                 tuple(socket.millicores for socket in made.sockets),
-                made.memory_bytes,
+                made.free_memory_bytes,
                 rack=f"{made.name}-rack-{number // self.nodes_per_rack}" if self.nodes_per_rack else "",
                 fabric=self.fabric,
             )
