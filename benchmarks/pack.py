@@ -45,8 +45,8 @@ LEAST_DEVIATIONS = 3.0
 AGREES_WITHIN = 0.15
 WAIT_S = 0.04
 MEBIBYTE = 1 << 20
-GPU_MEBIBYTES = 200
-WANTS = ("--gpus", "1", "--cpus-per-gpu", "2", "--memory", "1G", "--gpu-memory", f"{GPU_MEBIBYTES}M")
+GPU_MIB = 200
+WANTS = ("--gpus", "1", "--cpus-per-gpu", "2", "--memory", "1G", "--gpu-memory", f"{GPU_MIB}M")
 
 JOB = """
 import fcntl, os, sys, time
@@ -193,7 +193,7 @@ def _claim(is_shared: bool) -> resources_pb2.Claim:
         device_mask=1,
         millicores=[2000],
         memory_bytes=1024 * MEBIBYTE,
-        arena_bytes=GPU_MEBIBYTES * MEBIBYTE * 11 // 10,
+        arena_bytes=GPU_MIB * MEBIBYTE * 11 // 10,
         tasks=[1],
         shared_mask=1 if is_shared else 0,
     )

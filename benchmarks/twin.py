@@ -28,7 +28,7 @@ _PLAN_EVERY = "1s"
 _STEP_S = 0.1
 _PRINT_EVERY = 10
 _ERROR_LIMIT = 0.10
-_LONGEST_SECONDS = 600.0
+_LONGEST_S = 600.0
 
 # Every rank trains: its state is saved and restored, its boundary agreed on with the others'.
 _SCRIPT = """
@@ -180,8 +180,8 @@ def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:
         live = [job for job in json.loads(cluster.ganger("queue", "--json")) if job["name"].partition("/")[2] in ids]
         if not live:
             return
-        if time.monotonic() > began + _LONGEST_SECONDS:
-            raise BenchClusterError(f"{len(live)} jobs have not ended after {_LONGEST_SECONDS:g} s")
+        if time.monotonic() > began + _LONGEST_S:
+            raise BenchClusterError(f"{len(live)} jobs have not ended after {_LONGEST_S:g} s")
         time.sleep(1.0)
 
 

@@ -56,7 +56,7 @@ _DEMANDS: Mapping[str, _Draw] = {
     "one large .3-.7": _one_large(0.3, 0.7),
     "one large .5-.9": _one_large(0.5, 0.9),
 }
-_SECONDS = ((50.0, 250.0), (100.0, 300.0), (100.0, 400.0))
+_RANGES_S = ((50.0, 250.0), (100.0, 300.0), (100.0, 400.0))
 # The report's FIFO.
 _FIFO_MAKESPAN_S, _FIFO_JCT_S = 7083.0, 2415.0
 _NEAR = 0.1
@@ -71,7 +71,7 @@ _RULES: Mapping[str, Rule] = {
 
 def parts(setting: Setting) -> Sequence[Row]:
     seeds = list(setting.seeds(20, 2))
-    return [{"demands": demands, "seconds": seconds, "seeds": seeds} for demands in _DEMANDS for seconds in _SECONDS]
+    return [{"demands": demands, "seconds": seconds, "seeds": seeds} for demands in _DEMANDS for seconds in _RANGES_S]
 
 
 def measure(setting: Setting, part: Row) -> Sequence[Row]:

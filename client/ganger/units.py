@@ -10,7 +10,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _MAX_BYTES = 1 << 50
 # A century: longer durations are typing errors.
 _MAX_S = 36_525 * 86_400.0
-_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
+_S_BY_UNIT = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
 
@@ -53,7 +53,7 @@ def _seconds(text: str | int | float) -> float:
     parts = _DURATION_PART.findall(plain)
     if not parts or re.sub(r"\s", "", _DURATION_PART.sub("", plain)):
         return -1.0
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    return sum(float(number) * _S_BY_UNIT[unit] for number, unit in parts)
 
 
 def parse_cores(text: object) -> int:

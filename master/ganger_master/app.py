@@ -48,10 +48,10 @@ from ganger_master.store.sql import SqlStore
 if TYPE_CHECKING:
     from ganger_master.metrics import MetricsServer, Snapshot
 
-_BACKOFF_SECONDS: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
+_BACKOFF_S: Final = (0.1, 0.5, 2.0, 5.0, 15.0)
 # Having lived this long, a child's death is not the start of a series.
-_HEALTHY_SECONDS: Final = 30.0
-_GRACE_SECONDS: Final = 3.0
+_HEALTHY_S: Final = 30.0
+_GRACE_S: Final = 3.0
 
 
 def host_command(state_dir: Path) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class SupervisedProcess:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+            await asyncio.wait_for(process.wait(), _GRACE_S)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -127,8 +127,8 @@ class SupervisedProcess:
             except OSError as error:
                 log.error("child cannot be started", extra={"command": self._command[2], "error": str(error)})
                 code = -1
-            failures = 1 if loop.time() - began >= _HEALTHY_SECONDS else failures + 1
-            pause = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1]
+            failures = 1 if loop.time() - began >= _HEALTHY_S else failures + 1
+            pause = _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1]
             log.warning("child ended", extra={"command": self._command[2], "code": code, "again_seconds": pause})
             await asyncio.sleep(pause)
 
@@ -144,7 +144,7 @@ _TIDYING_S: Final = 600.0
 # Between two records of ended jobs on storage.
 _NOTING_S: Final = 2.0
 # Between two checks for a restore of the database.
-_LOOK_SECONDS: Final = 0.2
+_LOOK_S: Final = 0.2
 # Rows of history forgotten in one transaction, so that commits need not wait long.
 _COMPACT_ROWS: Final = 5_000
 
@@ -345,7 +345,7 @@ class Master:
                 ends = await asyncio.to_thread(retention.noted_ends, storage, uids)
                 ends |= await asyncio.to_thread(beside.ends, uids)
                 self.writer.tell(NoteEnds(ends))
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_LOOK_S)
 
 
 def _core_settings(config: Config) -> CoreSettings:

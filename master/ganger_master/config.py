@@ -30,12 +30,12 @@ _COUNTS: Final = {
     "streams_per_user": "streams",
 }
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
-_SECONDS: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_S: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 _NEVER: Final = ("lost_after_seconds", "quantum_seconds", "logs_kept_seconds", "checkpoints_kept_seconds")
 # A job that is preempted at every plan makes no progress.
-_LEAST_PLAN_EVERY_SECONDS: Final = 1.0
-_LEAST_QUANTUM_SECONDS: Final = 0.5
+_LEAST_PLAN_EVERY_S: Final = 1.0
+_LEAST_QUANTUM_S: Final = 0.5
 # One per second.
 _MOST_MOVES_PER_HOUR: Final = 3600.0
 
@@ -132,7 +132,7 @@ def parse_duration(text: str) -> float | None:
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no duration: write 30s, 10m, 2h, 1d or never")
-    return float(match[1]) * _SECONDS[match[2] or ""]
+    return float(match[1]) * _DURATION_S[match[2] or ""]
 
 
 def check_listen(listen: str, *, has_certificates: bool = False) -> str:
@@ -217,15 +217,15 @@ def _listen_address_of(value: object, has_certificates: bool) -> str:
 
 def _plan_interval_of(name: str, value: object) -> float:
     seconds = _duration_of(name, value)
-    if not seconds or seconds < _LEAST_PLAN_EVERY_SECONDS:
-        raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_SECONDS:g} s")
+    if not seconds or seconds < _LEAST_PLAN_EVERY_S:
+        raise ValueError(f"plan_every: {value!r} is too short, at least {_LEAST_PLAN_EVERY_S:g} s")
     return seconds
 
 
 def _quantum_of(name: str, value: object) -> float | None:
     seconds = _duration_of(name, value)
-    if seconds is not None and seconds < _LEAST_QUANTUM_SECONDS:
-        raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_SECONDS:g} s, or never")
+    if seconds is not None and seconds < _LEAST_QUANTUM_S:
+        raise ValueError(f"quantum: {value!r} is too short, at least {_LEAST_QUANTUM_S:g} s, or never")
     return seconds
 
 

@@ -55,7 +55,7 @@ _BESIDES: Final = ("start", "rest")
 TOLERANCE: Final = 1e-12
 # By then every change is done and every running job does a step, on a busy machine, too.
 PATIENCE_SECONDS: Final = 180.0
-_LOOK_SECONDS: Final = 0.15
+_LOOK_S: Final = 0.15
 # The least that any cluster grants.
 _QUANTUM_MS: Final = 500
 _SAMPLES: Final = 96
@@ -184,7 +184,7 @@ class Storm:
                 self._ask(seen, self._kind(seen))
             else:
                 self._ask(seen, self._dice.choice(_BESIDES), is_end=True)
-        _pace.wait(_LOOK_SECONDS)
+        _pace.wait(_LOOK_S)
 
     # -- what is asked
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 # How often a wait checks whether the order reaches the job at all.
-_LOOK_SECONDS = 0.5
+_LOOK_S = 0.5
 # A script may import for so long before its agent reports; from one that is silent for longer nothing else is expected.
 _SILENT_S = 60.0
 # A wait is explained after so long, and again each time it has lasted twice as long.
@@ -82,7 +82,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
     now = time.monotonic()
-    deadline, look_at = now + seconds(timeout), now + _LOOK_SECONDS
+    deadline, look_at = now + seconds(timeout), now + _LOOK_S
     explained = _Explained()
     while not is_done(message) and message.state not in FINISHED:
         now = time.monotonic()
@@ -98,7 +98,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
             if not is_done(message):
                 explained.report(message)
             if now >= look_at and not is_done(message):
-                look_at = now + _LOOK_SECONDS
+                look_at = now + _LOOK_S
                 if unreachable := silence(client, message):
                     state = f"job {number(message.name)} is {state_text(message)}, not {goal}"
                     raise CommandError(f"{state}; the order stands, but {unreachable}")

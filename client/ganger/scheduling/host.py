@@ -39,9 +39,9 @@ from ganger.wire.errors import JobNotFound, from_rpc_error
 
 log = logging.getLogger(__name__)
 
-_BACKOFF_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+_BACKOFF_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A watch that lived this long has ended by its age, not by a fault.
-_HEALTHY_SECONDS = 5.0
+_HEALTHY_S = 5.0
 # Schedulers keep what they learnt of a job between its leases; the one not used for longest is forgotten first.
 _SCHEDULERS_KEPT = 4096
 # A claim that does not add up never will; twice is no accident, and each time costs the job seconds.
@@ -110,9 +110,9 @@ class SchedulerHost:
                 if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), JobNotFound):
                     raise from_rpc_error(error) from error
                 log.info("master is away: %s", await why_away(error, self._find))
-            attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
+            attempt = 0 if loop.time() - started > _HEALTHY_S else attempt + 1
             if self._is_needed():
-                await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
     def _is_needed(self) -> bool:
         return not self._jobs or (bool(self._open_jobs) and not self._given_up.is_set())

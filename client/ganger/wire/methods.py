@@ -20,7 +20,7 @@ from typing import Final
 from ganger.wire.errors import CertificateInvalid, RoleNotPermitted
 
 # Streams end by themselves after 30 minutes; a minute more lets the server be the one to end them.
-_STREAM_SECONDS = 31 * 60.0
+_STREAM_S = 31 * 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/CreateJob", 30.0, largest_bytes=_MIB // 2),
         Method(f"{_JOBS}/GetJob"),
         Method(f"{_JOBS}/ListJobs"),
-        Method(f"{_JOBS}/WatchJob", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_JOBS}/WatchJob", _STREAM_S, is_stream=True),
         Method(f"{_JOBS}/CancelJob"),
         # As CreateJob.
         Method(f"{_JOBS}/UpdateJob"),
@@ -55,7 +55,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/MoveJob", 30.0, is_idempotent=False),
         Method(f"{_JOBS}/RetuneJob", is_idempotent=False),
         Method(f"{_JOBS}/ResizeJob", is_idempotent=False),
-        Method(f"{_JOBS}/ReadLog", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_JOBS}/ReadLog", _STREAM_S, is_stream=True),
         Method(f"{_JOBS}/ExplainJob"),
         Method(f"{_JOBS}/ListEvents"),
         Method(f"{_JOBS}/CreateArray", 30.0, largest_bytes=5 * _MIB // 8),
@@ -64,7 +64,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/CancelArray"),
         Method(f"{_JOBS}/UpdateArray"),
         Method(f"{_SCHEDULING}/GetView"),
-        Method(f"{_SCHEDULING}/WatchView", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchView", _STREAM_S, is_stream=True),
         Method(f"{_SCHEDULING}/WatchLeases", None, is_stream=True),
         Method(f"{_SCHEDULING}/WatchTurns", None, is_stream=True),
         # A second request would be refused as stale although the first was approved.
@@ -73,8 +73,8 @@ METHODS: dict[str, Method] = {
         Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
         # A plan of 250 starts with 4,096 claims, and the order of 10,000 pending jobs, takes 0.4 MiB.
         Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=_MIB // 2),
-        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_SECONDS, is_stream=True),
-        Method(f"{_SCHEDULING}/WatchProgress", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_S, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchProgress", _STREAM_S, is_stream=True),
         Method(f"{_NODES}/ListNodes"),
         Method(f"{_NODES}/GetNode"),
         Method(f"{_NODES}/DrainNode"),
@@ -99,7 +99,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_PEERS}/GetRendezvous", 120.0),
         Method(f"{_PEERS}/ShardWritten", largest_bytes=4 * _MIB),
         Method(f"{_PEERS}/SwitchRow", 5.0, largest_bytes=4 * _MIB),
-        Method(f"{_PEERS}/ReadLog", _STREAM_SECONDS, is_stream=True),
+        Method(f"{_PEERS}/ReadLog", _STREAM_S, is_stream=True),
         Method("grpc.health.v1.Health/Check", 5.0),
         Method("grpc.health.v1.Health/Watch", None, is_stream=True),
     )

@@ -7,36 +7,36 @@ from datetime import UTC, datetime
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-_NANOS = 1_000_000_000
+_NS_PER_S = 1_000_000_000
 # Ten thousand years: what a Duration may hold by its own definition.
 _SECONDS_LIMIT = 315_576_000_000
 
 
 def duration(seconds: float) -> Duration:
     """Seconds, negative ones too, as a Duration, rounded to nanoseconds; more than it can hold becomes what it can."""
-    nanos = round(max(-_SECONDS_LIMIT, min(seconds, _SECONDS_LIMIT)) * _NANOS)
+    nanos = round(max(-_SECONDS_LIMIT, min(seconds, _SECONDS_LIMIT)) * _NS_PER_S)
     sign = -1 if nanos < 0 else 1
-    whole, rest = divmod(abs(nanos), _NANOS)
+    whole, rest = divmod(abs(nanos), _NS_PER_S)
     return Duration(seconds=sign * whole, nanos=sign * rest)
 
 
 def seconds(value: Duration) -> float:
-    return value.seconds + value.nanos / _NANOS
+    return value.seconds + value.nanos / _NS_PER_S
 
 
 def timestamp(unix_seconds: float) -> Timestamp:
     """Unix seconds as a Timestamp, rounded to nanoseconds."""
-    return timestamp_of_ns(round(unix_seconds * _NANOS))
+    return timestamp_of_ns(round(unix_seconds * _NS_PER_S))
 
 
 def timestamp_of_ns(unix_ns: int) -> Timestamp:
     """Return Unix nanoseconds as a Timestamp, exactly."""
-    whole, nanos = divmod(unix_ns, _NANOS)
+    whole, nanos = divmod(unix_ns, _NS_PER_S)
     return Timestamp(seconds=whole, nanos=nanos)
 
 
 def unix_seconds(value: Timestamp) -> float:
-    return value.seconds + value.nanos / _NANOS
+    return value.seconds + value.nanos / _NS_PER_S
 
 
 def local_datetime(value: Timestamp) -> datetime:

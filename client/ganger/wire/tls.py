@@ -35,7 +35,7 @@ KEY: Final = "key.pem"
 AUTHORITY: Final = "ca.pem"
 
 _MOST_BYTES: Final = 1 << 20
-_PROBE_SECONDS: Final = 2.0
+_PROBE_S: Final = 2.0
 _SOON: Final = timedelta(days=30)
 # Parties that others dial: their certificates must do for servers, too.
 _SERVERS: Final = frozenset({CallerRole.MASTER, CallerRole.DAEMON})
@@ -147,7 +147,7 @@ def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> st
     host, port = host_of(endpoint.address), endpoint.address.rpartition(":")[2]
     try:
         with (
-            socket.create_connection((host, int(port)), _PROBE_SECONDS) as plain,
+            socket.create_connection((host, int(port)), _PROBE_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
             # Whether it takes our certificate a server says after the handshake: one that does speaks first, another

@@ -455,7 +455,7 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
     if (
         kept is None
         or kept.numbers != numbers
-        or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_SECONDS)
+        or (kept.view_version != state.view.version and not 0.0 <= now - kept.time < _KEPT_S)
     ):
         wanting = [
             ReservationRequest(job.name, rank, job.shape, tuple(_launch_failed_on(state, job)))
@@ -467,7 +467,7 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
     return kept.places
 
 
-_KEPT_SECONDS = 0.5
+_KEPT_S = 0.5
 # Most jobs that a refusal by quota names.
 _HOLDERS_SHOWN: Final = 3
 

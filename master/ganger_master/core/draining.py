@@ -14,7 +14,7 @@ from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.state import State
 
 # A job whose storage was full is not stopped again sooner: each try costs it a pause.
-_REFUSED_SECONDS = 60.0
+_REFUSED_S = 60.0
 
 
 def follow(state: State, now: float) -> None:
@@ -44,7 +44,7 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
         gang.intent is GangIntent.PARK and gang.phase is GangPhase.STOPPING
     ):
         return ()
-    if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:
+    if gang.refused_at and now - gang.refused_at < _REFUSED_S:
         return (waits(f"saving it failed ({job.trouble}), and is tried again after a minute"),)
     if not job.capabilities.known or (gang.intent is GangIntent.RUN and gang.phase is GangPhase.STARTING):
         return (waits("it goes once it steps"),)
@@ -91,7 +91,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
 def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """Not looked for at every event: what found none finds none before there is room, but for what time brings."""
     freed, looked = state.nodes.drained_in_vain.get(gang.epoch, (-1, 0.0))
-    if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_SECONDS:
+    if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_S:
         return None
     found = approval.find_place(state, job, avoid=_draining_nodes(state))
     if found is None:
@@ -100,7 +100,7 @@ def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tu
 
 
 # To look for a place takes as long as many verdicts, and as many events come in a second.
-_LOOKED_SECONDS = 5.0
+_LOOKED_S = 5.0
 
 
 def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
@@ -112,7 +112,7 @@ def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str
     """Park a job to storage, if it can be saved; otherwise it stays until it ends, because a drain loses no work."""
     if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
         return
-    if gang.refused_at and now - gang.refused_at < _REFUSED_SECONDS:
+    if gang.refused_at and now - gang.refused_at < _REFUSED_S:
         return
     by_plan = job.state is not JobState.SUSPENDED
     attempts.suspend(state, job.number, SuspendLevel.CHECKPOINT, now, cause, by_plan=by_plan)

@@ -40,7 +40,7 @@ def covers(settings: CoreSettings, verified_at: float, received_at: float) -> bo
     return received_at <= verified_at + settings.lost_margin_seconds * _SHARE_OF_MARGIN
 
 
-_TICK_SECONDS: Final = 0.001
+_TICK_S: Final = 0.001
 # Silent nodes that it takes to suspect the master: one alone is compared with nothing.
 _AT_LEAST: Final = 2
 # The share of the nodes that it takes; and by how much lost_after is multiplied for them.
@@ -73,7 +73,7 @@ def follow(state: State, now: float, cause: str) -> None:
             else:
                 later = min(later, answered + silent_after)
     # The same instant is not yet late: look again just after it.
-    state.nodes.check_silence_at(max(later, now) + _TICK_SECONDS if later < math.inf else None)
+    state.nodes.check_silence_at(max(later, now) + _TICK_S if later < math.inf else None)
     for name in sorted(silent):
         state.put_node(replace(state.nodes[name], silent=True))
         why = f"; {suspicion(cut_off[name])}" if name in cut_off else ""
@@ -151,8 +151,8 @@ def note_unanswerable(state: State, name: str, problem: str, now: float, cause: 
 
 
 # A smaller difference is drift, which the margin beyond lost_after covers.
-_SET_SECONDS: Final = 5.0
-_STILL_SECONDS: Final = 30.0
+_SET_S: Final = 5.0
+_STILL_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def noticed(before: ClockReading, now: ClockReading) -> Tick | None:
     before: a reading of only seconds ago, unless the master stood still."""
     passed = now.steady - before.steady
     set_by = now.wall - before.wall - passed
-    is_set, stood_still = abs(set_by) >= _SET_SECONDS, passed >= _STILL_SECONDS
+    is_set, stood_still = abs(set_by) >= _SET_S, passed >= _STILL_S
     return Tick(set_by if is_set else 0.0, stood_still) if is_set or stood_still else None
 
 

@@ -24,7 +24,7 @@ from ganger_master.core.events import Event
 from ganger_master.core.state import State
 
 _NONE: Final = Effects()
-_TICK_SECONDS: Final = 0.001
+_TICK_S: Final = 0.001
 
 
 class MachineStep(Struct, frozen=True, gc=False):
@@ -55,7 +55,7 @@ def finish(state: State, now: float) -> Effects:
     wake = next_wake(state, now)
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
-        wake = max(wake, now + _TICK_SECONDS)
+        wake = max(wake, now + _TICK_S)
     is_unchanged = wake == state.wake_at
     state.wake_at = wake
     dirty = state.dirty

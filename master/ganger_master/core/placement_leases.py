@@ -43,7 +43,7 @@ WINDOW = 64
 # of the rest, which rotate every second.
 ASIDE = 128
 # How soon such a job gets a lease again when the view has changed.
-_LASTING_SECONDS = 1.0
+_LASTING_S = 1.0
 
 
 def hand_out(state: State, now: float) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
                 lost = state.leases.lost_turns.get(number, 0)
                 if (
                     lost >= state.settings.lost_turns_allowed
-                    and now >= state.leases.returned.get(number, 0.0) + _RETURN_SECONDS
+                    and now >= state.leases.returned.get(number, 0.0) + _RETURN_S
                 ):
                     # A turn to show that it is back, which one that dies again and again does not.
                     state.leases.try_again(number, state.settings.lost_turns_allowed, now)
@@ -228,7 +228,7 @@ def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
 
 
 # How often a scheduler that lost its turns may try again with a new stream.
-_RETURN_SECONDS = 10.0
+_RETURN_S = 10.0
 
 
 def next_time(state: State, now: float) -> float | None:
@@ -237,7 +237,7 @@ def next_time(state: State, now: float) -> float | None:
         return None
     # Expired leases count, too: only a tick takes them back, and until then they may block all jobs behind.
     times = [turn.expires + _JUST_AFTER for turn in state.leases.values()]
-    if len(state.queue.aside) > ASIDE and (time := state.queue.aside_at + _LASTING_SECONDS) > now:
+    if len(state.queue.aside) > ASIDE and (time := state.queue.aside_at + _LASTING_S) > now:
         times.append(time)
     left = len(state.queue.passed)
     if left:
@@ -279,7 +279,7 @@ def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: f
         if turn.scheduler and not declined[number]:
             return
         state.queue.note_declined(number, None)
-    elif event.time < last + _LOOKED_SECONDS:
+    elif event.time < last + _LOOKED_S:
         return
     # Places are kept only for the jobs ahead of all others.
     if (turn.scheduler or is_patient) and job in first_blocked(state) and has_place(state, job, event.time):
@@ -287,7 +287,7 @@ def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: f
 
 
 # A search for a place costs as much as many verdicts.
-_LOOKED_SECONDS = 0.5
+_LOOKED_S = 0.5
 
 
 def _reserved_nodes(state: State, job: JobRecord, now: float) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ def _turn_aside(state: State, now: float) -> None:
     """Rotate the jobs that are passed over, if they are too many to consider all of them."""
     if len(state.queue.aside) <= ASIDE:
         state.queue.look_aside(0)
-    elif not 0.0 <= now - state.queue.aside_at < _LASTING_SECONDS:
+    elif not 0.0 <= now - state.queue.aside_at < _LASTING_S:
         since = state.queue.aside_from + ASIDE
         state.queue.look_aside(since if since < len(state.queue.aside) else ASIDE, now)
 
@@ -383,7 +383,7 @@ def _next_lease_at(state: State, number: int) -> float:
     version, time = state.queue.passed[number]
     if version >= state.view.freed:
         return time + state.settings.turn_again_seconds
-    return time + _LASTING_SECONDS if _lasts(state, number) else time
+    return time + _LASTING_S if _lasts(state, number) else time
 
 
 Result: TypeAlias = tuple[tuple[Event, ...], Answer]

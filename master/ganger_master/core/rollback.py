@@ -48,7 +48,7 @@ from ganger_master.core.restore_verdicts import (
 from ganger_master.core.state import RestoreReport, State
 
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
-_DESCRIBED_SECONDS: Final = 5.0
+_DESCRIBED_S: Final = 5.0
 # Revisions that callers may have seen since the copy was made are not given again.
 _REVISIONS_SKIPPED: Final = 1 << 20
 # Nor are numbers of orders that a node which has not reported may have.
@@ -192,7 +192,7 @@ def next_time(state: State, now: float) -> float | None:
     restoring = state.counters.restoring
     assert restoring is not None, "called only during a restore"
     times = [restoring.since + state.settings.restored_wait_seconds]
-    times += [one.time + _DESCRIBED_SECONDS for one in state.reports.values() if undescribed(one.report.gangs)]
+    times += [one.time + _DESCRIBED_S for one in state.reports.values() if undescribed(one.report.gangs)]
     if state.lost_after is not None:
         times.append(restoring.since + max(state.lost_after, state.settings.restored_wait_seconds))
     return min([time for time in times if time > now], default=None)
@@ -207,9 +207,7 @@ def is_complete(state: State, now: float) -> bool:
     given_up = state.lost_after is not None and now >= restoring.since + state.lost_after
     if awaited(state) and not given_up:
         return False
-    return all(
-        not undescribed(one.report.gangs) or now >= one.time + _DESCRIBED_SECONDS for one in state.reports.values()
-    )
+    return all(not undescribed(one.report.gangs) or now >= one.time + _DESCRIBED_S for one in state.reports.values())
 
 
 def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tuple[events.RestoreSettled, ...], Answer]:

@@ -36,7 +36,7 @@ Claims: TypeAlias = tuple[Claim, ...]
 CAPABILITY: Final = "rotation"
 ROWS_LIMIT: Final = 64
 # With a shorter quantum any machine would only switch.
-_LEAST_QUANTUM_SECONDS: Final = 0.5
+_LEAST_QUANTUM_S: Final = 0.5
 
 
 class _RefusedError(Exception):
@@ -262,7 +262,7 @@ def _rows(changes: Sequence[SliceChange]) -> tuple[tuple[int, ...], ...]:
 
 def _check_quantum(state: State, change: SliceChange) -> None:
     switch = timeslice_groups.slowest_switch(state, change.node_set)
-    least = max(_LEAST_QUANTUM_SECONDS, SWITCHES_PER_QUANTUM * switch)
+    least = max(_LEAST_QUANTUM_S, SWITCHES_PER_QUANTUM * switch)
     if change.quantum_seconds < least:
         figures = {
             "quantum_milliseconds": int(1000 * change.quantum_seconds),

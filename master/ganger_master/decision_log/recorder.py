@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 
 DIRECTORY: Final = "captures"
 MOST_BYTES: Final = 256 << 20
-MOST_SECONDS: Final = 3600.0
+MOST_S: Final = 3600.0
 # Commands that wait to be written; a disk that is slower than the master must not fill its memory.
 _MOST_WAITING: Final = 100_000
 # What a recording leaves of the disk: the store is on it, too.

@@ -26,11 +26,11 @@ from ganger_master.planner.plan import PlanDraft
 
 # Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
 _REST: Final = 3.0
-_LEAST_REST_SECONDS: Final = 0.005
+_LEAST_REST_S: Final = 0.005
 # Seconds between two plans without events, however soon the order may change.
-_LEAST_ALONE_SECONDS: Final = 0.5
+_LEAST_ALONE_S: Final = 0.5
 # Seconds of rest after so many plans in a row with a refused change.
-_BACKOFF_SECONDS: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
+_BACKOFF_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def is_stop(change: PlanChange, resizes: bool) -> bool:
@@ -52,8 +52,8 @@ class PlanPace:
     """Times in Unix seconds. `every_s`: minimum time between two plans that preempt running jobs."""
 
     every_s: float
-    least_rest_s: float = _LEAST_REST_SECONDS
-    least_alone_s: float = _LEAST_ALONE_SECONDS
+    least_rest_s: float = _LEAST_REST_S
+    least_alone_s: float = _LEAST_ALONE_S
     stopped_at_s: float = -inf
     # Plans in a row with a refused change.
     failures: int = 0
@@ -111,7 +111,7 @@ class PlanPace:
             due_s = min(due_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
         alone_s = max(min(again_s, due_s), now + self.least_alone_s)
         if refused:
-            rest_s = max(rest_s, _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS)) - 1])
+            rest_s = max(rest_s, _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1])
             alone_s = min(alone_s, now + rest_s)
         return replace(
             self, stopped_at_s=stopped_at_s, failures=failures, ready_s=now + rest_s, alone_s=alone_s, due_s=due_s

@@ -14,9 +14,9 @@ from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger_master.core.plan_changes import CoresChange, PlanChange, ResizeChange, SuspendChange
 
 # Changes of other jobs may end the cause without an event for this job.
-_NOTED_SECONDS: Final = 5.0
+_NOTED_S: Final = 5.0
 # How long nodes stay excluded for a job: wrong users or storage need an operator; a failed launch may succeed soon.
-_CLOSED_SECONDS: Final = {
+_CLOSED_S: Final = {
     Reason.STORAGE_NOT_SHARED: 900.0,
     Reason.CANNOT_SWITCH_USER: 900.0,
     Reason.LAUNCH_FAILED: 30.0,
@@ -60,20 +60,20 @@ class RefusalBackoff:
             return
         number = change.number
         if isinstance(change, SuspendChange | ResizeChange):
-            self._not_stopped[number] = now + _NOTED_SECONDS
-        elif refusal.reason in _CLOSED_SECONDS:
-            nodes = frozenset(one.node for one in refusals if one.reason in _CLOSED_SECONDS and one.node)
+            self._not_stopped[number] = now + _NOTED_S
+        elif refusal.reason in _CLOSED_S:
+            nodes = frozenset(one.node for one in refusals if one.reason in _CLOSED_S and one.node)
             known = self._closed.get(number, (0.0, frozenset[str]()))[1]
-            self._closed[number] = now + _CLOSED_SECONDS[refusal.reason], known | nodes
+            self._closed[number] = now + _CLOSED_S[refusal.reason], known | nodes
         else:
-            self._not_started[number] = now + _NOTED_SECONDS
+            self._not_started[number] = now + _NOTED_S
 
     def note_unplaced(self, numbers: frozenset[int], may_stop: bool, now: float) -> None:
         """Leave out jobs that fit nowhere, whatever is preempted, for a while. `may_stop`: the plan might preempt, so
         `numbers` are all of them."""
         if may_stop:
             self._unplaced = numbers
-        self._not_started.update(dict.fromkeys(numbers, now + _NOTED_SECONDS))
+        self._not_started.update(dict.fromkeys(numbers, now + _NOTED_S))
 
     def forget(self, number: int) -> None:
         """Drop the notes on a job that has changed."""

@@ -40,18 +40,18 @@ from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, 
 
 log = logging.getLogger(__name__)
 
-_BACKOFF_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+_BACKOFF_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
-_HEALTHY_SECONDS: Final = 5.0
+_HEALTHY_S: Final = 5.0
 _TRIAL_PACE: Final = core_profiles.TrialPace()
 # Seconds between two reads of progress reports.
-_PROGRESS_SECONDS: Final = 1.0
+_PROGRESS_S: Final = 1.0
 # Approved changes arrive at once; after this time an event was missed, and all state is read again.
-_REACH_SECONDS: Final = 10.0
+_REACH_S: Final = 10.0
 # Longest sleep, because clocks may be set.
-_LONGEST_SLEEP_SECONDS: Final = 60.0
+_LONGEST_SLEEP_S: Final = 60.0
 # Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
-_NOTE_SECONDS: Final = 10.0
+_NOTE_S: Final = 10.0
 _NOTE_REST: Final = 50.0
 
 
@@ -109,8 +109,8 @@ class Planner:
             except Exception:
                 self._note.forget()
                 raise
-            attempt = 0 if loop.time() - started > _HEALTHY_SECONDS else attempt + 1
-            await asyncio.sleep(_BACKOFF_SECONDS[min(attempt, len(_BACKOFF_SECONDS) - 1)])
+            attempt = 0 if loop.time() - started > _HEALTHY_S else attempt + 1
+            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
     async def _serve(self) -> None:
         if self._loop is not None:
@@ -167,7 +167,7 @@ class Planner:
         loop = await self._known_loop()
         if not measures_jobs(loop.policy):
             await asyncio.Future()
-        interval = times.duration(min(_PROGRESS_SECONDS, self._trial_pace.window_s))
+        interval = times.duration(min(_PROGRESS_S, self._trial_pace.window_s))
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
             # A job without a step may report for other reasons.
             reports = {
@@ -190,7 +190,7 @@ class Planner:
                 await self._propose(scheduling, loop, plan, time.perf_counter() - began)
                 continue
             try:
-                async with asyncio.timeout(min(max(0.0, next_s - self._mirror.now), _LONGEST_SLEEP_SECONDS)):
+                async with asyncio.timeout(min(max(0.0, next_s - self._mirror.now), _LONGEST_SLEEP_S)):
                     await self._news.wait()
             except TimeoutError:
                 pass
@@ -208,7 +208,7 @@ class Planner:
             self._decided.set()
         if revisions:
             # The next plan needs the effects of this one.
-            async with asyncio.timeout(_REACH_SECONDS):
+            async with asyncio.timeout(_REACH_S):
                 await self._mirror.reach(revisions)
         loop.observe(PlanVerdict(answers, planning_s), self._mirror.now)
 
@@ -263,7 +263,7 @@ class Planner:
             self._note.write(loop.memory, loop.policy.name, self._mirror.now)
             await asyncio.sleep(_NOTE_REST * (time.perf_counter() - began))
             try:
-                async with asyncio.timeout(_NOTE_SECONDS):
+                async with asyncio.timeout(_NOTE_S):
                     await self._decided.wait()
             except TimeoutError:
                 pass

@@ -103,8 +103,8 @@ def _keep(message: Message, fields: frozenset[str]) -> None:
 
 
 # Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.
-_REQUESTS_BURST_SECONDS: Final = 10.0
-_CHANGES_BURST_SECONDS: Final = 2_000.0
+_REQUESTS_BURST_S: Final = 10.0
+_CHANGES_BURST_S: Final = 2_000.0
 
 
 @dataclass(slots=True)
@@ -181,8 +181,8 @@ class UserLimits:
             return None
         user = self._users.get(caller.name)
         if user is None:
-            requests = Bucket(self._requests, self._requests * _REQUESTS_BURST_SECONDS)
-            user = _User(requests, Bucket(self._changes, self._changes * _CHANGES_BURST_SECONDS))
+            requests = Bucket(self._requests, self._requests * _REQUESTS_BURST_S)
+            user = _User(requests, Bucket(self._changes, self._changes * _CHANGES_BURST_S))
             self._users[caller.name] = user
         return user
 

@@ -24,7 +24,7 @@ from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.rpc import job_messages
 
 # No quantum is fifty times as long as that.
-_LONGEST_SWITCH_SECONDS: Final = 3600.0
+_LONGEST_SWITCH_S: Final = 3600.0
 # As many as a mask has bits.
 _DEVICES_MOST: Final = 64
 _CHECKPOINTS_MOST: Final = 16
@@ -156,7 +156,7 @@ def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.Obse
         version=message.version,
         known=message.known_version,
         row=message.active_slice,
-        switch_seconds=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_SECONDS else 0.0,
+        switch_seconds=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_S else 0.0,
         unable=tuple(message.unable_epochs),
     )
 

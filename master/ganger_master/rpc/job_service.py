@@ -39,7 +39,7 @@ from ganger_master.rpc.planner_messages import REASON_MOST, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import HistoryEntry
 
-STREAM_SECONDS: Final = 30 * 60.0
+STREAM_S: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200
 # The last sequence number that a store can hold.
 _SEQUENCE_MOST: Final = (1 << 63) - 2
@@ -181,7 +181,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self._shown.job_named(number)
         caller = self._callers.of(context)
         loop = asyncio.get_running_loop()
-        end = loop.time() + STREAM_SECONDS
+        end = loop.time() + STREAM_S
         sent = b""
         with self._writer.committed.watching(f"jobs/{number}") as news:
             while loop.time() < end:

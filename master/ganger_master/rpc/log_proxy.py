@@ -29,9 +29,9 @@ from ganger_master.runtime.writer import Writer
 
 _BEYOND_EVERYTHING: Final = (1 << 63) - 1
 # A node that does not answer must not hold up the parts others have.
-_FIRST_CHUNK_SECONDS: Final = 5.0
+_FIRST_CHUNK_S: Final = 5.0
 # How often a follower looks again where nothing tells it that there is more.
-_LOOK_AGAIN_SECONDS: Final = 0.5
+_LOOK_AGAIN_S: Final = 0.5
 _CHANNELS_KEPT: Final = 64
 # Nodes that one reader asks at once.
 _ASKED_AT_ONCE: Final = 64
@@ -122,7 +122,7 @@ class LogProxy:
                         position = chunk.offset + len(chunk.data)
                         yield chunk
                 try:
-                    await asyncio.wait_for(news.wait(), _LOOK_AGAIN_SECONDS)
+                    await asyncio.wait_for(news.wait(), _LOOK_AGAIN_S)
                 except TimeoutError:
                     pass
 
@@ -231,7 +231,7 @@ class LogProxy:
         if call is None:
             return None
         try:
-            await asyncio.wait_for(call.read(), _FIRST_CHUNK_SECONDS)
+            await asyncio.wait_for(call.read(), _FIRST_CHUNK_S)
         except grpc.RpcError as error:
             found = errors.from_rpc_error(error)
             if isinstance(found, errors.Unreachable | errors.DeadlineExceeded):
@@ -253,7 +253,7 @@ class LogProxy:
         if call is None:
             return None
         try:
-            first = await asyncio.wait_for(call.read(), _FIRST_CHUNK_SECONDS)
+            first = await asyncio.wait_for(call.read(), _FIRST_CHUNK_S)
         except (grpc.RpcError, TimeoutError):
             call.cancel()
             return None

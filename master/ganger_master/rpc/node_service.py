@@ -276,8 +276,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
 
     async def RecordDecisions(self, request: node_pb2.RecordDecisionsRequest, context: Any) -> node_pb2.Recording:
         seconds = times.seconds(request.duration)
-        if not 0.0 < seconds <= recorder.MOST_SECONDS:
-            raise errors.RequestInvalid(f"duration: more than zero, at most {recorder.MOST_SECONDS:g} s")
+        if not 0.0 < seconds <= recorder.MOST_S:
+            raise errors.RequestInvalid(f"duration: more than zero, at most {recorder.MOST_S:g} s")
         recording = recorder.DecisionRecording(
             self._captures,
             self._version,

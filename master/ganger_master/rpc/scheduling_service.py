@@ -27,7 +27,7 @@ from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import PageRoom, Shown, change_verdict_of, expect, verdict_of
-from ganger_master.rpc.job_service import STREAM_SECONDS
+from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.writer import Writer
@@ -45,13 +45,13 @@ _JUDGED_AT_ONCE: Final = 128
 # Groups of requests of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
 # Between two deltas of one watcher, so that a busy master does not send one for every commit.
-_DELTA_SECONDS: Final = 0.01
+_DELTA_S: Final = 0.01
 # Rows turned into messages before other calls get their turn.
 _ROWS_AT_ONCE: Final = 500
-_SHORTEST_INTERVAL_SECONDS: Final = 0.1
-_LONGEST_INTERVAL_SECONDS: Final = 600.0
+_SHORTEST_INTERVAL_S: Final = 0.1
+_LONGEST_INTERVAL_S: Final = 600.0
 # Minimum time between two deltas of all jobs: a planner takes longer to process one.
-_CLUSTER_DELTA_SECONDS: Final = 0.01
+_CLUSTER_DELTA_S: Final = 0.01
 # Jobs in one message, before other calls get their turn.
 _JOBS_AT_ONCE: Final = 200
 
@@ -91,7 +91,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     ) -> AsyncIterator[scheduling_pb2.ViewDelta]:
         committed = self._writer.committed
         loop = asyncio.get_running_loop()
-        end = loop.time() + STREAM_SECONDS
+        end = loop.time() + STREAM_S
         sent = request.after_version if request.after_version <= committed.view_version else 0
         shown = set(committed.rows) if sent else set()
         with committed.watching("view") as news:
@@ -107,7 +107,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     delta.nodes.extend(await _messages(rows))
                     yield delta
                     sent, is_first = version, False
-                    await asyncio.sleep(_DELTA_SECONDS)
+                    await asyncio.sleep(_DELTA_S)
                 try:
                     await asyncio.wait_for(news.wait(), end - loop.time())
                 except TimeoutError:
@@ -117,7 +117,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         self, request: scheduling_pb2.WatchClusterRequest, context: Any
     ) -> AsyncIterator[scheduling_pb2.ClusterDelta]:
         loop = asyncio.get_running_loop()
-        end = loop.time() + STREAM_SECONDS
+        end = loop.time() + STREAM_S
         committed = self._writer.committed
         sent, shown = 0, set[str]()
         with committed.watching_jobs() as news:
@@ -163,7 +163,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                         await asyncio.sleep(0)
                     delta.jobs.append(message)
                 yield delta
-                await asyncio.sleep(_CLUSTER_DELTA_SECONDS)
+                await asyncio.sleep(_CLUSTER_DELTA_S)
                 try:
                     await asyncio.wait_for(news.mark.wait(), end - loop.time())
                 except TimeoutError:
@@ -317,7 +317,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             check_jobs(caller, self._shown, jobs)
         interval = times.seconds(request.interval) if request.HasField("interval") else 1.0
         loop = asyncio.get_running_loop()
-        end = loop.time() + STREAM_SECONDS
+        end = loop.time() + STREAM_S
         marks: dict[int, float] = {}
         while loop.time() < end:
             fresh = self._progress.newer_than(marks, jobs)
@@ -333,7 +333,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 batch.progress[names.job_name(job)].CopyFrom(message)
             if fresh:
                 yield batch
-            await asyncio.sleep(min(max(interval, _SHORTEST_INTERVAL_SECONDS), _LONGEST_INTERVAL_SECONDS))
+            await asyncio.sleep(min(max(interval, _SHORTEST_INTERVAL_S), _LONGEST_INTERVAL_S))
 
     def _view_delta(self, version: int, after: int, removed: Iterable[str]) -> scheduling_pb2.ViewDelta:
         """Still without nodes."""

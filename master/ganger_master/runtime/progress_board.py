@@ -35,7 +35,7 @@ class Sample:
 
 
 # A daemon's concern holds until the daemon reports otherwise, or reports nothing for this time.
-_CONCERN_SECONDS = 10.0
+_CONCERN_S = 10.0
 
 
 class ProgressBoard:
@@ -62,7 +62,7 @@ class ProgressBoard:
         concerns = {
             other: (since, text)
             for other, (since, text) in self._concerns.pop(job, {}).items()
-            if other != node and sample.time - since < _CONCERN_SECONDS
+            if other != node and sample.time - since < _CONCERN_S
         }
         if sample.concern:
             concerns[node] = (sample.time, sample.concern)

@@ -132,7 +132,7 @@ log = logging.getLogger(__name__)
 
 # Marks are padded to this length, so that a text never leaves the end of a longer one behind it.
 _MARKS_BYTES: Final = 512
-_SYNC_SECONDS: Final = 10.0
+_SYNC_S: Final = 10.0
 # Bytes of the file of ended jobs; beyond them the older half is dropped.
 _ENDED_MOST_BYTES: Final = 32 << 20
 
@@ -198,7 +198,7 @@ class Beside:
     def _write(self, counters: Counters) -> None:
         text = msgspec.json.encode(Marks.of(counters)).ljust(_MARKS_BYTES - 1) + b"\n"
         now = time.monotonic()
-        is_due = now - self._synced > _SYNC_SECONDS
+        is_due = now - self._synced > _SYNC_S
         if self._descriptor < 0 or (is_due and not self._is_in_place()):
             self.close()
             self._descriptor = os.open(self._marks, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 # Time after which a busy event loop must yield the interpreter to this thread. A commit needs it a few times; Python's
 # default of 5 ms is longer than the commit itself.
-_SWITCH_SECONDS: Final = 0.000_5
+_SWITCH_S: Final = 0.000_5
 
 
 class StoreThread:
@@ -41,7 +41,7 @@ class StoreThread:
 
     def __init__(self, name: str) -> None:
         # The switch interval applies to the whole process; Python has none per thread.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -150,8 +150,8 @@ class Ownership:
         return None
 
 
-_SHORTEST_SECONDS: Final = 0.003
-_LONGEST_SECONDS: Final = 0.010
+_SHORTEST_S: Final = 0.003
+_LONGEST_S: Final = 0.010
 # Batches below this many callers say that the pause buys nothing.
 _FEW: Final = 2
 
@@ -175,7 +175,7 @@ class CommitPace:
         if callers < _FEW:
             self.pause_seconds = 0.0
         else:
-            self.pause_seconds = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, 2 * seconds))
+            self.pause_seconds = min(_LONGEST_S, max(_SHORTEST_S, 2 * seconds))
 
 
 # Where a test may have the master killed; see ganger.failpoints.

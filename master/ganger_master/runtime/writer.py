@@ -45,12 +45,12 @@ _T = TypeVar("_T")
 # Callers that may wait for one commit; more are told to come back.
 _MOST_WAITING: Final = 60_000
 # Between attempts to read the store again after it failed, and before it is read after commits that failed in a row.
-_RELOAD_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
+_RELOAD_S: Final = (0.1, 0.5, 2.0, 5.0)
 # So many errors of the core within so many seconds, and the master ends: starting over does not cure it.
 _MOST_CRASHES: Final = 5
-_CRASHES_SECONDS: Final = 60.0
+_CRASHES_S: Final = 60.0
 # So often the clocks are looked at where nothing else happens.
-_LOOK_SECONDS: Final = 5.0
+_LOOK_S: Final = 5.0
 # What an operator would act on; the rest is in the history.
 _WORTH_SAYING: Final = frozenset(
     {
@@ -60,7 +60,7 @@ _WORTH_SAYING: Final = frozenset(
 )
 _MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 # What a recording may take to be written to its end when the master stops.
-_RECORDING_SECONDS: Final = 10.0
+_RECORDING_S: Final = 10.0
 
 
 # A caller's future, and its answer.
@@ -179,7 +179,7 @@ class Writer:
             if timer is not None:
                 timer.cancel()
         if self._recorded is not None:
-            await asyncio.wait({self._recorded}, timeout=_RECORDING_SECONDS)
+            await asyncio.wait({self._recorded}, timeout=_RECORDING_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -416,7 +416,7 @@ class Writer:
             self.tell(Tick(told=self._told))
 
     def _look_often(self) -> None:
-        self._next_look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_often)
+        self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_often)
         self._look()
         # A master that lost its database must end even without calls.
         self.ownership.check()
@@ -447,7 +447,7 @@ class Writer:
         _refuse(lost.callers, self._not_ready())
         now = asyncio.get_running_loop().time()
         self._crashes.append(now)
-        if len(self._crashes) == _MOST_CRASHES and now - self._crashes[0] < _CRASHES_SECONDS:
+        if len(self._crashes) == _MOST_CRASHES and now - self._crashes[0] < _CRASHES_S:
             log.critical("too many errors of the core: ending")
             self.stopped.set()
         else:
@@ -466,7 +466,7 @@ class Writer:
         if error.problem is Problem.FENCED:
             self._end_fenced(error)
             return
-        pause = (0.0, *_RELOAD_SECONDS)[min(self._failed_commits, len(_RELOAD_SECONDS))]
+        pause = (0.0, *_RELOAD_S)[min(self._failed_commits, len(_RELOAD_S))]
         self._failed_commits += 1
         self._start(self._reload(pause, self.state))
 
@@ -494,7 +494,7 @@ class Writer:
                 except StoreError as error:
                     log.error("reload failed", extra={"error": str(error)})
                     self._away = f"the master cannot read its store ({error})"
-                    await asyncio.sleep(_RELOAD_SECONDS[min(attempt, len(_RELOAD_SECONDS)) - 1])
+                    await asyncio.sleep(_RELOAD_S[min(attempt, len(_RELOAD_S)) - 1])
         finally:
             self._is_reloading = False
 

@@ -28,7 +28,7 @@ from ganger_master.simulator.traces.rows import (
     JOB_ID,
     JOB_TYPE,
     LABELS,
-    MOST_SECONDS,
+    MOST_S,
     Column,
     RowFinding,
     RowFindingCounts,
@@ -115,7 +115,7 @@ _LONGEST_ID = 256
 _MOST_MISTAKES = 10_000
 _MOST_GPUS = 1_000_000
 # Of a run: less is lost beside the time of day.
-_LEAST_SECONDS = 1e-6
+_LEAST_S = 1e-6
 Mask = NDArray[np.bool_]
 
 
@@ -332,7 +332,7 @@ class _Block:
     def _submissions(self) -> Floats:
         header, values = self._parsed("submit_s", blank_is_mistake=True)
         self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_S)
         if self._columns.wanted.window_s is not None:
             first, end = self._columns.wanted.window_s
             self._drop(RowFindingKind.SKIPPED, "submitted outside the window", ~((values >= first) & (values < end)))
@@ -350,12 +350,12 @@ class _Block:
     def _durations(self) -> Floats:
         header, values = self._parsed("duration_s")
         self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
-        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_SECONDS)
+        self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_S)
         self._drop(RowFindingKind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
         self._drop(
             RowFindingKind.SKIPPED,
             f"{header} is less than a microsecond: nothing can be timed",
-            values < _LEAST_SECONDS,
+            values < _LEAST_S,
         )
         # What is blank may follow from iterations and model, or be drawn.
         return values

@@ -15,7 +15,7 @@ import numpy as np
 from ganger_master.simulator.traces.workload import Integers
 
 # Three thousand years; today in milliseconds is more.
-MOST_SECONDS = 1e11
+MOST_S = 1e11
 _GIB = float(1 << 30)
 _MIB = float(1 << 20)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ganger_master.simulator.traces.rows import MOST_SECONDS, RowFinding, RowFindingCounts, RowFindingKind
+from ganger_master.simulator.traces.rows import MOST_S, RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Floats, Workload, offered_load, workload
 
@@ -61,7 +61,7 @@ def scaled_to_load(jobs: Workload, gpus: int, load: float) -> Workload:
     if not np.isfinite(now):
         raise ValueError("jobs that are all submitted at once offer no load that could be scaled")
     first, last, stretch = float(jobs.submit_s[0]), float(jobs.submit_s[-1]), now / load
-    if first + (last - first) * stretch > MOST_SECONDS:
+    if first + (last - first) * stretch > MOST_S:
         raise ValueError(f"a load of {load:g} cannot be offered: the trace would take thousands of years")
     submit = first + (jobs.submit_s - first) * stretch
     return jobs.with_columns(submit_s=submit, deadline_s=submit + (jobs.deadline_s - jobs.submit_s))
