@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +11,24 @@ from typing import TYPE_CHECKING
 
 import click
 from ganger.console import Directory, Within
+from ganger.units import parse_memory
 
 if TYPE_CHECKING:
     from ganger_daemon.devices.virtual import VirtualSpec
 
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]
-    """A size: 16G, 512M, or plain bytes."""
+    """An amount of memory: 16G, 512M, or plain bytes."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
-        if match is None:
-            self.fail(f"{value!r} is not a size: give a number with K, M, G or T, for example 16G", param, ctx)
-        return int(match.group(1)) * _UNITS[match.group(2)]
+        try:
+            return parse_memory(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 @click.command()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
-from ganger.units import parse_memory
+from ganger import units
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 from ganger_master.core.settings import quotas_of
@@ -29,9 +29,6 @@ _COUNTS: Final = {
     "changes_per_user": "changes",
     "streams_per_user": "streams",
 }
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
-_DURATION_S: Final = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
 _NEVER: Final = ("lost_after_seconds", "quantum_seconds", "logs_kept_seconds", "checkpoints_kept_seconds")
 # A job that is preempted at every plan makes no progress.
 _LEAST_PLAN_EVERY_S: Final = 1.0
@@ -126,13 +123,13 @@ class Config:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of `90`, `10m` or `1.5h`; None for `never`. Raises ValueError for any other text."""
+    """Return the seconds of `90`, `10m` or `1h30m`; None for `never`. Raises ValueError for any other text."""
     if text == "never":
         return None
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is no duration: write 30s, 10m, 2h, 1d or never")
-    return float(match[1]) * _DURATION_S[match[2] or ""]
+    try:
+        return units.parse_duration(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no duration: write 30s, 10m, 2h, 1d or never") from None
 
 
 def check_listen(listen: str, *, has_certificates: bool = False) -> str:
@@ -303,7 +300,7 @@ _NAMES: Final = frozenset(one.name for one in fields(Config))
 _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("state_dir", "storage", "tls"), _path_of),
     **dict.fromkeys(_COUNTS, _count_of),
-    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: parse_memory(value)),
+    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: units.parse_memory(value)),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
     "plan_every_seconds": _plan_interval_of,
     "quantum_seconds": _quantum_of,
