@@ -15,6 +15,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.recording import Rerun, read_lines
 from ganger_master.policies import NAMES, policy_named
+from ganger_master.policies.stages import ResizeByOptimus
 
 COMPOSED = (
     "las+defrag",
@@ -29,7 +30,9 @@ ALIASES = ("backfill", "las2d", "las2d-gittins")
 LIVE = [
     name
     for name in (*NAMES, *COMPOSED)
-    if name not in ALIASES and not (policy := policy_named(name)).order.knows_durations and not policy.resizes
+    if name not in ALIASES
+    and not (policy := policy_named(name)).order.knows_durations
+    and not policy.has(ResizeByOptimus)
 ]
 
 

@@ -20,8 +20,13 @@ from ganger_master.planner.passes import plan_by
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.orders import WEEK_S
+from ganger_master.policies.stages import ShareByTimeSlices
 
-LIVE = [name for name in NAMES if not policy_named(name).order.knows_durations and not policy_named(name).shares]
+LIVE = [
+    name
+    for name in NAMES
+    if not policy_named(name).order.knows_durations and not policy_named(name).has(ShareByTimeSlices)
+]
 LEVELS = [SuspendLevel.PAUSE, SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
 from ganger_master.policies.order_registry import ORDERS, summary
+from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, StartByRank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "policies.md").read_text()
-_ORDERS = PAGE.partition("## Whole policies")[0].splitlines()
+_ORDERS = PAGE.partition("## The orders")[2].partition("## Whole policies")[0].splitlines()
 _ROWS = {line.split("`")[1]: line for line in _ORDERS if line.startswith("| `")}
 
 
@@ -22,6 +24,28 @@ def test_the_page_describes_every_order_and_what_places_under_it(name: str) -> N
     policy = policy_named(name)
     placed_by = "simulator" if policy.order.knows_durations else policy.places.value
     assert _ROWS[name] == f"| `{name}` | {placed_by} | {summary(policy.order.name)} |"
+
+
+def test_the_page_lists_what_does_not_compose_and_all_else_does() -> None:
+    rows = [line.split("|")[1:3] for line in PAGE.partition("## What composes")[2].partition("\n##")[0].splitlines()]
+    refused = {
+        part.strip(" `"): set(re.findall("`([^`]+)`", bases)) for part, bases in (row for row in rows if len(row) == 2)
+    }
+    for part, key in {
+        "best-fit": "a placement",
+        "elastic": "elastic",
+        "packs": "packs",
+        "defrag": "",
+        "role": "",
+    }.items():
+        found = set()
+        for base in NAMES:
+            try:
+                policy_named(f"{base}+{part}")
+            except KeyError:
+                found.add(base)
+        expected = refused[key] if key else {"synergy"} if part == "role" else set()
+        assert found == expected, part
 
 
 def test_other_names_are_on_the_page() -> None:
@@ -41,49 +65,28 @@ def test_a_live_cluster_accepts_every_order_that_needs_no_oracle() -> None:
 
 def test_optimus_decides_on_sizes_and_places_in_the_planner_live_too() -> None:
     policy = live_policy_named("optimus")
-    assert (policy.resizes, policy.places) == (True, Places.PLANNER)
-    with pytest.raises(KeyError, match="places by itself"):
-        policy_named("optimus+best-fit")
+    assert (policy.stages, policy.places) == ((ResizeByOptimus(),), Places.PLANNER)
+    assert policy_named("optimus+best-fit").placement.name == "best-fit"
 
 
-def test_any_policy_but_optimus_may_grow_elastic_jobs() -> None:
+def test_an_order_without_preemption_has_stages_only_with_another_part() -> None:
+    assert policy_named("fifo").stages == ()
     policy = policy_named("fifo+elastic")
-    assert (policy.name, policy.grows, policy.places, policy.order.name) == (
-        "fifo+elastic",
-        True,
-        Places.PLANNER,
-        "fifo",
-    )
-    assert policy_named("gandiva").grows
-    assert not policy_named("las+best-fit").grows
-    assert live_policy_named("las+elastic+role").grows
-    with pytest.raises(KeyError, match="decides on the size of elastic jobs itself"):
-        policy_named("optimus+elastic")
+    assert (policy.name, policy.places, policy.order.name) == ("fifo+elastic", Places.PLANNER, "fifo")
+    assert policy.stages == (Grow(), StartByRank())
+    assert policy_named("las").stages == (StartByRank(),)
 
 
-def test_ganger_packs_unless_it_tunes_or_moves_and_so_does_any_order_that_stops_jobs() -> None:
-    assert policy_named("ganger").packs
+def test_ganger_co_locates_whatever_else_it_does_and_so_does_any_order_that_preempts() -> None:
     assert policy_named("ganger").order.name == "ganger-alone"
-    assert not policy_named("ganger-alone").packs
-    assert live_policy_named("ganger+elastic").packs
-    assert not live_policy_named("ganger+synergy-tune").packs
-    assert not live_policy_named("ganger+defrag").packs
-    assert live_policy_named("las+packs").packs
-    for name in (
-        "fifo+packs",
-        "fifo+best-fit+packs",
-        "gandiva+packs",
-        "optimus+packs",
-        "las+synergy-tune+packs",
-        "las+defrag+packs",
-    ):
-        with pytest.raises(KeyError, match="cannot be composed"):
-            policy_named(name)
+    for name in ("ganger", "ganger+elastic", "ganger+synergy-tune", "ganger+defrag", "las+packs", "optimus+packs"):
+        assert live_policy_named(name).has(Colocate), name
+    assert not policy_named("ganger-alone+defrag").has(Colocate)
 
 
 def test_synergy_is_las_tuned_by_synergy() -> None:
     one, other = policy_named("synergy"), policy_named("las+synergy-tune")
-    assert (one.order, one.tuning, one.placement) == (other.order, other.tuning, other.placement)
+    assert (one.order, one.stages, one.placement) == (other.order, other.stages, other.placement)
     assert policy_named("synergy+best-fit").placement.name == "best-fit"
 
 

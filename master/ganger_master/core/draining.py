@@ -49,14 +49,14 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     if not job.capabilities.known or (gang.intent is GangIntent.RUN and gang.phase is GangPhase.STARTING):
         return (waits("it goes once it steps"),)
     if gang.intent is not GangIntent.RUN:
-        if state.policy.moves and gang.parked_by_plan:
+        if state.policy.migrates and gang.parked_by_plan:
             return (waits("it goes on elsewhere once there is room"),)
         return (waits("it rests there and cannot be saved: resume it, or end it"),)
     if not _can_move(state, job, gang) and job.capabilities.presumed:
         return (waits("it stays until it ends, unless its agent speaks up, which it has not so far"),)
     if not _can_move(state, job, gang):
         return (waits("it stays until it ends, for it can neither be moved nor saved"),)
-    is_saved = state.policy.moves and job.spec.preemptible and job.capabilities.checkpoint
+    is_saved = state.policy.migrates and job.spec.preemptible and job.capabilities.checkpoint
     meanwhile = "is saved on storage if no job can make room" if is_saved else "runs on until then"
     if not any(other.takes_gangs for other in state.nodes.values()):
         return (waits(f"it goes once another node takes jobs, and {meanwhile}"),)
@@ -70,7 +70,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is GangIntent.PARK:
-        if state.policy.moves and gang.parked_by_plan:
+        if state.policy.migrates and gang.parked_by_plan:
             return
         _to_storage(state, job, gang, now, cause)
         return
@@ -82,7 +82,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
             claims, level = found
             moves.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
             return
-        if state.policy.moves:
+        if state.policy.migrates:
             # Others may make room for it elsewhere: the planner's to say.
             return
     _to_storage(state, job, gang, now, cause)

@@ -27,6 +27,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import Places, live_policy_named
+from ganger_master.policies.stages import ResizeByOptimus
 
 # Minimum time between two passes, each of which reads all jobs and nodes.
 _PASS_S = 1.0
@@ -61,7 +62,7 @@ class Otherwise:
 
     def __init__(self, policy: str) -> None:
         self.policy = live_policy_named(policy)
-        if self.policy.resizes:
+        if self.policy.has(ResizeByOptimus):
             raise ValueError(f"policy {policy!r} goes by measured losses and speeds, which no recording has")
         # Numbers of recorded verdicts that the other policy decided too, and of its passes.
         self.verdicts = self.passes = 0

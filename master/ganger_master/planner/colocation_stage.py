@@ -9,28 +9,26 @@ any.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.fit import demand
-from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
-from msgspec import structs
 
 from ganger_master.core.gang_model import GangIntent
-from ganger_master.core.job_model import JobRecord
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, TrialFinding
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import Colocations, JobRates, is_settled, may_be_slower, plan_packs, with_refusals
+from ganger_master.planner.packs import Colocations, JobRates, is_settled, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import Berth
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.stages import Tune
 
 # Intervals between two passes, as multiples of the interval between plans that preempt: during a trial, after a pass
 # with changes, and after one without. By default 1, 5 and 10 minutes.
@@ -41,8 +39,6 @@ _QUIET: Final = 2.0
 _LONG: Final = 2.0
 # Least interval between two passes.
 _LEAST_S: Final = 1.0
-# Gangs on one device among which its host memory is divided where they name none.
-_RESIDENTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +95,8 @@ class ColocationStage:
                 context.capacity.gpus,
                 every_s,
                 context.excluded,
+                restores_cores=not context.policy.has(Tune),
+                left_alone=context.migrating,
             )
             context.draft = replace(context.draft, changes=changes)
             context.findings.extend(findings)
@@ -129,6 +127,8 @@ def plan_packing(
     gpus: int,
     plan_every_s: float,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
+    restores_cores: bool = True,
+    left_alone: Collection[int] = (),
 ) -> tuple[tuple[PlanChange, ...], OrderColocation, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
@@ -144,13 +144,24 @@ def plan_packing(
         gpus: Number of GPUs of the cluster.
         plan_every_s: Least time between two plans that preempt running jobs.
         kept_out: Jobs that would be rejected whatever is free.
+        restores_cores, left_alone: As in `plan_packs`.
     """
     room.follow()
     pending = _PendingDemand(table, room.view, gpus, kept_out)
     is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * plan_every_s)
     before = packing.packs
     changes, packs, findings = plan_packs(
-        before, table, room.view, now, seen, gpus, is_oversubscribed, in_turns=False, wanted=pending.missing_devices
+        before,
+        table,
+        room.view,
+        now,
+        seen,
+        gpus,
+        is_oversubscribed,
+        in_turns=False,
+        wanted=pending.missing_devices,
+        restores_cores=restores_cores,
+        left_alone=left_alone,
     )
     # A guest that was parked waits in the queue like other jobs, so the end of its co-location needs no follow-up.
     packs = replace(packs, parting=())
@@ -158,17 +169,9 @@ def plan_packing(
         changes, packs = _separate(packs, placement, table, room)
     left = {pack.numbers for pack in packs.packs}
     parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
-    hosts = sorted({*packing.halved, *parted})
+    hosts = sorted({*packing.halved, *parted}) if restores_cores else []
     halved = tuple([number for number in hosts if _lacks_cores(table, room.view, number)])
     return changes, OrderColocation(packs, now, not changes, halved), findings
-
-
-def shape_for_two(job: JobRecord) -> GangShape:
-    """Return the shape with which a job is placed.
-
-    A job that may be co-located later and names no host memory takes half of its devices' share.
-    """
-    return structs.replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
 
 
 class _PendingDemand:

@@ -45,7 +45,7 @@ class PlannerSettings:
     capacity: what gangs can have; None: what the view has.
     line_limit: pending jobs of the order that a plan reports at most. Without any, plans that change nothing are
         passed over (`vain_plans`).
-    bounds_waits: no job waits without bound (`orders.aging`), whatever the order.
+    bounds_waits: no job waits without bound (`orders.with_aging`), whatever the order.
     unplaced_rest: jobs that fit nowhere are left out for some seconds, so that the next plans choose others.
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
     """
@@ -160,6 +160,7 @@ class PlanContext:
     on_trial: numbers of jobs in co-locations under measurement.
     draft, findings: the plan so far, and findings of earlier trials.
     reservations: places to be kept for pending jobs; None: no stage keeps any.
+    migrating: numbers of jobs of migration plans under way.
     is_giving: running jobs are about to return devices to pending ones.
     again_s: when the next plan is due without any event, beside the draft's own time.
     """
@@ -181,6 +182,7 @@ class PlanContext:
     draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
     reservations: tuple[Promise, ...] | None = None
+    migrating: frozenset[int] = frozenset()
     is_giving: bool = False
     again_s: float = math.inf
 

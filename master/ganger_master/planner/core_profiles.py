@@ -31,6 +31,7 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, next_probe, sweet_point_bracket
+from ganger_master.planner.job_table import shares_devices
 from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.job_facts import Integers
 from ganger_master.policies.trials import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
@@ -444,11 +445,11 @@ class CoreProfiles:
 
 
 def _running_claims(job: JobRecord, gang: Gang | None) -> tuple[Claim, ...]:
-    """Return the claims of a running job; none if it does not run, or has claims without devices, which no policy
-    tunes."""
+    """Return the claims of a running job; none if it does not run, or has claims without devices or shared ones, which
+    no policy tunes."""
     if gang is None or job.state is not JobState.HOLDING or gang.intent is not GangIntent.RUN or not job.running_since:
         return ()
-    return gang.claims if all(claim.device_mask for claim in gang.claims) else ()
+    return gang.claims if all(claim.device_mask for claim in gang.claims) and not shares_devices(gang) else ()
 
 
 def _profiles(curves: Sequence[tuple[CpuModel, float]]) -> Profiles:

@@ -26,6 +26,8 @@ Claims: TypeAlias = tuple[Claim, ...]
 
 # Gangs that are time-sliced on one device at most: each keeps its state and its processes in host memory.
 MOST_ROWS: Final = 4
+# Gangs on one device among which its host memory is divided where they name none.
+_RESIDENTS: Final = 2
 ALONE: Final[Mates] = MappingProxyType({})
 
 
@@ -86,6 +88,18 @@ def takes_turns(job: JobRecord) -> bool:
     return (
         spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns
     )
+
+
+def may_be_slower(job: JobRecord) -> bool:
+    """Return whether it may be co-located without time slices: it is preemptible, and has no time limit that a lower
+    rate would make it exceed."""
+    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
+
+
+def shape_for_two(job: JobRecord) -> GangShape:
+    """Return the shape with which a job is placed. A job that may be co-located later and names no host memory takes
+    half of its devices' share."""
+    return structs.replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
 
 
 def shares_all(claims: Claims) -> bool:

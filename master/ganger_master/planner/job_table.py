@@ -345,6 +345,13 @@ class LiveTable:
         return found
 
     @property
+    def doubly_held_gpus(self) -> int:
+        """Return the GPUs that jobs hold beyond the first one of each device."""
+        groups = {together: self._unit_gpus[self._row_of[together[0]]] for together in self.mates.values()}
+        held = [gang.devices for together in groups for one in together if (gang := self.gangs[self._row_of[one]])]
+        return sum(held) - sum(groups.values())
+
+    @property
     def parked(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that a plan has parked, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))

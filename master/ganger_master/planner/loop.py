@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.job_state import JobState
@@ -33,6 +33,16 @@ from ganger_master.planner.plan_pace import RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.stages import (
+    Colocate,
+    Grow,
+    Migrate,
+    ResizeByOptimus,
+    ShareByTimeSlices,
+    StartByRank,
+    StartByTetris,
+    Tune,
+)
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
@@ -60,10 +70,12 @@ class PlannerLoop:
         order = policy.aging_order if settings.bounds_waits else policy.order
         # A round begins with an empty cluster.
         self.order = replace(order, preempts=True) if isinstance(settings.pace, RoundPace) else order
-        self.learns = self.order.learns or policy.tetris is not None
+        self.learns = self.order.learns or policy.has(StartByTetris)
         self.table = LiveTable(self.learns)
         self._rates = rates
         self._stages, self._order = stages_of(policy, self.order, memory)
+        self._acts_on_measures, self._resizes = _acts_on_measures(policy), policy.has(ResizeByOptimus)
+        self._tries_cores = policy.tunes_by_profiles
         self._pace = settings.pace
         self._refused = RefusalBackoff()
         self._excluded = NONE_EXCLUDED
@@ -140,13 +152,13 @@ class PlannerLoop:
         self._is_news = self._is_news or bool(progress.profiled)
         if self._rates is None or self._room is None:
             return
-        rates, policy = self._rates, self.policy
+        rates = self._rates
         is_reason = False
         for number, report in progress.reports.items():
             is_reason = rates.record(number, report, now) or is_reason
         # A policy that co-locates beside an order plans that at its own pace.
-        self._is_news = self._is_news or (is_reason and _acts_on_measures(policy))
-        if progress.reports and policy.tuning is not None and policy.tuning.by_profiles:
+        self._is_news = self._is_news or (is_reason and self._acts_on_measures)
+        if progress.reports and self._tries_cores:
             ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in self.table.running}
             self._is_news = rates.update_trials(self._room.view, ran, now) or self._is_news
 
@@ -251,7 +263,7 @@ class PlannerLoop:
             now,
             verdict.planning_s,
             context.draft,
-            stopped=any(answer.approved and is_stop(change, self.policy.resizes) for change, answer in pairs),
+            stopped=any(answer.approved and is_stop(change, self._resizes) for change, answer in pairs),
             refused=bool(refusals),
             again_s=min(context.again_s, now if unplaced else self._refused.next_s),
             judged_s=max(0.0, now - context.now - verdict.planning_s),
@@ -263,38 +275,48 @@ def stages_of(
 ) -> tuple[list[PlanStage], OrderStage | None]:
     """Return the stages of a policy, in order, as `memory` left them, and the one of them that starts jobs by order."""
     # Imported on demand: the stages of few policies take longer to load than many passes.
-    stages: list[PlanStage] = []
-    if policy.grows:
-        from ganger_master.planner.growth_stage import GrowthStage
-
-        stages.append(GrowthStage(None if memory is None else memory.growing))
-    if policy.shares:
-        from ganger_master.planner.migrate_stage import MigrationStage
-        from ganger_master.planner.shared import SharingStage
-
-        beside = MigrationStage(None, None if memory is None else memory.moving) if policy.moves else None
-        stages.append(SharingStage(beside, None if memory is None else memory.shared))
-        return stages if beside is None else [*stages, beside], None
-    starting = OrderStage(policy, order, None if memory is None else memory.resizing)
-    if policy.moves:
+    shares = policy.has(ShareByTimeSlices)
+    starting = None if shares else OrderStage(policy, order, None if memory is None else memory.resizing)
+    migrating = None
+    if policy.has(Migrate):
         from ganger_master.planner.migrate_stage import MigrationStage
 
-        stages.append(MigrationStage(starting, None if memory is None else memory.moving))
-    else:
-        stages.append(starting)
-    if policy.packs:
-        from ganger_master.planner.colocation_stage import ColocationStage
+        # It plans around the stage that starts jobs, but beside one that shares devices.
+        migrating = MigrationStage(starting, None if memory is None else memory.moving)
+    stages = list[PlanStage]()
+    for spec in policy.stages:
+        match spec:
+            case Grow():
+                from ganger_master.planner.growth_stage import GrowthStage
 
-        stages.append(ColocationStage(None if memory is None else memory.packing))
-    return stages, starting
+                stages.append(GrowthStage(None if memory is None else memory.growing))
+            case ShareByTimeSlices():
+                from ganger_master.planner.shared import SharingStage
+
+                stages.append(SharingStage(migrating, None if memory is None else memory.shared))
+            case StartByRank() | StartByTetris() | ResizeByOptimus():
+                stages.extend([stage for stage in (migrating or starting,) if stage is not None])
+            case Tune():
+                if not policy.has(StartByRank):
+                    from ganger_master.planner.tune_stage import TuneStage
+
+                    stages.append(TuneStage(spec.tuning))
+            case Colocate():
+                from ganger_master.planner.colocation_stage import ColocationStage
+
+                stages.append(ColocationStage(None if memory is None else memory.packing))
+            case Migrate():
+                stages.extend([migrating] if shares and migrating is not None else [])
+            case _:
+                assert_never(spec)
+    return stages, None if policy.has(Migrate) else starting
 
 
 def measures_jobs(policy: Policy) -> bool:
     """Return whether the planner measures jobs under this policy."""
-    return policy.packs or _acts_on_measures(policy)
+    return policy.has(Colocate) or _acts_on_measures(policy)
 
 
 def _acts_on_measures(policy: Policy) -> bool:
     """Return whether a measurement may change the next plan at once."""
-    tunes = policy.tuning is not None and policy.tuning.by_profiles
-    return tunes or policy.shares or policy.grows or policy.moves or policy.resizes
+    return policy.tunes_by_profiles or policy.has(Grow, ResizeByOptimus, ShareByTimeSlices, Migrate)

@@ -154,6 +154,7 @@ class MigrationStage:
         context.findings.extend(findings)
         context.come_back(again_s)
         context.reservations = self.moving.promises
+        context.migrating = frozenset().union(*[errand.numbers for errand in self.moving.errands])
 
     def _terms(self, context: PlanContext) -> MigrationTerms:
         return MigrationTerms(

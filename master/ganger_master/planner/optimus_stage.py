@@ -52,7 +52,7 @@ from ganger_master.planner.migration_context import move_costs
 from ganger_master.planner.order_stage import ChosenJobs
 from ganger_master.planner.plan import PlanDraft, carried_out
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import PassTerms, held_of
+from ganger_master.planner.terms import AS_ASKED, PassTerms, held_of
 from ganger_master.planner.wanting import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
 from ganger_master.policies.optimus_sizes import Believed
@@ -72,6 +72,7 @@ def plan_optimus(
     resize_s: float = 0.0,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
     resizing: Resizing = NOTHING_UNDER_WAY,
+    terms: PassTerms = AS_ASKED,
 ) -> PlanDraft:
     """Return the changes to propose now; arguments as in `plan.plan`.
 
@@ -80,6 +81,8 @@ def plan_optimus(
     resizing: the resizes under way, as the last plan returned them.
     """
     resizing = resizing.followed(table)
+    # Each of several jobs that share devices counts with all of them.
+    capacity = replace(capacity, gpus=capacity.gpus + table.doubly_held_gpus)
     if not may_stop and not table.has_waiting and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now, resizing=resizing)
     rows, facts = table.facts(now)
@@ -108,7 +111,10 @@ def plan_optimus(
     given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, room.view)
 
     waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
-    shapes = {jobs[at].number: wanting.shape(at, int(gpus[at])) for at in waiting}
+    shapes = {
+        jobs[at].number: replace_of(wanting.shape(at, int(gpus[at])), residents=terms.shape(jobs[at]).residents)
+        for at in waiting
+    }
     keeps, may_stop_it = facts.is_running.copy(), facts.is_preemptible & ~wanting.changing
     keeps[stopped] = False
     # A job gets one change at a time.
@@ -141,7 +147,7 @@ def plan_optimus(
         room,
         may_stop,
         kept_out,
-        PassTerms(lambda job: shapes.get(job.number) or job.shape, mates_now=lambda: table.mates),
+        PassTerms(lambda job: shapes.get(job.number) or terms.shape(job), mates_now=lambda: table.mates),
         [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
         going=going,
     )
@@ -162,7 +168,7 @@ def plan_optimus(
     if vain and not may_stop:
         rest = resizing.without(vain)
         return plan_optimus(
-            order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, resizing=rest
+            order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, rest, terms
         )
     wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
     wanted |= {change.number: devices_of(change.claims) for change in given.changes}

@@ -11,7 +11,7 @@ restarts (`planner.memory`); without it, existing co-locations are undone and ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -36,7 +36,7 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, learn
-from ganger_master.planner.device_groups import as_held, fits_beside, shares_all, takes_turns
+from ganger_master.planner.device_groups import as_held, fits_beside, may_be_slower, shares_all, takes_turns
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
@@ -173,6 +173,8 @@ def plan_packs(
     is_crowded: bool,
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
+    restores_cores: bool = True,
+    left_alone: Collection[int] = (),
 ) -> tuple[tuple[PlanChange, ...], Colocations, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
@@ -180,6 +182,8 @@ def plan_packs(
     in_turns: a guest whose co-location ends is time-sliced with its host; else it is parked on storage and waits. Then
         jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
+    restores_cores: jobs alone on their devices get their cores back; False: a tuning decides about these.
+    left_alone: numbers of jobs that begin no trial.
     """
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
@@ -202,25 +206,40 @@ def plan_packs(
     busy |= packs.on_trial
     changes.extend(_strangers(running, busy, seen, rests))
     busy |= {change.number for change in changes}
-    changes.extend(whole_again(running, busy, view, seen))
+    if restores_cores:
+        changes.extend(whole_again(running, busy, view, seen))
     most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left) - len(packs.leaving)
     if not is_crowded or most <= 0:
         return tuple(changes), packs, tuple(findings)
-    busy |= {change.number for change in changes}
+    busy |= {change.number for change in changes} | {*left_alone}
     berths = [
         berth
         for number, (job, gang) in running.items()
         if number not in busy and (berth := _berth(job, gang, view, seen, in_turns)) is not None
     ]
     may = _feasible(running, view, in_turns)
-    for proposal in proposals(berths, packs.failed, now, packs.contention, most, may, wanted):
+    chosen = proposals(berths, packs.failed, now, packs.contention, most, may, wanted)
+    begun, packs = _begun(packs, chosen, running, view, now)
+    return (*changes, *begun), packs, tuple(findings)
+
+
+def _begun(
+    packs: Colocations,
+    chosen: Iterable[ColocationProposal],
+    running: Mapping[int, tuple[JobRecord, Gang]],
+    view: View,
+    now: float,
+) -> tuple[list[PlanChange], Colocations]:
+    """Return the first changes of these trials, and the state with them. Time-sliced jobs leave their groups first."""
+    changes: list[PlanChange] = []
+    for proposal in chosen:
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
             packs = replace(packs, leaving=(*packs.leaving, TimesliceExit(proposal, now)), tried=packs.tried + 1)
         elif begun := move_in(proposal, host, guest, view):
             changes.extend(begun)
             packs = replace(packs, packs=(*packs.packs, Colocation(proposal, now)), tried=packs.tried + 1)
-    return tuple(changes), packs, tuple(findings)
+    return changes, packs
 
 
 def with_refusals(
@@ -431,12 +450,6 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: boo
     seat: Seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
     resident = Resident(job.number, seen.signature(job.number), pressure)
     return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
-
-
-def may_be_slower(job: JobRecord) -> bool:
-    """Return whether it may be co-located without time slices: it is preemptible, and has no time limit that a lower
-    rate would make it exceed."""
-    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
 
 
 def _feasible(

@@ -16,12 +16,13 @@ from ganger_master.planner.order_stage import within_quotas
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.plan_pace import RoundPace
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import capacity_of
-from ganger_master.planner.vain_plans import VainPlans, terms_of
+from ganger_master.planner.terms import capacity_of, terms_of
+from ganger_master.planner.vain_plans import VainPlans
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.stages import ResizeByOptimus, StartByTetris, Tune
 
 if TYPE_CHECKING:
     # Modules of special passes load only for their policies: the import takes longer than many passes.
@@ -35,6 +36,7 @@ class OrderStage:
 
     def __init__(self, policy: Policy, order: JobOrder, resizing: Resizing | None = None) -> None:
         self.resizing = resizing
+        self._tune, self._resizes = policy.stage(Tune), policy.has(ResizeByOptimus)
         self.vain = VainPlans(policy, order)
         # Jobs that the last preempting plan preempted for others.
         self._displaced: frozenset[int] = frozenset()
@@ -54,15 +56,14 @@ class OrderStage:
         if found.next_change_s < math.inf:
             # A plan that may not preempt hardly depends on the order. Sizes change as often as a plan may preempt.
             pace = context.pace
-            next_s = pace.next_stop_s(context.now) if context.policy.resizes else pace.stopped_at_s + pace.every_s
+            next_s = pace.next_stop_s(context.now) if self._resizes else pace.stopped_at_s + pace.every_s
             found = replace(found, next_change_s=max(found.next_change_s, next_s))
         return found
 
     def _packed_round(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft | None:
         """Return the changes that pack a round, where the tuning places jobs; None where it does not, or cannot."""
-        tuning, now = context.policy.tuning, context.now
-        places = tuning is not None and tuning.place is not None and not context.policy.is_placement_named
-        if tuning is None or not (places and may_stop and isinstance(context.pace, RoundPace)):
+        tune, now = self._tune, context.now
+        if tune is None or not (tune.packs_rounds and may_stop and isinstance(context.pace, RoundPace)):
             return None
         from ganger_master.planner.synergy_round import plan_packed
         from ganger_master.policies.tunings import NOTHING
@@ -71,7 +72,7 @@ class OrderStage:
         may_stop, self._packed_at_s = self._packed_at_s != now, now
         oracle, capacity, table = context.settings.oracle, context.capacity, context.jobs
         return plan_packed(
-            tuning,
+            tune.tuning,
             context.order,
             table,
             now,
@@ -154,37 +155,23 @@ def plan_by(
     """
     if may_stop and order.preempts and table.quotas is not None:
         kept_out = within_quotas(order, table, now, capacity, remaining_s, kept_out)
-    if policy.resizes:
+    starter, tune, terms = policy.starter, policy.stage(Tune), terms_of(policy, table)
+    given = order, policy.placement, table, now, capacity, room
+    if isinstance(starter, ResizeByOptimus):
         # Its models need SciPy, which other policies do not load.
         from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
         from ganger_master.planner.optimus_stage import plan_optimus
 
         under_way = resizing or NOTHING_UNDER_WAY
-        return plan_optimus(
-            order, policy.placement, table, now, capacity, room, believed, may_stop, resize_s, kept_out, under_way
-        )
-    if policy.tetris is not None:
+        return plan_optimus(*given, believed, may_stop, resize_s, kept_out, under_way, terms)
+    if isinstance(starter, StartByTetris):
         from ganger_master.planner.tetris_stage import plan_tetris
 
         oracle = remaining_s if policy.order.knows_durations else None
-        return plan_tetris(policy.tetris, order, table, now, capacity, room, oracle, kept_out)
-    if policy.tuning is not None:
-        from ganger_master.planner.tuned import plan_tuned
+        return plan_tetris(starter.knobs, order, table, now, capacity, room, oracle, kept_out)
+    if tune is not None:
+        from ganger_master.planner.tune_stage import plan_tuned
         from ganger_master.policies.tunings import NOTHING
 
-        return plan_tuned(
-            policy.tuning,
-            order,
-            policy.placement,
-            table,
-            now,
-            capacity,
-            room,
-            may_stop,
-            remaining_s,
-            kept_out,
-            known or NOTHING,
-            trials,
-        )
-    terms = terms_of(policy, table)
-    return plan(order, policy.placement, table, now, capacity, room, may_stop, remaining_s, kept_out, terms)
+        return plan_tuned(tune.tuning, *given, may_stop, remaining_s, kept_out, known or NOTHING, trials, terms)
+    return plan(*given, may_stop, remaining_s, kept_out, terms)

@@ -24,6 +24,7 @@ from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
 from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.stages import Tune
 from ganger_master.policies.timeslice_fairness import QUANTUM_S
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class SharingStage:
             draining=cluster.draining,
             changing=cluster.changing,
             errands=self._migrations.moving.errands if self._migrations is not None else (),
+            restores_cores=not context.policy.has(Tune),
         )
         context.add(found)
         context.come_back(found.next_change_s)
@@ -128,6 +130,7 @@ def plan_shared(
     draining: Collection[str] = (),
     changing: Collection[int] = (),
     errands: Sequence[MigrationPlan] = (),
+    restores_cores: bool = True,
 ) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
@@ -139,6 +142,7 @@ def plan_shared(
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes.
     errands: migration plans under way: their places are kept, and their jobs left as they are.
+    restores_cores: as in `plan_packs`.
     """
     if table.quotas is not None and table.quotas.are_contested:
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
@@ -148,7 +152,9 @@ def plan_shared(
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
         is_crowded = table.has_waiting or _take_turns(table)
-        tried, packs, findings = plan_packs(packs, table, room.view, now, seen, gpus, is_crowded)
+        tried, packs, findings = plan_packs(
+            packs, table, room.view, now, seen, gpus, is_crowded, restores_cores=restores_cores
+        )
     followed, packs = follow(packs, table, room.view, now, seen, changing)
     tried = (*tried, *followed)
     # A plan that has timed out keeps no places.

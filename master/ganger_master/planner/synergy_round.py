@@ -23,8 +23,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs, asked, choose
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted
-from ganger_master.planner.tuned import is_tuned, nodes_of, whole, wish_of
+from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.tunings import NOTHING, Known, Pieces, Tuning, TuningNodes, known_gangs
@@ -111,7 +110,7 @@ def _staying(
     if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
         return None
     ordered = tuple([by_node[claim.node] for claim in gang.claims])
-    wish = wish_of(view, job, gang.claims, ordered, is_start=False)
+    wish = wish_of(view, job, job.shape, gang.claims, ordered, is_start=False)
     return wish if all(got[1] <= want[1] for got, want in zip(wish.amounts, ordered, strict=True)) else None
 
 
@@ -120,7 +119,7 @@ def _starting(view: View, names: Sequence[str], job: JobRecord, where: Where, am
     roles = job.shape.roles
     tasks = [tuple([role.tasks for role in roles])] if len(where) == 1 else [(count,) for count in gpus]
     claims = tuple([Claim(names[node], 0, (), 0, tasks=own) for (node, _), own in zip(where, tasks, strict=True)])
-    return wish_of(view, job, claims, amounts, is_start=True, gpus=gpus)
+    return wish_of(view, job, job.shape, claims, amounts, is_start=True, gpus=gpus)
 
 
 def _is_packable(job: JobRecord) -> bool:

@@ -13,10 +13,12 @@ from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.planner.device_groups import ALONE, Mates, Unit
+from ganger_master.planner.device_groups import ALONE, Mates, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.stages import Colocate
 
 Claims = tuple[Claim, ...]
 
@@ -75,3 +77,11 @@ def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER
             memory += nodes * configuration_set.memory_bytes
             gpus_per_node = max(gpus_per_node, configuration_set.devices)
     return Capacity(free + table.held_gpus + resizing.held_beside(table), cores / 1000, float(memory), gpus_per_node)
+
+
+def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
+    """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
+    co-locates, a job leaves memory for another one."""
+    if not policy.has(Colocate):
+        return PassTerms(mates_now=lambda: table.mates)
+    return PassTerms(shape=shape_for_two, mates_now=lambda: table.mates)

@@ -1,25 +1,336 @@
-"""Turn wished cores and memory into changes of a plan, in an order in which each fits after those before it.
+"""Cores and memory by a tuning: of the jobs that `plan` starts, or after other stages of running jobs alone.
 
-Gangs that give back come first, then starts, then gangs that get more, so that a new job finds what its neighbours held
-beyond their share. Nothing is given twice; wishes that do not fit are left out.
+Choose and place jobs by GPUs, then distribute cores and memory among all of them.
+
+Between rounds running jobs keep their places: new jobs are placed as if each gang held at most its share of a node, so
+that no GPU idles for want of cores or memory, and then all are tuned anew. In a round, a tuning that places jobs packs
+all chosen ones as if the cluster were empty; gangs already in their place continue, the others stop and start again
+(leases of Synergy, OSDI 2022, section 4.2).
+
+Wishes become changes in an order in which each fits after those before it: gangs that give back, then starts, then
+gangs that get more, so that a new job finds what its neighbours held beyond their share. Nothing is given twice; wishes
+that do not fit are left out.
+
+Cores of running gangs change freely. Their memory, where profiles cover it, may shrink to the request or else to the
+share, in which every job can run. Requested cores are a wish; requested memory is guaranteed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import resplit_cores, split_cores
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.fit import demand, memory_named
+from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel
 from ganger.cluster.view import View
-from msgspec.structs import replace
+from msgspec import structs
 
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
+from ganger_master.planner.job_table import LiveTable, shares_devices
+from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.terms import AS_ASKED, PassTerms, held_of, terms_of
+from ganger_master.policies.job_facts import Capacity, Floats, Integers
+from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
 
 # Millicores and bytes of each claim.
 Amounts: TypeAlias = tuple[tuple[int, int], ...]
+
+
+if TYPE_CHECKING:
+    from ganger_master.planner.context import PlanContext, PlanOutcome
+
+NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
+
+
+def plan_tuned(
+    tuning: Tuning,
+    order: JobOrder,
+    placement: PlacementPreference,
+    table: LiveTable,
+    now: float,
+    capacity: Capacity,
+    room: CapacityIndex,
+    may_stop: bool = True,
+    remaining_s: Callable[[Integers], Floats] | None = None,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
+    known: Known = NOTHING,
+    trials: Mapping[int, int] = NO_TRIALS,
+    terms: PassTerms = AS_ASKED,
+) -> PlanDraft:
+    """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places.
+    `trials`: millicores per GPU, by job number, that replace the tuning for a trial, as far as other jobs leave them
+    and no job is to start. `terms`: the shapes and groups of jobs to plan with."""
+    room.follow()
+    view = room.view
+    running = [pair for pair in table.running if is_tuned(view, *pair)]
+    placing = running if table.has_waiting else []
+    lent = [(gang.claims, least_claims(view, terms.shape(job), gang.claims)) for job, gang in placing]
+    lent = [(held, least) for held, least in lent if held != least]
+    least_of = dict(lent)
+    for held, least in lent:
+        room.give(held)
+        room.take(least)
+    shares = PassTerms(
+        lambda job: with_shares(terms.shape(job)),
+        lambda gang: least_of.get(held_of(gang), held_of(gang)),
+        terms.mates_now,
+    )
+    found = plan(order, placement, table, now, capacity, room, may_stop, remaining_s, kept_out, shares)
+    for held, least in reversed(lent):
+        room.give(least)
+        room.take(held)
+    stops = [change for change in found.changes if not isinstance(change, StartChange)]
+    stopped = {change.number for change in stops}
+    starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
+    gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
+    newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
+    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known, trials, terms.shape))
+    return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
+
+
+class TuneStage:
+    """The stage where jobs are not started by rank. It plans where no earlier stage has changes, and keeps no state."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    def plan(self, context: PlanContext) -> None:
+        if not context.draft.changes:
+            context.draft = replace(context.draft, changes=self._changes(context))
+
+    def _changes(self, context: PlanContext) -> tuple[PlanChange, ...]:
+        """Return changes of the cores of running jobs; they keep their memory. While jobs are pending, no job has more
+        than its share: a job that is about to start finds its own."""
+        context.room.follow()
+        view, table, rates = context.room.view, context.jobs, context.rates
+        gangs = [(job, gang.claims) for job, gang in table.running if is_tuned(view, job, gang)]
+        known = NOTHING if rates is None else rates.known
+        trials = NO_TRIALS if rates is None or table.has_waiting else rates.trials
+        shape_of = terms_of(context.policy, table).shape
+        wishes, _ = _wishes(self._tuning, view, gangs, (), known, trials, shape_of)
+        share_of = (lambda wish: asked(view, shape_of(wish.job), wish.claims)) if table.has_waiting else _all_cores
+        wishes = [_cores_alone(wish, share_of(wish)) for wish in wishes]
+        return tuple(fitted(view, wishes, ()).changes)
+
+    def is_idle(self, context: PlanContext) -> bool:
+        return False
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        """Do nothing: the next plan tunes anew."""
+
+    @property
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {}
+
+
+def _all_cores(wish: CoresWish) -> Amounts:
+    return wish.amounts
+
+
+def _cores_alone(wish: CoresWish, most: Amounts) -> CoresWish:
+    """Return the wish with the memory that its claims have, and no more cores than `most`."""
+    amounts = [
+        (min(cores, limit), claim.memory_bytes)
+        for claim, (cores, _), (limit, _) in zip(wish.claims, wish.amounts, most, strict=True)
+    ]
+    return replace(wish, amounts=tuple(amounts))
+
+
+def is_tuned(view: View, job: JobRecord, gang: Gang) -> bool:
+    """Return whether the cores and memory of a gang may change. Gangs that move or share devices, and those with pieces
+    without devices or on nodes that left, keep what they have."""
+    return not (job.next_epoch or shares_devices(gang)) and all(
+        claim.device_mask and claim.node in view.slots for claim in gang.claims
+    )
+
+
+def _wishes(
+    tuning: Tuning,
+    view: View,
+    running: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    starting: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    known: Known,
+    trials: Mapping[int, int],
+    shape_of: Callable[[JobRecord], GangShape],
+) -> tuple[list[CoresWish], list[CoresWish]]:
+    """Return what the tuning gives to each job on its nodes."""
+    others = [CoresWish(job, claims, asked(view, shape_of(job), claims), _nothing(claims)) for job, claims in starting]
+    tunable = [wish for wish in others if all(claim.device_mask for claim in wish.claims)]
+    gangs = sorted([*running, *[(wish.job, wish.claims) for wish in tunable]], key=lambda pair: pair[0].number)
+    if not gangs:
+        return [], others
+    names = {name: at for at, name in enumerate(sorted({claim.node for _, claims in gangs for claim in claims}))}
+    nodes = nodes_of(view, names, [claims for _, claims in running], gangs)
+    rows = [(at, names[claim.node], claim) for at, (_, claims) in enumerate(gangs) for claim in claims]
+    placed = pieces(
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2].device_mask.bit_count() for row in rows],
+        [_servers(gangs[row[0]][0].shape, row[2]) for row in rows],
+    )
+    of_tuning = known_gangs(
+        known,
+        np.array([job.number for job, _ in gangs]),
+        np.bincount(placed.gang, weights=placed.gpus).astype(np.int64),
+        np.zeros(len(gangs), bool),
+        nodes,
+    )
+    result = tuning.tune(of_tuning, nodes, placed)
+    given: dict[tuple[int, int], tuple[int, int]] = {
+        (gang, node): (whole(1000 * cores), whole(memory))
+        for gang, node, cores, memory in zip(
+            result.gang.tolist(), result.node.tolist(), result.cores.tolist(), result.memory_bytes.tolist(), strict=True
+        )
+    }
+    starts = {wish.job.number for wish in tunable}
+    starts_on = {claim.node for wish in others for claim in wish.claims}
+    wishes: tuple[list[CoresWish], list[CoresWish]] = ([], [wish for wish in others if wish.job.number not in starts])
+    for at, (job, claims) in enumerate(gangs):
+        is_start = job.number in starts
+        # Where profiles cover memory, the tuning weighs what a job that may be co-located later would leave unused.
+        shape = job.shape if known.knows_memory else shape_of(job)
+        share = asked(view, shape, claims)
+        got = [given.get((at, names[claim.node])) for claim in claims]
+        amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
+        tried = trials.get(job.number)
+        if tried is not None and starts_on.isdisjoint([claim.node for claim in claims]):
+            gpus = [claim.device_mask.bit_count() for claim in claims]
+            amounts = tuple([(tried * count, memory) for count, (_, memory) in zip(gpus, amounts, strict=True)])
+        if not (is_start or known.knows_memory):
+            # Without a memory profile it may use all that it has.
+            amounts = tuple([(cores, own.memory_bytes) for (cores, _), own in zip(amounts, claims, strict=True)])
+        wish = wish_of(view, job, shape, claims, amounts, is_start)
+        # A job that the tuning leaves out waits for others, if there are any.
+        if not is_start or None not in got or not running:
+            wishes[is_start].append(wish)
+    return wishes
+
+
+def wish_of(
+    view: View,
+    job: JobRecord,
+    shape: GangShape,
+    claims: tuple[Claim, ...],
+    amounts: Amounts,
+    is_start: bool,
+    gpus: tuple[int, ...] = (),
+) -> CoresWish:
+    """Return the amounts with the memory that the job requests, and never below its minimum. `shape`: the one that it
+    is placed with. A job that leaves memory for a co-located one gets no more than its share of it."""
+    share = asked(view, shape, claims)
+    wanted, least = [], []
+    for claim, (millicores, memory), (share_millicores, share_memory) in zip(claims, amounts, share, strict=True):
+        named = memory_named(shape, claim.tasks)
+        memory = min(memory, share_memory) if shape.residents > 1 else memory
+        memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, share_memory)))
+        wanted.append((max(1, millicores), max(1, memory)))
+        least.append((min(max(1, millicores), share_millicores), named or min(memory, share_memory)))
+    return CoresWish(job, claims, tuple(wanted), tuple(least), gpus)
+
+
+def nodes_of(
+    view: View,
+    names: dict[str, int],
+    held: Sequence[tuple[Claim, ...]],
+    gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+) -> TuningNodes:
+    """Return what is free on each node or held by these gangs, less requested memory, which is not distributed."""
+    gpus, millicores, memory = ([0] * len(names) for _ in range(3))
+    for name, at in names.items():
+        slot = view.slots[name]
+        gpus[at] = view.free[slot].bit_count()
+        millicores[at] = sum(view.millicores[slot])
+        memory[at] = view.memory[slot]
+    for claims in held:
+        for claim in claims:
+            node = names.get(claim.node)
+            if node is not None:
+                gpus[node] += claim.device_mask.bit_count()
+                millicores[node] += sum(claim.millicores)
+                memory[node] += claim.memory_bytes
+    for job, claims in gangs:
+        for claim in claims:
+            memory[names[claim.node]] -= memory_named(job.shape, claim.tasks)
+    return TuningNodes(
+        np.array(gpus, np.int64), np.array(millicores, float) / 1000, np.maximum(np.array(memory, float), 0.0)
+    )
+
+
+def whole(amount: float) -> int:
+    """Round down, except for errors of floating point."""
+    return int(amount * (1.0 + 1e-12) + 1e-6)
+
+
+def least_claims(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
+    """Return the claims that a running gang can be reduced to."""
+    least = []
+    for claim, (millicores, memory) in zip(claims, asked(view, shape, claims), strict=True):
+        held = sum(claim.millicores)
+        if millicores >= held and memory >= claim.memory_bytes:
+            least.append(claim)
+            continue
+        split = claim.millicores
+        if millicores < held:
+            split = _less(split, millicores)
+        least.append(structs.replace(claim, millicores=split, memory_bytes=min(memory, claim.memory_bytes)))
+    return tuple(least)
+
+
+def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
+    """Return so many of these millicores, those of the first sockets first."""
+    left = millicores
+    kept = []
+    for own in held:
+        kept.append(min(own, left))
+        left -= kept[-1]
+    return tuple(kept)
+
+
+def asked(view: View, shape: GangShape, claims: Sequence[Claim]) -> Amounts:
+    """Return the share of each claim's node in cores, and the requested memory or else the share."""
+    shape = with_shares(shape)
+    return tuple(
+        [_asked(view.topologies[view.slots[claim.node]].configuration_set, shape, claim.tasks) for claim in claims]
+    )
+
+
+def _nothing(claims: Sequence[Claim]) -> Amounts:
+    return ((0, 0),) * len(claims)
+
+
+def _asked(configuration_set: ConfigurationSet, shape: GangShape, tasks: tuple[int, ...]) -> tuple[int, int]:
+    needed = demand(configuration_set, shape, tasks)
+    return needed.millicores, needed.memory_bytes
+
+
+@lru_cache(4096)
+def with_shares(shape: GangShape) -> GangShape:
+    """Return the shape with a share of cores for each task, whatever it requests."""
+    roles = tuple([structs.replace(role, shape=structs.replace(role.shape, millicores=0)) for role in shape.roles])
+    return structs.replace(shape, roles=roles)
+
+
+def _servers(shape: GangShape, claim: Claim) -> int:
+    """Return the number of the claim's tasks without devices."""
+    return sum([count for count, role in zip(claim.tasks, shape.roles, strict=True) if not role.shape.gpus])
+
+
+# -- amounts to changes ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +427,7 @@ class _Free:
             split = claim.millicores
         memory = min(memory_bytes, claim.memory_bytes + node.memory)
         node.memory += claim.memory_bytes - memory
-        return replace(claim, millicores=split, memory_bytes=memory)
+        return structs.replace(claim, millicores=split, memory_bytes=memory)
 
     def place(self, wish: CoresWish) -> tuple[Claim, ...] | None:
         """Return the claims with the wished amounts, as far as free, and take them; None if that is too little."""
@@ -137,7 +448,7 @@ class _Free:
                 return None
             split = split_cores(self._view.topologies[node.slot], node.millicores, mask, millicores)
             assert split is not None, "so many are free"
-            made.append(replace(claim, device_mask=mask, millicores=split, memory_bytes=memory))
+            made.append(structs.replace(claim, device_mask=mask, millicores=split, memory_bytes=memory))
         for claim in made:
             node = self._nodes[claim.node]
             node.mask &= ~claim.device_mask

@@ -7,10 +7,9 @@ never vain, for every event changes that order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ganger.job_state import JobState
 
@@ -19,12 +18,17 @@ from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import PlanDraft, may_start, started
-from ganger_master.planner.terms import PassTerms
+from ganger_master.planner.terms import terms_of
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
-
-if TYPE_CHECKING:
-    from ganger.cluster.resources import GangShape
+from ganger_master.policies.stages import (
+    Grow,
+    Migrate,
+    ResizeByOptimus,
+    ShareByTimeSlices,
+    StartByTetris,
+    Tune,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,9 @@ class VainPlans:
     def __init__(self, policy: Policy, order: JobOrder) -> None:
         self._policy, self._order = policy, order
         # Running gangs keep their devices, cores and memory.
-        self._is_plain = policy.tuning is None and policy.tetris is None and not policy.resizes
+        self._is_plain = not policy.has(Tune, StartByTetris, ResizeByOptimus)
         # Plans concern pending jobs only.
-        self._only_for_waiting = self._is_plain and not (policy.moves or policy.grows or policy.shares)
+        self._only_for_waiting = self._is_plain and not policy.has(Migrate, Grow, ShareByTimeSlices)
         # A plan only starts jobs, on any free GPUs, and its outcome does not depend on time.
         does_more = not self._only_for_waiting or order.preempts or order.learns
         changes = order.next_change is not None or order.with_history is not None
@@ -151,18 +155,3 @@ class VainPlans:
         # Skipping the pass must not skip its effect on the job estimates, which depend on the times of passes.
         table.look(context.now, self._order)
         return True
-
-
-def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
-    """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
-    co-locates, a job leaves memory for another one."""
-    if not policy.packs:
-        return PassTerms(mates_now=lambda: table.mates)
-    return PassTerms(shape=_shape_for_two(), mates_now=lambda: table.mates)
-
-
-@cache
-def _shape_for_two() -> Callable[[JobRecord], GangShape]:
-    from ganger_master.planner.colocation_stage import shape_for_two
-
-    return shape_for_two

@@ -76,7 +76,10 @@ class SizeRequests:
         changing = np.array([bool(job.next_epoch) for job in jobs], bool)
         going = table.is_going(rows) & ~facts.is_running & ~changing
         waiting = table.is_waiting(rows) & ~_among(facts, kept_out.not_started)
-        left_alone = ~facts.is_preemptible | _among(facts, kept_out.not_stopped) | (not may_stop)
+        # Co-located and time-sliced jobs keep their sizes.
+        left_alone = (
+            ~facts.is_preemptible | _among(facts, table.mates) | _among(facts, kept_out.not_stopped) | (not may_stop)
+        )
         stays = changing | (facts.is_running & left_alone)
         elastic = np.array([job.spec.is_elastic for job in jobs], bool)
         # A job parked in host memory keeps its size, and so does one that cannot resume with another number of ranks.

@@ -36,6 +36,7 @@ from ganger_master.planner_process.cluster_mirror import ClusterMirror, progress
 from ganger_master.planner_process.note import Note
 from ganger_master.planner_process.plan_parts import batches_of, parts_of
 from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.policies.stages import ResizeByOptimus
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Planner:
         policy = self._policy()
         every_s = self._mirror.plan_every_s if self._plan_every_s is None else self._plan_every_s
         rates = self._rates if measures_jobs(policy) else None
-        self._rates.weighs_sizes = policy.resizes
+        self._rates.weighs_sizes = policy.has(ResizeByOptimus)
         if not self._has_recalled:
             self._has_recalled = True
             create_times = {job.number: job.create_time for job, _, _ in change.jobs if not job.state.is_finished}

@@ -1,24 +1,40 @@
-"""Policies by name: the order of jobs, placement, tuning of cores and memory, and changes of running jobs.
+"""Policies by name: an order of jobs, a placement, and a list of stages.
 
-Names compose with a plus: "srtf", "tiresias+best-fit", "srtf+tetris+synergy-tune". The parts are described in
-docs/design/003-policies.md.
+Names compose with a plus: "srtf", "tiresias+best-fit", "gandiva+synergy-tune". The parts are described in
+docs/design/003-policies.md, and what composes in docs/reference/policies.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ganger_master.core.job_model import JobRecord
-from ganger_master.policies.order_registry import FIFO_BACKFILL, ORDERS, order_named
+from ganger_master.policies.order_registry import FIFO_BACKFILL, ORDERS
 from ganger_master.policies.orders import JobOrder, with_aging
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
+from ganger_master.policies.stages import (
+    STARTERS,
+    Colocate,
+    Grow,
+    Migrate,
+    ResizeByOptimus,
+    ShareByTimeSlices,
+    StageSpec,
+    StartByRank,
+    StartByTetris,
+    Starter,
+    Tune,
+    in_sequence,
+)
 from ganger_master.policies.tetris import Alignment, Knobs
 
 if TYPE_CHECKING:
     from ganger_master.policies.tunings import Tuning
+
+_Stage = TypeVar("_Stage", bound=StageSpec)
 
 
 class Places(Enum):
@@ -30,30 +46,50 @@ class Places(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A composition of an order, a placement and, where named, a tuning and passes over running jobs.
-
-    * `tuning`: cores and memory of gangs; None: as their jobs request.
-    * `is_placement_named`: the name has a placement, so a tuning that could place follows it.
-    * `tetris`: Tetris chooses jobs and places at once; None: the order chooses.
-    * `resizes`: Optimus decides the number of GPUs of each elastic job.
-    * `shares`: jobs share GPUs, by time slices and co-location (`planner.matrices`).
-    * `moves`: running jobs are migrated, for other jobs and for their own sake (`planner.moves`).
-    * `packs`: while jobs wait, running jobs are co-located on trial (`planner.colocation_stage`).
-    * `grows`: elastic jobs grow onto idle GPUs and release them on demand (`planner.growth_stage`).
-    """
+    """An order, a placement, and the stages of a plan, in sequence. Without stages each job's own scheduler places it,
+    in turn by the order."""
 
     name: str
     order: JobOrder
     placement: PlacementPreference
-    places: Places
-    tuning: Tuning | None = None
-    is_placement_named: bool = False
-    tetris: Knobs | None = None
-    resizes: bool = False
-    shares: bool = False
-    moves: bool = False
-    packs: bool = False
-    grows: bool = False
+    stages: tuple[StageSpec, ...] = ()
+
+    @property
+    def places(self) -> Places:
+        return Places.PLANNER if self.stages else Places.JOBS
+
+    @property
+    def starter(self) -> Starter | None:
+        """Return the stage that starts jobs; None if no stage does."""
+        return next((stage for stage in self.stages if isinstance(stage, STARTERS)), None)
+
+    def stage(self, kind: type[_Stage]) -> _Stage | None:
+        """Return the stage of this kind; None if there is none."""
+        return next((stage for stage in self.stages if isinstance(stage, kind)), None)
+
+    def has(self, *kinds: type[StageSpec]) -> bool:
+        """Return whether one of the stages is of these kinds."""
+        return any(isinstance(stage, kinds) for stage in self.stages)
+
+    def without(self, kind: type[StageSpec]) -> Policy:
+        """Return the policy without its stage of this kind."""
+        return replace(self, stages=tuple([stage for stage in self.stages if not isinstance(stage, kind)]))
+
+    @property
+    def planned(self) -> Policy:
+        """Return the policy with a planner that places all jobs, whether it has preemption or not."""
+        return self if self.stages else replace(self, stages=(StartByRank(),))
+
+    @property
+    def migrates(self) -> bool:
+        """Return whether the planner migrates running jobs."""
+        return self.has(Migrate)
+
+    @property
+    def tunes_by_profiles(self) -> bool:
+        """Return whether cores and memory follow from measured or given profiles of jobs."""
+        tune = self.stage(Tune)
+        return tune is not None and tune.tuning.by_profiles
 
     @property
     def aging_order(self) -> JobOrder:
@@ -75,26 +111,90 @@ def _by_submission(job: JobRecord) -> tuple[int, ...]:
     return (-job.spec.priority, job.number)
 
 
-# Other names of orders: former ones, and those of the papers.
-_ALIASES = {"backfill": "fifo-backfill", "las2d": "tiresias", "las2d-gittins": "tiresias-gittins"}
-# Tetris by the dot product and, as in the Virginia report, by the angle alone. The remaining work is estimated, or read
-# from an oracle for comparison.
-_TETRIS_ORACLE = "tetris-oracle"
-_TETRIS = {
-    "tetris": Knobs(),
-    "tetris-cos": Knobs(srtf_weight=0.0, alignment=Alignment.COSINE),
-    _TETRIS_ORACLE: Knobs(),
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+class _Base(NamedTuple):
+    """What the first name of a composition stands for. `placement`: the name of the one that it has by default."""
+
+    order: JobOrder
+    placement: str
+    stages: tuple[StageSpec, ...] = ()
+
+
+def _tetris(name: str, knobs: Knobs, knows_durations: bool = False) -> _Base:
+    order = replace(FIFO_BACKFILL, name=name, knows_durations=knows_durations)
+    return _Base(order, name.removesuffix("-oracle"), (StartByTetris(knobs),))
+
+
+# Without preemption no job is weighed against another, and each job's scheduler places it: such an order has no stages.
+# Optimus visits jobs by arrival, preempts for the jobs it chose, and skips those that do not fit. Tetris aligns by the
+# dot product, or by the angle alone as in the Virginia report; an oracle may replace its estimates of remaining work.
+_BASES: Final[Mapping[str, _Base]] = {
+    **{name: _Base(one, one.placement, (StartByRank(),) if one.preempts else ()) for name, one in ORDERS.items()},
+    "gandiva": _Base(replace(FIFO_BACKFILL, name="gandiva"), "gandiva", (Grow(), ShareByTimeSlices(), Migrate())),
+    "optimus": _Base(replace(FIFO_BACKFILL, name="optimus", preempts=True), "optimus", (ResizeByOptimus(),)),
+    "tetris": _tetris("tetris", Knobs()),
+    "tetris-cos": _tetris("tetris-cos", Knobs(srtf_weight=0.0, alignment=Alignment.COSINE)),
+    "tetris-oracle": _tetris("tetris-oracle", Knobs(), knows_durations=True),
 }
-_OPTIMUS, _GANDIVA = "optimus", "gandiva"
-# `ganger` is its order with co-location, but without it where jobs are migrated or cores are tuned: these measure jobs
-# that have their devices alone.
-_GANGER, _GANGER_ORDER = "ganger", "ganger-alone"
-_MOVES, _GROWS, _PACKS = "defrag", "elastic", "packs"
-# Further parts that may follow a plus.
-INTROSPECTIONS = {_MOVES: "running jobs are moved", _GROWS: "elastic jobs grow and shrink", _PACKS: "gangs share GPUs"}
-# Compositions with a name of their own. `synergy` has the one of Synergy's orders that needs no oracle.
-_COMPOSED = {"synergy": "las+synergy-tune"}
-NAMES = tuple(sorted({*ORDERS, *_ALIASES, *_TETRIS, *_COMPOSED, _OPTIMUS, _GANDIVA, _GANGER}))
+# Compositions with a name of their own, former names, and those of the papers. `synergy` has the one of Synergy's
+# orders that needs no oracle.
+_COMPOSED: Final = {
+    "backfill": "fifo-backfill",
+    "ganger": "ganger-alone+packs",
+    "las2d": "tiresias",
+    "las2d-gittins": "tiresias-gittins",
+    "synergy": "las+synergy-tune",
+}
+NAMES: Final = tuple(sorted({*_BASES, *_COMPOSED}))
+# Stages that may follow a plus, with what they do.
+_STAGES: Final[Mapping[str, StageSpec]] = {"defrag": Migrate(), "elastic": Grow(), "packs": Colocate()}
+INTROSPECTIONS: Final = {
+    "defrag": "running jobs are moved",
+    "elastic": "elastic jobs grow and shrink",
+    "packs": "gangs share GPUs",
+}
+
+
+@dataclass(slots=True)
+class _Composition:
+    """The parts of a name. `first`: the name of its base."""
+
+    first: str
+    base: _Base
+    stages: list[StageSpec]
+    placements: list[str] = field(default_factory=list)
+    tunings: list[Tuning] = field(default_factory=list)
+
+    def has(self, kind: type[StageSpec]) -> bool:
+        return any(isinstance(stage, kind) for stage in self.stages)
+
+
+class _Rule(NamedTuple):
+    """A composition without a meaning, and the reason with what to do instead. `{first}` is its base."""
+
+    holds_for: Callable[[_Composition], bool]
+    reason: str
+
+
+_RULES: Final = (
+    _Rule(lambda one: len(one.placements) > 1, "a gang goes by one placement: name one of {placements}"),
+    _Rule(lambda one: len(one.tunings) > 1, "cores follow one tuning: name one of {tunings}"),
+    _Rule(
+        lambda one: one.has(StartByTetris) and bool(one.placements),
+        "{first} chooses a job together with its place: leave out {placements}, or name an order with it",
+    ),
+    _Rule(
+        lambda one: one.has(ResizeByOptimus) and one.has(Grow),
+        "{first} decides the size of elastic jobs itself: leave out elastic",
+    ),
+    _Rule(
+        lambda one: one.has(Colocate) and not (one.base.order.preempts or one.has(ShareByTimeSlices)),
+        "{first} preempts no job, and a co-location that does not pay ends with a preemption: leave out packs, or "
+        "name an order that preempts, as in las+packs",
+    ),
+)
 
 
 def live_policy_named(name: str) -> Policy:
@@ -109,85 +209,53 @@ def live_policy_named(name: str) -> Policy:
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of a composed name; KeyError, with the known names, if there is none.
+    """Return the policy of a composed name; KeyError, with what to do, if there is none or it has no meaning.
 
-    `name`: an order, then in any sequence at most one placement, one tuning and each of `INTROSPECTIONS`, with pluses.
+    `name`: an order or a whole policy, then in any sequence at most one placement, one tuning and each of
+    `INTROSPECTIONS`, with pluses. A part that the policy has already changes nothing.
     """
     first, *parts = name.split("+")
     twice = next((part for part in parts if parts.count(part) > 1), None)
     if twice is not None:
         raise KeyError(f"policy {name!r} names {twice} twice")
-    if _MOVES in parts and _PACKS in parts:
-        raise KeyError(f"{_MOVES} and {_PACKS} cannot be composed: a job that is moved is measured alone")
-    for part, extended in ((_MOVES, _with_moves), (_GROWS, _with_growth), (_PACKS, _with_packs)):
-        if part in parts:
-            base = policy_named("+".join([first, *(other for other in parts if other != part)]))
-            return replace(extended(base), name=name)
-    if first == _GANGER:
-        base = _composed("+".join([_GANGER_ORDER, *parts]))
-        return replace(base, name=name, packs=base.tuning is None)
-    if first in _COMPOSED:
-        return replace(policy_named("+".join([_COMPOSED[first], *parts])), name=name)
-    return _composed(name)
-
-
-def _with_moves(base: Policy) -> Policy:
+    composition = _composition(first, parts)
+    for rule in _RULES:
+        if rule.holds_for(composition):
+            named = {
+                "first": first,
+                "placements": ", ".join(composition.placements),
+                "tunings": ", ".join([tuning.name for tuning in composition.tunings]),
+            }
+            raise KeyError(f"policy {name!r}: {rule.reason.format(**named)}")
+    base, stages = composition.base, composition.stages
+    for tuning in composition.tunings:
+        stages.append(Tune(tuning, packs_rounds=tuning.place is not None and not composition.placements))
+    if parts and not any(isinstance(stage, STARTERS) for stage in stages):
+        stages.append(StartByRank())
     # Migration replaces restarting jobs elsewhere.
-    order = replace(base.order, regroups=False)
-    return replace(base, order=order, places=Places.PLANNER, moves=True, packs=False)
+    order = replace(base.order, regroups=False) if composition.has(Migrate) else base.order
+    placement = placement_named(composition.placements[0] if composition.placements else base.placement)
+    return Policy(name, order, placement, in_sequence(stages))
 
 
-def _with_growth(base: Policy) -> Policy:
-    if base.resizes:
-        raise KeyError(f"{base.name} decides on the size of elastic jobs itself: it takes no {_GROWS}")
-    return replace(base, places=Places.PLANNER, grows=True)
-
-
-def _with_packs(base: Policy) -> Policy:
-    other = base.shares or base.resizes or base.tetris is not None or base.tuning is not None or base.moves
-    if other or not base.order.preempts:
-        raise KeyError(f"{base.name} cannot be composed with {_PACKS}: that is for orders that stop jobs")
-    return replace(base, packs=True)
-
-
-def _composed(name: str) -> Policy:
-    """Return the policy of a name without `INTROSPECTIONS`."""
-    first, *parts = name.split("+")
+def _composition(first: str, parts: Sequence[str]) -> _Composition:
+    """Return the parts of a name, with those of its base. KeyError for an unknown one."""
     if first not in NAMES:
         raise KeyError(f"there is no policy {first!r}; {_suggestion(first, NAMES)}")
-    if first in (_OPTIMUS, _GANDIVA, *_TETRIS):
-        if parts:
-            raise KeyError(f"{first} places by itself: it takes no placement and no tuning")
-        return _whole_policy(first)
-    order = order_named(_ALIASES.get(first, first))
-    tunable = _tunings() if any(part not in PLACEMENTS for part in parts) else {}
-    unknown = [part for part in parts if part not in PLACEMENTS and part not in tunable]
-    if unknown:
-        known = (*PLACEMENTS, *tunable, *INTROSPECTIONS)
-        raise KeyError(f"there is no placement or tuning {unknown[0]!r}; {_suggestion(unknown[0], known)}")
-    placements = [part for part in parts if part in PLACEMENTS]
-    tunings = [part for part in parts if part in tunable]
-    for kind, named in (("placement", placements), ("tuning", tunings)):
-        if len(named) > 1:
-            raise KeyError(f"policy {name!r} names more than one {kind}")
-    placement = placement_named(placements[0] if placements else order.placement)
-    # Without preemption there are no jobs to weigh against each other: each job's scheduler places it.
-    places = Places.PLANNER if order.preempts or parts else Places.JOBS
-    tuning = tunable[tunings[0]] if tunings else None
-    return Policy(name, order, placement, places, tuning=tuning, is_placement_named=bool(placements))
-
-
-def _whole_policy(name: str) -> Policy:
-    """Return Optimus, Gandiva or a Tetris, each of which brings its own placement."""
-    order = replace(FIFO_BACKFILL, name=name)
-    placement = placement_named(name.removesuffix("-oracle"))
-    if name == _OPTIMUS:
-        # Its pass visits jobs by arrival, preempts for the jobs it chose, and skips those that do not fit.
-        return Policy(name, replace(order, preempts=True), placement, Places.PLANNER, resizes=True)
-    if name == _GANDIVA:
-        return Policy(name, order, placement, Places.PLANNER, shares=True, moves=True, grows=True)
-    order = replace(order, knows_durations=name == _TETRIS_ORACLE)
-    return Policy(name, order, placement, Places.PLANNER, tetris=_TETRIS[name])
+    base_name, *own = _COMPOSED.get(first, first).split("+")
+    base = _BASES[base_name]
+    found = _Composition(first, base, list(base.stages))
+    for part in dict.fromkeys([*own, *parts]):
+        if part in _STAGES:
+            found.stages.append(_STAGES[part])
+        elif part in PLACEMENTS:
+            found.placements.append(part)
+        elif part in (tunings := _tunings()):
+            found.tunings.append(tunings[part])
+        else:
+            known = (*PLACEMENTS, *tunings, *_STAGES)
+            raise KeyError(f"there is no placement or tuning {part!r}; {_suggestion(part, known)}")
+    return found
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

@@ -368,13 +368,6 @@ ORDERS = {
 }
 
 
-def order_named(name: str, history: ServiceHistory = NO_HISTORY) -> JobOrder:
-    """Return the order of this name, with the history of ended jobs; KeyError, naming all orders, if there is none."""
-    if name not in ORDERS:
-        raise KeyError(f"there is no order {name!r}; there are {', '.join(sorted(ORDERS))}")
-    return tiresias_gittins(history) if name == "tiresias-gittins" else ORDERS[name]
-
-
 def summary(name: str) -> str:
     """Return one line that describes the order: the first of the docstring of its `keys`."""
     text = ORDERS[name].keys.__doc__

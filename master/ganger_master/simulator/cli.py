@@ -40,7 +40,7 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
         for name in NAMES:
             is_oracle = policy_named(name).order.knows_durations
             click.echo(f"{name}  (an oracle: it knows run times)" if is_oracle else name)
-        # What may follow any of them, but for those that place by themselves.
+        # Parts that may follow a plus.
         for name in PLACEMENTS:
             click.echo(f"+{name}  (where gangs go)")
         for name in TUNINGS:
@@ -248,6 +248,7 @@ class _Experiment:
     def material(self) -> Material:
         """Reads the trace, and says on stderr what became of its rows."""
         from ganger_master.policies import policy_named
+        from ganger_master.policies.stages import Tune
         from ganger_master.simulator.inputs import TraceSelection, material
         from ganger_master.simulator.output import ProgressBar
         from ganger_master.simulator.report.tables import notes
@@ -268,7 +269,7 @@ class _Experiment:
             source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
             say(line)
-        tuned = [name for name in self._policies if policy_named(name).tuning is not None]
+        tuned = [name for name in self._policies if policy_named(name).has(Tune)]
         if tuned and flags["rates"] == "recorded":
             say(f"{', '.join(tuned)}: cores and memory make no job faster at recorded rates (--rates profiles)")
         return source
@@ -350,17 +351,18 @@ def _name(text: str) -> str:
 
 def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
     from ganger_master.policies import policy_named
+    from ganger_master.policies.stages import Grow, ShareByTimeSlices, Tune
 
     for name in names:
         try:
             policy = policy_named(name)
         except KeyError as error:
             raise click.UsageError(str(error.args[0])) from error
-        if rates == "profiles" and policy.grows and not policy.shares:
+        if rates == "profiles" and policy.has(Grow) and not policy.has(ShareByTimeSlices):
             without = name.replace("+elastic", "")
             text = "with --rates profiles no host memory is kept for a state that is carried over, so no job grows"
             raise click.UsageError(f"{text}: write {without}, not {name}")
-        if is_ideal and ("+" in name or policy.tuning is not None):
+        if is_ideal and ("+" in name or policy.has(Tune)):
             order = name.partition("+")[0] if "+" in name else policy.order.name
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
 
@@ -368,9 +370,10 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """A flag that would change nothing beside another one was meant to change something."""
     from ganger_master.policies import policy_named
+    from ganger_master.policies.stages import Grow, ResizeByOptimus
 
     asked = [policy_named(name) for name in policies]
-    resizes, grows = any(policy.resizes for policy in asked), any(policy.grows for policy in asked)
+    resizes, grows = any(policy.has(ResizeByOptimus) for policy in asked), any(policy.has(Grow) for policy in asked)
     if flags["elastic"] is not None and flags["elastic"] < 1:
         raise click.UsageError("--elastic: no job accepts less than its own size alone: give 1 or more")
     # A job resizes only if host memory can hold its state, and servers with GPUs only have none.
@@ -389,12 +392,12 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
         raise click.UsageError("--ideal and --plan-every exclude each other: an ideal cluster plans at every event")
     if flags["round_s"] is not None and flags["plan_every_s"] is not None:
         raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
-    if flags["moves_per_hour"] is not None and not any(policy_named(name).moves for name in policies):
+    if flags["moves_per_hour"] is not None and not any(policy.migrates for policy in asked):
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
     if flags["profile_s"] is not None and not resizes:
         if flags["rates"] != "profiles":
             raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
-        if not any(policy.tuning is not None and policy.tuning.by_profiles for policy in asked):
+        if not any(policy.tunes_by_profiles for policy in asked):
             raise click.UsageError("--profile: none of these policies goes by profiles: add +synergy-tune to one")
 
 

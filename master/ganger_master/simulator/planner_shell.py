@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +20,7 @@ from ganger_master.planner_process.plan_parts import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
+from ganger_master.policies.stages import Grow, ResizeByOptimus
 from ganger_master.policies.timeslice_fairness import QUANTUM_S, quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
@@ -133,7 +133,7 @@ class Planning:
         known = None if rates is None else rates.known(self._is_profiled)
         is_measured = not (windows is None and known is None and self.measured is None)
         self._rates = ModelledMeasurements(windows, known, self.measured, received_s) if is_measured else None
-        self._grows = policy.grows and scaling is not None
+        self._grows = policy.has(Grow) and scaling is not None
         # Jobs that changed since the loop observed them last.
         self._changed: dict[int, None] = {}
         # Time-slice groups with a matrix that some of their nodes have not acknowledged.
@@ -148,7 +148,7 @@ class Planning:
         """The loop, made once the servers are there."""
         if self._made is None:
             # Where no job is elastic, none grows.
-            policy = replace(self._policy, grows=self._grows)
+            policy = self._policy if self._grows else self._policy.without(Grow)
             self._made = PlannerLoop(policy, self._settings(), self._rates)
             self._made.observe(
                 ClusterChange(self._state.view, is_whole=True, quotas=self._state.settings.quota_devices),
@@ -298,7 +298,7 @@ class Planning:
 
     def _measured(self, scaling: Scaling | None) -> ModelledEstimates | None:
         """Return the measurements of a policy that resizes jobs; None for all others."""
-        if not self._policy.resizes:
+        if not self._policy.has(ResizeByOptimus):
             return None
         # The fits import SciPy, which takes long and which no other policy needs.
         from ganger_master.simulator.measurement_model import Losses, ModelledEstimates

@@ -17,8 +17,9 @@ from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
-from ganger_master.policies import Places, policy_named
+from ganger_master.policies import policy_named
 from ganger_master.policies.order_registry import LAS2D
+from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, Tune
 from ganger_master.simulator.admission import devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
@@ -74,7 +75,7 @@ def simulate(
         start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
         end_s=end - EPOCH_S,
         series=replay.meters.series(end - EPOCH_S),
-        shares=replay.policy.shares or replay.policy.packs,
+        shares=replay.policy.has(ShareByTimeSlices, Colocate),
         seed=options.seed,
         offered_load=offered_load(jobs, servers.gpus),
         wall_s=time.perf_counter() - began,
@@ -97,12 +98,12 @@ class _Replay:
         if options.ideal:
             # Where any free devices serve, job schedulers have no choice to make.
             order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
-            self.policy = replace(self.policy, order=order, placement=BY_COUNTS, places=Places.PLANNER, packs=False)
+            self.policy = replace(self.policy.planned.without(Colocate), order=order, placement=BY_COUNTS)
             # Placement by counts claims devices only.
             servers = devices_only(servers)
         elif options.round_s is not None:
             # Job schedulers would start jobs in the middle of a round.
-            self.policy = replace(self.policy, places=Places.PLANNER)
+            self.policy = self.policy.planned
         self.jobs = jobs
         self.options = options
         self.progress = progress
@@ -146,9 +147,11 @@ class _Replay:
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
         self.scaling = _scaling(jobs, options.seed) if is_elastic else None
         # None: the policy does not share GPUs.
-        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares or self.policy.packs else None
+        self.footprints = (
+            _footprints(jobs, servers, options.seed) if self.policy.has(ShareByTimeSlices, Colocate) else None
+        )
         # Jobs park in host memory only if their device memory was measured.
-        measures = self.policy.moves or (is_elastic and (self.policy.grows or self.policy.resizes))
+        measures = self.policy.migrates or (is_elastic and self.policy.has(Grow, ResizeByOptimus))
         self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
         self.windows = None if self.memory is None else _windows(self.memory, options.seed)
         # By node: training jobs (positions in the workload) with their device masks. By job: its gang.
@@ -207,7 +210,7 @@ class _Replay:
                         group.configuration_set,
                         rack=row.rack,
                         fabric=row.fabric,
-                        capabilities=_SLICING if self.policy.shares else _CAPABILITIES,
+                        capabilities=_SLICING if self.policy.has(ShareByTimeSlices) else _CAPABILITIES,
                     )
                 )
                 self.nodes.report_of(row.node)
@@ -218,7 +221,7 @@ class _Replay:
 
     def _submit(self, job: int) -> None:
         self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], self._users[job]))
-        if (self.rates is not None and self.policy.tuning is not None) or self.planning.measured is not None:
+        if (self.rates is not None and self.policy.has(Tune)) or self.planning.measured is not None:
             self.clock.at(self.clock.now + self.options.profile_s, self.planning.estimates_changed)
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
@@ -280,7 +283,8 @@ class _Replay:
             self.nodes.retimed(other + 1)
 
     def _peak_bytes(self, number: int) -> int:
-        return 0 if self.memory is None else self.memory.memory_bytes(number - 1)
+        # With profiles the memory of devices is unknown: servers keep no host memory for it, as the profiles assume.
+        return 0 if self.memory is None or self.rates is not None else self.memory.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1

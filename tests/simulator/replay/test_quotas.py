@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ganger_master.core.settings import as_settings
 from ganger_master.policies import NAMES, policy_named
+from ganger_master.policies.stages import Tune
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate
@@ -56,7 +57,7 @@ class Bounded(Watched):
 def possible(policy: str, way: str) -> str:
     """An ideal cluster has nothing to place by, or to tune."""
     named = policy_named(policy)
-    return named.order.name if WAYS[way].ideal and ("+" in policy or named.tuning is not None) else policy
+    return named.order.name if WAYS[way].ideal and ("+" in policy or named.has(Tune)) else policy
 
 
 def jobs_of(rows: list[tuple[int, int, int, str, int]], most_gpus: int, elastic: int = 1) -> Workload:
