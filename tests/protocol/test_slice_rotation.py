@@ -11,17 +11,16 @@ from ganger.protocol.gang_orders import OrderKey
 from ganger.protocol.slice_rotation import (
     NO_ROW,
     START_S,
+    SliceCourse,
     SliceMatrix,
     SliceMember,
     SlicePosition,
     SliceSwitch,
     SliceUse,
-    advance,
     is_running,
     lead,
     obey,
     quantum_s,
-    time_to_receive,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -569,7 +568,7 @@ def test_many_switches_at_once_are_as_one_after_another(
     of, row = matrix(*rows), first % len(rows)
     stops = {epoch: SliceSwitch(1, 1) for epoch in of.epochs - set(rows[row])}
     position = SlicePosition(SliceSwitch(1, 1), 1, row, stops, row)
-    found, slow = advance(position, of, switch_s, until_s), one_by_one(position, of, switch_s, until_s)
+    found, slow = SliceCourse(position, of, switch_s).advance(until_s), one_by_one(position, of, switch_s, until_s)
     assert found.received_s == pytest.approx(
         slow.received_s | dict.fromkeys(found.received_s.keys() - slow.received_s, 0.0)
     )
@@ -587,9 +586,9 @@ def test_a_gang_has_received_its_time_exactly_when_that_was_foretold(
 ) -> None:
     of = matrix(*rows)
     position = SlicePosition(SliceSwitch(1, 1), 1, 0, {}, 0)
-    when_s = time_to_receive(position, of, switch_s, gang, seconds)
+    when_s = SliceCourse(position, of, switch_s).time_to_receive(gang, seconds)
     if gang not in of.epochs:
         assert when_s == float("inf")
         return
-    assert advance(position, of, switch_s, when_s).received_s[gang] == pytest.approx(seconds)
-    assert advance(position, of, switch_s, when_s - 0.01).received_s.get(gang, 0.0) < seconds
+    assert SliceCourse(position, of, switch_s).advance(when_s).received_s[gang] == pytest.approx(seconds)
+    assert SliceCourse(position, of, switch_s).advance(when_s - 0.01).received_s.get(gang, 0.0) < seconds

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
 SWITCHES_PER_QUANTUM = 50.0
@@ -53,7 +54,7 @@ class SliceMatrix:
     def leader(self) -> str:
         return self.members[0]
 
-    @property
+    @cached_property
     def epochs(self) -> frozenset[int]:
         return frozenset(epoch for row in self.rows for epoch in row)
 
@@ -184,58 +185,64 @@ class SliceUse:
     resumed: Mapping[int, int]
 
 
-def advance(position: SlicePosition, matrix: SliceMatrix, switch_s: float, until_s: float) -> SliceUse:
-    """Return what `until_s` seconds of identical switches bring to the gangs, all of which want their slices.
+class SliceCourse:
+    """The slices that follow each other while all gangs of a matrix want theirs: each is computed once.
 
-    `position`: its slice is just over. `switch_s`: seconds from an order until the gangs that it resumes run; gangs of
-    both rows run meanwhile, and the quantum begins when all do."""
-    use, left = _Use(), until_s
-    slices = list(islice(_slices(position, matrix, switch_s), 2 * len(matrix.rows) + 1))
-    # The first slice may follow one out of order. The last slices are one cycle, which repeats.
-    head, cycle = slices[: len(matrix.rows) + 1], slices[len(matrix.rows) + 1 :]
-    for one in head:
-        if left < one.seconds:
-            return use.ended(one, left, 0)
-        use.add(one, one.seconds)
-        left -= one.seconds
-    whole = sum([one.seconds for one in cycle])
-    cycles = int(left // whole)
-    for one in cycle:
-        use.add(one, one.seconds, cycles)
-    left -= cycles * whole
-    orders = cycles * sum([one.is_ordered for one in cycle])
-    for one in cycle:
-        if left < one.seconds:
-            return use.ended(one, left, orders)
-        use.add(one, one.seconds)
-        left -= one.seconds
-    # Rounding has left a whole cycle.
-    return use.ended(cycle[-1], cycle[-1].seconds, orders)
+    position: its slice is just over. switch_s: seconds from an order until the gangs that it resumes run; gangs of both
+    rows run meanwhile, and the quantum begins when all do.
+    """
 
+    def __init__(self, position: SlicePosition, matrix: SliceMatrix, switch_s: float) -> None:
+        slices = list(islice(_slices(position, matrix, switch_s), 2 * len(matrix.rows) + 1))
+        # The first slice may follow one out of order. The last slices are one cycle, which repeats.
+        self._head, self._cycle = slices[: len(matrix.rows) + 1], slices[len(matrix.rows) + 1 :]
+        self._cycle_s = sum([one.seconds for one in self._cycle])
 
-def time_to_receive(
-    position: SlicePosition, matrix: SliceMatrix, switch_s: float, epoch: int, received_s: float
-) -> float:
-    """Return the seconds of identical switches after which a gang has run for `received_s`; infinite if it never runs.
+    def advance(self, until_s: float) -> SliceUse:
+        """Return what `until_s` seconds of identical switches bring to the gangs."""
+        use, left = _Use(), until_s
+        for one in self._head:
+            if left < one.seconds:
+                return use.ended(one, left, 0)
+            use.add(one, one.seconds)
+            left -= one.seconds
+        cycles = int(left // self._cycle_s)
+        for one in self._cycle:
+            use.add(one, one.seconds, cycles)
+        left -= cycles * self._cycle_s
+        orders = cycles * sum([one.is_ordered for one in self._cycle])
+        for one in self._cycle:
+            if left < one.seconds:
+                return use.ended(one, left, orders)
+            use.add(one, one.seconds)
+            left -= one.seconds
+        # Rounding has left a whole cycle.
+        return use.ended(one, one.seconds, orders)
 
-    Arguments as for `advance`."""
-    slices = list(islice(_slices(position, matrix, switch_s), 2 * len(matrix.rows) + 1))
-    passed_s, left = 0.0, received_s
-    cycle = slices[len(matrix.rows) + 1 :]
-    each = sum([one.received_s(epoch, one.seconds) for one in cycle])
-    for number, one in enumerate((*slices, *cycle)):
-        if number == len(matrix.rows) + 1:
-            if not each:
-                break
-            cycles = max(0, math.ceil(left / each) - 1)
-            passed_s += cycles * sum([own.seconds for own in cycle])
-            left -= cycles * each
-        received = one.received_s(epoch, one.seconds)
-        if received >= left:
-            return passed_s + left + (one.seconds - received)
-        passed_s += one.seconds
-        left -= received
-    return math.inf
+    def time_to_receive(self, epoch: int, received_s: float) -> float:
+        """Return the seconds of identical switches after which a gang has run for `received_s`; infinite if it never
+        runs."""
+        passed_s, left = 0.0, received_s
+        for one in self._head:
+            received = one.received_s(epoch, one.seconds)
+            if received >= left:
+                return passed_s + left + (one.seconds - received)
+            passed_s += one.seconds
+            left -= received
+        each = sum([one.received_s(epoch, one.seconds) for one in self._cycle])
+        if not each:
+            return math.inf
+        cycles = max(0, math.ceil(left / each) - 1)
+        passed_s += cycles * self._cycle_s
+        left -= cycles * each
+        # Rounding may leave a little for the next cycle.
+        for one in (*self._cycle, *self._cycle):
+            received = one.received_s(epoch, one.seconds)
+            if received >= left:
+                return passed_s + left + (one.seconds - received)
+            passed_s += one.seconds
+            left -= received
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -272,7 +279,7 @@ def _slices(position: SlicePosition, matrix: SliceMatrix, switch_s: float) -> It
 
 
 class _Use:
-    """Sums of an `advance`."""
+    """Sums of a `SliceCourse.advance`."""
 
     def __init__(self) -> None:
         self.received_s: dict[int, float] = {}

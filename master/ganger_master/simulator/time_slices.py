@@ -1,6 +1,6 @@
 """Time-slice groups of modelled nodes: the same rotation as on daemons, without an event for each switch.
 
-While all gangs of a group want their slices, `slice_rotation.advance` gives what each received between two looks. A
+While all gangs of a group want their slices, `slice_rotation.SliceCourse` gives what each received between two looks. A
 group is looked at when a gang ends, comes or leaves, and at the end of a slice while a new matrix is on its way or a
 gang is gone. All nodes of a group act at the same time, so one member reports for them.
 """
@@ -14,13 +14,12 @@ from typing import Final
 
 from ganger.protocol.slice_rotation import (
     NO_ROW,
+    SliceCourse,
     SliceMatrix,
     SliceMember,
     SlicePosition,
-    advance,
     lead,
     quantum_s,
-    time_to_receive,
 )
 
 from ganger_master.core.gang_model import Matrix
@@ -73,6 +72,8 @@ class SliceGroup:
     entering: frozenset[int] = frozenset()
     on: set[int] = field(default_factory=set)
     is_steady: bool = False
+    # The slices after a position.
+    _known: tuple[SlicePosition, SliceCourse] | None = None
 
     def desire(self, matrix: Matrix) -> None:
         rows, level = matrix.rows, int(matrix.level)
@@ -95,7 +96,7 @@ class SliceGroup:
             ended_at = self.ends_at
             self._credit_slice(ended_at)
             matrix = self.matrices[self.position.version]
-            use = advance(self.position, matrix, self.switch_s, now - ended_at)
+            use = self._course(matrix).advance(now - ended_at)
             row = matrix.rows[use.position.row]
             for epoch, part in self.parts.items():
                 trained = use.received_s.get(epoch, 0.0)
@@ -110,6 +111,12 @@ class SliceGroup:
         else:
             self._credit_slice(now)
         self.synced_at = now
+
+    def _course(self, matrix: SliceMatrix) -> SliceCourse:
+        """Return the slices after this position."""
+        if self._known is None or self._known[0] is not self.position:
+            self._known = self.position, SliceCourse(self.position, matrix, self.switch_s)
+        return self._known[1]
 
     def _credit_slice(self, until: float) -> None:
         """Credit the gangs of the active row."""
@@ -214,5 +221,5 @@ class SliceGroup:
             left -= max(0.0, ends_at - begins)
         if self.is_steady:
             matrix = self.matrices[self.position.version]
-            part.finishes = part.release(ends_at + time_to_receive(self.position, matrix, self.switch_s, epoch, left))
+            part.finishes = part.release(ends_at + self._course(matrix).time_to_receive(epoch, left))
         return part.finishes
