@@ -110,7 +110,7 @@ def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))
     yield _gauge("ganger_pending_gpus", "GPUs that pending jobs ask for.", _gpus(waiting))
     since = min((job.pending_since for job in waiting if job.pending_since), default=snapshot.now)
-    text = "For how long the job has waited that has waited longest."
+    text = "Longest time for which a job has been pending."
     yield _gauge("ganger_longest_pending_seconds", text, max(0.0, snapshot.now - since))
     text = "Pending jobs that were refused a gang, by the first reason of the last refusal."
     yield _gauges("ganger_pending_jobs_refused", text, "reason", Counter(snapshot.blockers))
@@ -136,11 +136,11 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
     yield _gauge("ganger_daemons_connected", "Daemons whose call the master holds at this moment.", snapshot.daemons)
     answered = snapshot.answered
     alive = [answered[node.name] for node in snapshot.nodes if not node.lost and node.name in answered]
-    text = "For how long the node has been silent that has been silent longest, of those that are not lost."
+    text = "Longest silence of a node that is not lost."
     yield _gauge("ganger_longest_silence_seconds", text, max(0.0, snapshot.now - min(alive, default=snapshot.now)))
     text = "Nodes on which the last start of a gang failed."
     yield _gauge("ganger_nodes_failing_starts", text, sum(node.launch_failures > 0 for node in snapshot.nodes))
-    yield _gauge("ganger_node_sets", "Sets of nodes on which gangs take turns.", snapshot.node_sets)
+    yield _gauge("ganger_node_sets", "Time-slice groups.", snapshot.node_sets)
     gpus: dict[str, Counter[str]] = {}
     for node in snapshot.nodes:
         kind = snapshot.configuration_sets[node.configuration_set]
@@ -262,7 +262,7 @@ class MetricsServer:
         self._http.server_close()
 
     def describe(self) -> Iterable[Any]:
-        """So that nothing is collected for being registered."""
+        """Return nothing, so that registering collects nothing."""
         return ()
 
     def collect(self) -> Iterator[Any]:

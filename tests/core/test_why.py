@@ -72,7 +72,7 @@ def test_the_explanation_of_a_job_on_a_silent_node_says_that_its_state_is_unknow
     drive.now += 20.0
     (blocker,) = explain(drive.state, number, drive.now).blockers
     assert blocker.reason is Reason.NODE_SILENT
-    assert blocker.message.startswith("nodes/n1 has not called for 100 s: what is said of the job is what was known")
+    assert blocker.message.startswith("nodes/n1 has not called for 100 s: the job's state is the one last reported")
     lost_after = drive.state.lost_after
     assert f"elsewhere once its silence has lasted {lost_after:.0f} s, or when an operator" in blocker.message
     drive.step(DeclareLost("n1"))
@@ -100,7 +100,7 @@ def test_closed_nodes_are_named_with_their_condition_as_the_only_blocker() -> No
     ("order", "fate"),
     [
         (None, "it goes on elsewhere once its silence has lasted 630 s, or when an operator says so"),
-        (SuspendJob(1), "it rests, to begin anew, once its silence"),
+        (SuspendJob(1), "it rests, and starts from the beginning, once its silence"),
         (CancelJob(1), "it ends once its silence"),
     ],
 )

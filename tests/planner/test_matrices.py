@@ -500,7 +500,7 @@ def test_a_pending_job_reports_why_it_is_not_time_sliced_where_others_are(
     lacks, told = told_blockers(drive.state, drive.job(number))
     assert (lacks.reason, lacks.figures) == (Reason.GPUS, {"needed": 4, "free": 0})
     assert told.reason is Reason.RANKED
-    assert told.detail.endswith(f"; it takes no turns, for {why}")
+    assert told.detail.endswith(f"; it is not time-sliced, because {why}")
 
 
 def test_what_was_refused_is_not_asked_again_at_once() -> None:

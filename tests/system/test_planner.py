@@ -60,7 +60,7 @@ def test_a_newcomer_gets_its_turn_and_both_end_right_though_planner_and_master_a
     eventually(is_stopped_for_it, what="the first newcomer trains", within_seconds=60, story=old.story)
     assert old.show()["checkpoint"]["step"] > 0
     assert "because GPUS: not enough free devices" in told[0]
-    assert "RANKED: first of those that wait, it starts once the planner of policy las finds it a place" in told[0]
+    assert "RANKED: first in the queue, it starts once the planner of policy las finds it a place" in told[0]
 
     (planner,) = planners(cluster)
     os.kill(planner, signal.SIGKILL)

@@ -34,7 +34,7 @@ FAILING = {
     "finding what is trained": "ganger.training.script_objects.Discovery.training",
     "counting bytes": "ganger.training.state_keeper._live_tensors",
     "publishing": "ganger.training.progress_reporter.ProgressReporter.publish",
-    "a boundary": "ganger.injob.order_handler.Obedience.attend",
+    "a boundary": "ganger.injob.order_handler.OrderHandler.attend",
     "the place of a fetch": "ganger.training.loops.fetch_place",
     "the place of a loop": "ganger.training.loops.places",
 }

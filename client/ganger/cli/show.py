@@ -251,11 +251,11 @@ def why(job: str, as_json: bool) -> None:
     for mover in answer.migration_steps:
         print_line(f"room is being made: {job_table.mover(mover)}")
     if not answer.blockers and (where or answer.job.state in FINISHED):
-        # Of an order on its way: what it waits for.
+        # What a pending order waits for.
         if where and answer.job.gang.phase in (Gang.PHASE_STARTING, Gang.PHASE_STOPPING):
             print_line(answer.assumption)
         return
-    # Of one that runs it is no cause: it is to leave its node, and cannot yet.
+    # A running job does not wait because of them: they keep it from leaving its node.
     first = "but" if where else "because"
     for position, blocker in enumerate(answer.blockers):
         print_line(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")

@@ -1,4 +1,4 @@
-"""`ganger submit`: flags and a job file become one description; what is wrong with it is said all at once.
+"""`ganger submit`: flags and a job file become one description; all its errors are reported together.
 
 `ganger update`: changes what was asked for of jobs and arrays that are there already.
 """
@@ -69,9 +69,11 @@ class _Submission(click.Command):
 @click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")
 @click.option("--priority", metavar="N", help="-1000 to 1000; higher goes first.")
 @click.option("--weight", metavar="W", help="Its share where jobs share GPUs, 0.01 to 100. Default 1.")
-@click.option("--converges", metavar="PART[,PASSES]", help="Over once so many passes lower its loss by less: optimus.")
+@click.option(
+    "--converges", metavar="PART[,PASSES]", help="Converged once each of PASSES passes lowers its loss by less."
+)
 @click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
-@click.option("--deadline", metavar="TIME", help="By when it should have ended: 2026-12-24T18:00, or 6h from now.")
+@click.option("--deadline", metavar="TIME", help="Time by which the job should end: 2026-12-24T18:00, or 6h from now.")
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
@@ -291,7 +293,7 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
         def change(name: str) -> Job | UpdateArrayResponse:
             message = _confirmed(client, name, wanted, request_id, yes)
             if not as_json:
-                _tell(message, given)
+                _print_updated(message, given)
             return message
 
         updated, worst = each_of(selection.named(client), change)
@@ -333,7 +335,7 @@ def _update(
         return client.update_array(array_of(name, error), wanted, request_id=request_id, may_end=may_end)
 
 
-def _tell(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
+def _print_updated(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
     from ganger.cli.job_table import job_sentence
     from ganger.console import print_line
     from ganger.v1.job_pb2 import Job

@@ -1,6 +1,7 @@
 """The one fit function: whether the claims of a gang can be held, and if not, why, with numbers.
 
-Approver, job schedulers, planner and simulator all ask here; two copies that disagree would propose and refuse forever.
+The approver, job schedulers, planner and simulator all use it: two copies that disagreed would propose and refuse for
+ever.
 It reads plain Python lists of the view: a verdict touches few nodes, and NumPy scalars would cost ten times as much.
 """
 

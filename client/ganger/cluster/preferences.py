@@ -64,7 +64,7 @@ FIRST_FIT = PlacementPreference("first-fit", "the first node with room, in the o
 
 
 def cut(family: Family, query: FeasibilityQuery) -> tuple[int, int]:
-    """Devices left over, and those of them beside the gang's in groups that it cuts."""
+    """Sort key: devices left over, then those of them in the groups (switches, sockets) that the gang cuts."""
     topology = family.topology
     if not query.gpus:
         return (family.free, topology.devices)
@@ -76,12 +76,12 @@ def cut(family: Family, query: FeasibilityQuery) -> tuple[int, int]:
 
 
 def left_over(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
-    """Then cores and memory."""
+    """Sort key of a node: the bound of its family, then free cores and memory."""
     return (*bound, alike.millicores, alike.memory)
 
 
 def least(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int]:
-    """Of nodes with room for equally many tasks."""
+    """Sort key among nodes with room for equally many tasks: free devices, cores, memory."""
     return (query.takable(alike.family).bit_count(), alike.millicores, alike.memory)
 
 
@@ -148,32 +148,33 @@ _MOST_CORES = 4095
 
 
 def line_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
-    """Line of the algorithm and level, then the most left; cores beside devices are left to gangs that use those."""
+    """Sort key: line of the algorithm, level, then most devices left. A gang without devices leaves the cores beside
+    devices to gangs that use those."""
     if not query.gpus:
         return (family.topology.devices,)
     return (line(family, query), query.level[family], -query.takable(family).bit_count())
 
 
 def apart(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
-    """Then the fewest jobs."""
+    """Sort key of a node: the bound of its family, then fewest jobs."""
     jobs = min(alike.jobs, _MOST_JOBS)
     return (*bound, jobs) if query.gpus else (*bound, jobs, -_cores(alike))
 
 
 def line_then_least(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
-    """Line of the algorithm and level, then the least left."""
+    """Sort key: line of the algorithm, level, then fewest devices left."""
     if not query.gpus:
         return (family.topology.devices,)
     return (line(family, query), query.level[family], query.takable(family).bit_count())
 
 
 def packed(alike: Alike, query: FeasibilityQuery, bound: tuple[int, ...]) -> tuple[int, ...]:
-    """Then the fewest jobs, or cores."""
+    """Sort key of a node: the bound of its family, then fewest jobs, or fewest cores for a gang without devices."""
     return (*bound, min(alike.jobs, _MOST_JOBS) if query.gpus else _cores(alike))
 
 
 def line(family: Family, query: FeasibilityQuery) -> int:
-    """Of the algorithm: 0 the same affinity, 1 no jobs yet, 2 any."""
+    """Return the line of Algorithm 1 that a node is for: 0 the same affinity, 1 no jobs yet, 2 any."""
     return 0 if family.affinity == query.gpus else 2 if family.affinity else 1
 
 

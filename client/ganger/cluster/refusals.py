@@ -7,7 +7,7 @@ caller's and will never work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, Flag, auto
 
 from msgspec import Struct, field
 
@@ -18,61 +18,107 @@ class RefusalKind(Enum):
     MISTAKE = "mistake"
 
 
+class Effect(Flag):
+    """What a reason means for the job that is refused."""
+
+    NONE = 0
+    # Other gangs give up devices, cores or memory, or a node comes back: the job keeps its place in the queue.
+    WAITS_FOR_CAPACITY = auto()
+    # No other job of the queue can end it: jobs behind this one may start. A strict queue waits for nodes all the same.
+    PASSED_OVER = auto()
+    # An operator or the user has to act: it is named before reasons that time may end.
+    NAMED_FIRST = auto()
+    # Another node may do: the job's scheduler leaves this one out.
+    EXCLUDES_NODE = auto()
+
+
+_CAPACITY = Effect.WAITS_FOR_CAPACITY
+_OF_NODE = Effect.PASSED_OVER | Effect.NAMED_FIRST | Effect.EXCLUDES_NODE
+_BLOCKER, _RACE, _MISTAKE = RefusalKind.BLOCKER, RefusalKind.RACE, RefusalKind.MISTAKE
+
+
 class Reason(Enum):
-    """The value is the name, as refusals are stored under; `meaning` is one sentence for the documentation."""
+    """Why something is refused. All consequences of a reason are in its row.
+
+    The value is the name, as refusals are stored under. `meaning`: one sentence for people. `effects`: what it means
+    for the job, read as attributes. `excluded_s`: seconds for which the planner leaves the node out for the job.
+    """
 
     kind: RefusalKind
     meaning: str
+    waits_for_capacity: bool
+    is_passed_over: bool
+    is_named_first: bool
+    excludes_node: bool
+    excluded_s: float
 
-    def __new__(cls, name: str, kind: RefusalKind, meaning: str) -> Reason:
+    def __new__(
+        cls, name: str, kind: RefusalKind, meaning: str, effects: Effect = Effect.NONE, excluded_s: float = 0.0
+    ) -> Reason:
         reason = object.__new__(cls)
         reason._value_, reason.kind, reason.meaning = name, kind, meaning
+        # Plain attributes: a member test of `Flag` costs ten times as much.
+        reason.waits_for_capacity = bool(effects & Effect.WAITS_FOR_CAPACITY)
+        reason.is_passed_over = bool(effects & Effect.PASSED_OVER)
+        reason.is_named_first = bool(effects & Effect.NAMED_FIRST)
+        reason.excludes_node = bool(effects & Effect.EXCLUDES_NODE)
+        reason.excluded_s = excluded_s
         return reason
 
-    # Asked for all the time, and that of `Enum` is a call of Python's.
+    # Hashed often; that of `Enum` is a call of Python code.
     __hash__ = object.__hash__
 
-    GPUS = "GPUS", RefusalKind.BLOCKER, "not enough free devices"
-    CORES = "CORES", RefusalKind.BLOCKER, "not enough free cores beside the devices"
-    MEMORY = "MEMORY", RefusalKind.BLOCKER, "not enough free host memory"
-    DEVICE_MEMORY = "DEVICE_MEMORY", RefusalKind.BLOCKER, "not enough memory left on the devices"
-    LOCALITY = "LOCALITY", RefusalKind.BLOCKER, "free devices lie further apart than the job accepts"
-    DEVICE_TYPE = "DEVICE_TYPE", RefusalKind.BLOCKER, "no node with this device type is available"
+    GPUS = "GPUS", _BLOCKER, "not enough free devices", _CAPACITY
+    CORES = "CORES", _BLOCKER, "not enough free cores beside the devices", _CAPACITY
+    MEMORY = "MEMORY", _BLOCKER, "not enough free host memory", _CAPACITY
+    DEVICE_MEMORY = "DEVICE_MEMORY", _BLOCKER, "not enough memory left on the devices", _CAPACITY
+    LOCALITY = "LOCALITY", _BLOCKER, "free devices lie further apart than the job accepts", _CAPACITY
+    DEVICE_TYPE = (
+        "DEVICE_TYPE",
+        _BLOCKER,
+        "no node with this device type is available",
+        Effect.PASSED_OVER | Effect.NAMED_FIRST,
+    )
     NODE_UNAVAILABLE = (
         "NODE_UNAVAILABLE",
-        RefusalKind.BLOCKER,
+        _BLOCKER,
         "the node takes no gangs: unknown, silent, cordoned or lost",
+        Effect.WAITS_FOR_CAPACITY | Effect.PASSED_OVER | Effect.EXCLUDES_NODE,
     )
-    NODE_SILENT = "NODE_SILENT", RefusalKind.BLOCKER, "the node's daemon does not call, so no order reaches it"
-    PROTECTED = "PROTECTED", RefusalKind.BLOCKER, "the pieces are kept for a job that goes first"
-    RESERVED = "RESERVED", RefusalKind.BLOCKER, "the pieces are reserved for a large gang"
-    RANKED = "RANKED", RefusalKind.BLOCKER, "the planner lets others have the devices first"
-    QUOTA = "QUOTA", RefusalKind.BLOCKER, "the user's share is used up"
-    ARRAY_LIMIT = "ARRAY_LIMIT", RefusalKind.BLOCKER, "so many members of its array as may run at once do or wait to"
-    FAILING = "FAILING", RefusalKind.BLOCKER, "its attempts fail one after the other, so it is tried again later"
+    NODE_SILENT = "NODE_SILENT", _BLOCKER, "the node's daemon does not call, so no order reaches it"
+    PROTECTED = "PROTECTED", _BLOCKER, "the pieces are kept for a job that goes first", Effect.EXCLUDES_NODE
+    RESERVED = "RESERVED", _BLOCKER, "the pieces are reserved for a large gang", Effect.EXCLUDES_NODE
+    RANKED = "RANKED", _BLOCKER, "the planner lets others have the devices first"
+    QUOTA = "QUOTA", _BLOCKER, "the user's share is used up", Effect.PASSED_OVER | Effect.NAMED_FIRST
+    ARRAY_LIMIT = "ARRAY_LIMIT", _BLOCKER, "as many members of its array as may run at once run or are about to"
+    FAILING = "FAILING", _BLOCKER, "its attempts fail one after the other, so it is tried again later"
     STORAGE_NOT_SHARED = (
         "STORAGE_NOT_SHARED",
-        RefusalKind.BLOCKER,
+        _BLOCKER,
         "the checkpoint lies on storage the node does not see",
+        _OF_NODE,
+        900.0,
     )
-    CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", RefusalKind.BLOCKER, "the daemon cannot become the job's user"
-    QUARANTINED = "QUARANTINED", RefusalKind.BLOCKER, "a gang of it that the master did not start is there already"
+    CANNOT_SWITCH_USER = "CANNOT_SWITCH_USER", _BLOCKER, "the daemon cannot become the job's user", _OF_NODE, 900.0
+    QUARANTINED = "QUARANTINED", _BLOCKER, "a gang of it that the master did not start is there already"
     LAUNCH_FAILED = (
         "LAUNCH_FAILED",
-        RefusalKind.BLOCKER,
+        _BLOCKER,
         "the job could not be launched there, and no other job has been since",
+        Effect.NAMED_FIRST | Effect.EXCLUDES_NODE,
+        30.0,
     )
 
-    STALE_REVISION = "STALE_REVISION", RefusalKind.RACE, "the job has changed since the request was computed"
-    OUT_OF_TURN = "OUT_OF_TURN", RefusalKind.RACE, "the turn has expired or belongs to another"
-    NODE_GONE = "NODE_GONE", RefusalKind.RACE, "the node left the view"
+    STALE_REVISION = "STALE_REVISION", _RACE, "the job has changed since the request was computed"
+    OUT_OF_TURN = "OUT_OF_TURN", _RACE, "the placement lease has expired or belongs to another job"
+    NODE_GONE = "NODE_GONE", _RACE, "the node left the view"
 
-    GANG_IMPOSSIBLE = "GANG_IMPOSSIBLE", RefusalKind.MISTAKE, "no cluster of this make could ever hold the gang"
-    CLAIM_MISMATCH = "CLAIM_MISMATCH", RefusalKind.MISTAKE, "the claims do not add up to the job's tasks"
-    NOT_SUPPORTED = "NOT_SUPPORTED", RefusalKind.MISTAKE, "not built yet"
-    WRONG_STATE = "WRONG_STATE", RefusalKind.MISTAKE, "the job's state does not allow it"
-    QUANTUM = "QUANTUM", RefusalKind.MISTAKE, "a quantum is too short for what a switch of rows takes"
-    LEVEL_UNAVAILABLE = "LEVEL_UNAVAILABLE", RefusalKind.MISTAKE, "the job cannot be suspended at this level"
+    GANG_IMPOSSIBLE = "GANG_IMPOSSIBLE", _MISTAKE, "no cluster of this make could ever hold the gang"
+    CLAIM_MISMATCH = "CLAIM_MISMATCH", _MISTAKE, "the claims do not add up to the job's tasks"
+    NOT_SUPPORTED = "NOT_SUPPORTED", _MISTAKE, "not built yet"
+    WRONG_STATE = "WRONG_STATE", _MISTAKE, "the job's state does not allow it"
+    QUANTUM = "QUANTUM", _MISTAKE, "the quantum is shorter than a slice switch allows"
+    LEVEL_UNAVAILABLE = "LEVEL_UNAVAILABLE", _MISTAKE, "the job cannot be suspended at this level"
 
 
 class Refusal(Struct, frozen=True, gc=False):

@@ -25,7 +25,7 @@ from ganger.injob import exit_code as exitcode
 from ganger.injob import state_image
 from ganger.injob.gang_pages import GangPages
 from ganger.injob.job_socket import JobSocketClient
-from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, Obedience, StopRequest
+from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
 from ganger.injob.page import (
     EXIT_NO_STATE,
     PAGE_BYTES,
@@ -112,7 +112,7 @@ class Control:
         self.restore: RestoreOrder | None = None
         self._socket = JobSocketClient(socket_path)
         pages = GangPages(os.path.dirname(page.path), self.world, [page])
-        self._obedience = Obedience(page, pages, job_dir, self._socket, self.error, self._withdraw)
+        self._obedience = OrderHandler(page, pages, job_dir, self._socket, self.error, self._withdraw)
         # What has failed once, as `Capability` bits: it is not offered again.
         self._withdrawn = 0
         hot_path = _make_boundary(page.words, self._obedience.attend)
@@ -256,7 +256,7 @@ class Control:
         self._replace_attend(self._count)
 
     def _count(self, step: int, now: int) -> Known:
-        """Stand in for `Obedience.attend`: publish the step and obey nothing."""
+        """Stand in for `OrderHandler.attend`: publish the step and obey nothing."""
         words = self.page.words
         if not words[Word.FIRST_STEP_TIME]:
             words[Word.FIRST_STEP_TIME] = now

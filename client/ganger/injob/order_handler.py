@@ -1,7 +1,8 @@
-"""What a rank does at a boundary when there is more to do than to count: the slow path behind `Control.boundary`.
+"""The slow path of a boundary, behind `Control.boundary`: it obeys the orders on a rank's control page.
 
 It acknowledges stops, runs on as far as the rule of `boundary` allows, holds at the agreed step at whatever level is
-ordered, and goes on when told. It never decides alone on partial knowledge: while in doubt it waits, and looks again.
+ordered, and goes on when it is ordered to. It never decides alone on partial knowledge: while in doubt it waits, and
+looks again.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Handlers(NamedTuple):
     on_retune: Callable[[int, int], None] | None = None
 
 
-class Obedience:
-    """The orders of one page, obeyed.
+class OrderHandler:
+    """Obeys the orders on one control page.
 
     ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
     level failed that must not be offered again.
@@ -210,13 +211,13 @@ class Obedience:
             backoff.reset()
         else:
             self._leave_if_saved(order)
-            backoff.until_told(self._socket)
+            backoff.until_message(self._socket)
 
     def _pass_freely(self, order: PageOrder, backoff: _Sleep) -> int | None:
         """Return as `_pass` does if the boundary is passed without an agreement, or None after a wait."""
         if order.order == PageOrderKind.WAIT:
             self._wait_ready(order)
-            backoff.until_told(self._socket)
+            backoff.until_message(self._socket)
             return None
         if not self._is_able(order):
             self._wait(backoff)
@@ -488,8 +489,8 @@ class _Sleep:
         limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
         self._delay = min(self._delay * 1.5, limit)
 
-    def until_told(self, socket: JobSocketClient) -> None:
-        """It rests: what it waits for is an order."""
+    def until_message(self, socket: JobSocketClient) -> None:
+        """Wait for a message on the socket, such as an order for a rank that rests."""
         if socket.connected:
             socket.wait(_TOLD_SLEEP)
         else:

@@ -71,18 +71,6 @@ class JobScheduler(ABC):
 
 # A second candidate costs little and saves a round trip when the first was just taken.
 _CANDIDATES = 4
-# Nodes kept for others or closed to it are left alone for the rest of the turn, and in the next ones while there is any
-# other place: the view does not show it.
-_CLOSED = frozenset(
-    {
-        Reason.PROTECTED,
-        Reason.RESERVED,
-        Reason.STORAGE_NOT_SHARED,
-        Reason.CANNOT_SWITCH_USER,
-        Reason.NODE_UNAVAILABLE,
-        Reason.LAUNCH_FAILED,
-    }
-)
 
 
 class DefaultScheduler(JobScheduler):
@@ -129,7 +117,7 @@ class DefaultScheduler(JobScheduler):
         return (turn.suggested, *found[: _CANDIDATES - 1])
 
     def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
-        kept = [refusal for refusal in refusals if refusal.reason in _CLOSED]
+        kept = [refusal for refusal in refusals if refusal.reason.excludes_node]
         nodes = {refusal.node for refusal in kept if refusal.node}
         conflict = {
             refusal.node for refusal in refusals if refusal.reason.kind is not RefusalKind.MISTAKE and refusal.node

@@ -95,21 +95,14 @@ _NO_CANDIDATES = (Refusal(Reason.CLAIM_MISMATCH, detail="a request without candi
 _KINDS = (RefusalKind.MISTAKE, RefusalKind.BLOCKER, RefusalKind.RACE)
 
 
-# What no other change of the cluster helps against comes before what the next release may solve.
-_FIRST = (
-    Reason.QUOTA,
-    Reason.DEVICE_TYPE,
-    Reason.STORAGE_NOT_SHARED,
-    Reason.CANNOT_SWITCH_USER,
-    Reason.LAUNCH_FAILED,
-)
-
-
 def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
     """Order refusals: mistakes first, then lasting blockers, then what a retry may solve; else as given."""
-    return tuple(
-        sorted(refusals, key=lambda one: (_KINDS.index(one.reason.kind), one.reason not in _FIRST, _is_indirect(one)))
-    )
+    return tuple(sorted(refusals, key=_rank))
+
+
+def _rank(refusal: Refusal) -> tuple[int, bool, bool]:
+    reason = refusal.reason
+    return (_KINDS.index(reason.kind), not reason.is_named_first, _is_indirect(refusal))
 
 
 def _is_indirect(refusal: Refusal) -> bool:

@@ -26,7 +26,6 @@ from ganger_master.core.lifecycle import trouble_of
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
-from ganger_master.core.queue import WAITS_FOR_PIECES
 from ganger_master.core.reservations import NOTHING, Protected, trespass
 from ganger_master.core.retry import is_backing_off
 from ganger_master.core.state import State
@@ -172,7 +171,7 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
         known = {one.reason for one in blockers}
         return Explanation((*blockers, *(one for one in told if one.reason not in known)), assumption=assumption)
     holders = tuple(_holders(state, now))
-    if any(blocker.reason not in WAITS_FOR_PIECES | _BEHIND for blocker in blockers[:1]):
+    if any(not one.reason.waits_for_capacity and one.reason not in _BEHIND for one in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     expected = estimate(state.view, _shape(job), holders, now)
     if not expected.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
@@ -244,9 +243,9 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
     if not rank:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")
     why = _takes_no_turns(state, job)
-    alone = f"; it takes no turns, for {why}" if why else ""
+    alone = f"; it is not time-sliced, because {why}" if why else ""
     if rank == 1:
-        text = f"first of those that wait, it starts once the planner of policy {policy} finds it a place{alone}"
+        text = f"first in the queue, it starts once the planner of policy {policy} finds it a place{alone}"
         return Refusal(Reason.RANKED, detail=text)
     text = f"the planner of policy {policy} lets others go first{alone}"
     return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=text)
@@ -327,7 +326,7 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
             patience_s = None if cut_off[name] == math.inf else cut_off[name] - (answered or 0.0)
         lost = "only " if patience_s is None else f"once its silence has lasted {patience_s:.0f} s, or "
         detail = (
-            f"nodes/{name} {how}: what is said of the job is what was known then, and no order reaches"
+            f"nodes/{name} {how}: the job's state is the one last reported, and no order reaches"
             f" it; it {fate} {lost}when an operator says so (`ganger lost {name}`)"
         )
         # Right after a restart it is only expected.
@@ -341,7 +340,7 @@ def _once_lost(job: JobRecord) -> str:
     if job.ending is not None and job.ending.is_finished:
         return "ends"
     if job.state is JobState.SUSPENDED:
-        return "rests on its last checkpoint" if job.checkpoint is not None else "rests, to begin anew,"
+        return "rests on its last checkpoint" if job.checkpoint is not None else "rests, and starts from the beginning,"
     return "goes on elsewhere"
 
 

@@ -69,7 +69,7 @@ def run(gang: Gang, now: float) -> Gang:
 
 
 def park(gang: Gang, level: SuspendLevel, now: float, by_plan: bool) -> Gang:
-    """Change the level of the stop that is under way."""
+    """Order a gang to park at a level; during a stop, only the level changes."""
     sequence = gang.master_sequence + 1
     return replace(
         gang,

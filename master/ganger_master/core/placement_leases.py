@@ -34,7 +34,7 @@ from ganger_master.core.elastic import rests_for_any_size, shape_for
 from ganger_master.core.events import Event, GangRefused
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.preconditions import find_job, unfinished
-from ganger_master.core.queue import WAITS_FOR_PIECES, GrantedLease
+from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 
 # Jobs behind the head of the queue that may get a lease: bounds the work of one event.
@@ -418,7 +418,8 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Res
         approved = events.GangApproved(now, cause, job.number, tuple(verdict.claims), verdict.level)
         return (approved,), answers.Approved(job.number, 0, 0, 0, verdict.candidate)
     # Another candidate may fit; what is kept for others stays kept.
-    is_conflict = verdict.refusals[0].reason in WAITS_FOR_PIECES or verdict.refusals[0].reason.kind is RefusalKind.RACE
+    first = verdict.refusals[0].reason
+    is_conflict = first.waits_for_capacity or first.kind is RefusalKind.RACE
     kept = is_conflict and turn is not None and turn.tries + 1 < _TRIES_LIMIT
     refused = events.GangRefused(
         now, cause, job.number, tuple(verdict.refusals), command.turn, kept, state.view.version

@@ -14,20 +14,6 @@ from msgspec import Struct
 # The policy's key of a job, and its number behind.
 Place: TypeAlias = tuple[int, ...]
 
-# Blockers that only a change of the free pieces removes. Room is kept for jobs that have one.
-WAITS_FOR_PIECES: Final = frozenset(
-    {Reason.GPUS, Reason.CORES, Reason.MEMORY, Reason.DEVICE_MEMORY, Reason.LOCALITY, Reason.NODE_UNAVAILABLE}
-)
-# Blockers that do not depend on other jobs of the queue: a job that has one is passed over.
-_LASTING: Final = frozenset(
-    {
-        Reason.QUOTA,
-        Reason.DEVICE_TYPE,
-        Reason.NODE_UNAVAILABLE,
-        Reason.STORAGE_NOT_SHARED,
-        Reason.CANNOT_SWITCH_USER,
-    }
-)
 _LONGEST_RUN: Final = 512
 
 
@@ -75,13 +61,13 @@ class ReservedPlaces(Struct, frozen=True, gc=False):
 
 
 def is_lack(refusals: tuple[Refusal, ...]) -> bool:
-    return bool(refusals) and refusals[0].reason in WAITS_FOR_PIECES
+    return bool(refusals) and refusals[0].reason.waits_for_capacity
 
 
 def is_lasting(refusals: tuple[Refusal, ...], is_strict: bool) -> bool:
     """Return whether a job with these refusals waits for no other job. A strict queue keeps room also for jobs that
     wait for nodes."""
-    if not refusals or refusals[0].reason not in _LASTING:
+    if not refusals or not refusals[0].reason.is_passed_over:
         return False
     return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not is_strict
 

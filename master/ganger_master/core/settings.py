@@ -13,7 +13,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """`lost_after_seconds` None: no node is ever lost without an operator's word."""
+    """`lost_after_seconds` None: a node is lost only when an operator declares it lost."""
 
     lost_after_seconds: float | None = 600.0
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
@@ -23,7 +23,7 @@ class CoreSettings:
     restored_wait_seconds: float = 20.0
     # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
     poll_seconds: float = 60.0
-    # Beyond that its node takes no gangs until it calls; None: they are taken for well, as where nodes are modelled.
+    # A node whose daemon is this much later than that takes no gangs until it calls. None: never, as modelled nodes.
     silent_margin_seconds: float | None = 30.0
     policy: str = "fifo"
     # Minimum time between two plans that preempt running jobs.
@@ -35,7 +35,7 @@ class CoreSettings:
     storage: str = ""
     storage_token: str = ""
     checkpoint_interval_seconds: float = 1800.0
-    # What a job has written goes so long after it ended; None: never.
+    # Time after a job's end at which its logs are deleted; None: never.
     logs_kept_seconds: float | None = 30 * 86400.0
     # A session that answered this recently keeps its name; a node that did cannot be declared lost.
     session_alive_seconds: float = 10.0

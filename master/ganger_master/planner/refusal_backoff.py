@@ -15,12 +15,6 @@ from ganger_master.core.plan_changes import CoresChange, PlanChange, ResizeChang
 
 # Changes of other jobs may end the cause without an event for this job.
 _NOTED_S: Final = 5.0
-# How long nodes stay excluded for a job: wrong users or storage need an operator; a failed launch may succeed soon.
-_CLOSED_S: Final = {
-    Reason.STORAGE_NOT_SHARED: 900.0,
-    Reason.CANNOT_SWITCH_USER: 900.0,
-    Reason.LAUNCH_FAILED: 30.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +55,10 @@ class RefusalBackoff:
         number = change.number
         if isinstance(change, SuspendChange | ResizeChange):
             self._not_stopped[number] = now + _NOTED_S
-        elif refusal.reason in _CLOSED_S:
-            nodes = frozenset(one.node for one in refusals if one.reason in _CLOSED_S and one.node)
+        elif refusal.reason.excluded_s:
+            nodes = frozenset(one.node for one in refusals if one.reason.excluded_s and one.node)
             known = self._closed.get(number, (0.0, frozenset[str]()))[1]
-            self._closed[number] = now + _CLOSED_S[refusal.reason], known | nodes
+            self._closed[number] = now + refusal.reason.excluded_s, known | nodes
         else:
             self._not_started[number] = now + _NOTED_S
 

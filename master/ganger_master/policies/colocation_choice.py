@@ -1,7 +1,7 @@
 """Which jobs to put on one GPU together: tried where a forecast promises a gain, kept only where measuring shows it.
 
-A pack pays when the sum of its residents' rates, each by its rate alone, is more than the best of its parts made of the
-GPU before: one job alone makes exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries the job of
+A co-location pays if its jobs' normalised rates (rate together over rate alone) sum to more than the better of its parts
+reached before: one job alone reaches exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries the job of
 the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from every
 trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs they
 were, and tried again after a while, for jobs change. Packs are watched as long as they last.
@@ -219,14 +219,14 @@ def _still_pays(measured: tuple[TrialRates, ...], least_speeds: tuple[float, ...
 
 
 def _likeness(berth: Berth) -> Hashable:
-    """All that a forecast asks of it."""
+    """Return all that a forecast reads of a berth."""
     residents = [(one.signature, one.pressure, one.least_speed) for one in berth.residents]
     return berth.gain, tuple(residents)
 
 
 def _rank(host: Berth, guest: Berth, failed: FailedTrials[Pair], now: float, belief: Contention) -> _Rank | None:
-    """Smaller is better; None: not worth trying. Of equal gains the surer one: that which leaves more of the GPU
-    idle."""
+    """Return the sort key of a pair, smaller is better; None if it is not worth trying. Of equal gains the one that
+    leaves more of the GPU idle is better: its forecast is surer."""
     residents = (*host.residents, *guest.residents)
     speeds = shared_speeds([one.pressure for one in residents], belief)
     too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
@@ -244,9 +244,9 @@ def _by_seat(
     comes_too_late: Callable[[Berth, Berth], bool],
     may: Callable[[Berth, Berth], bool],
 ) -> Iterator[tuple[Berth, Berth]]:
-    """Hosts and guests of one rank, by seat; none of which is said by its turn that it comes too late. `may` is asked
-    of no more pairs than come to be looked at: it takes longer than all the rest."""
-    # Whose host is the one of the higher seat: their turn comes later.
+    """Yield hosts and guests of one rank, by seat, without pairs that are too late when their turn comes. `may` takes
+    longer than all the rest, so it is asked only of pairs whose turn comes."""
+    # Pairs whose host has the higher seat: their turn comes later.
     later: list[tuple[tuple[Seat, Seat], int, Berth, Berth]] = []
 
     def whose_turn_is_before(seats: tuple[Seat, Seat] | None) -> Iterator[tuple[Berth, Berth]]:

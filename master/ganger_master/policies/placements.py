@@ -1,13 +1,13 @@
 """Where a gang goes, by name: pure searches in a `CapacityIndex`, which they leave as it was.
 
-All of them keep to the same words. A gang goes on one node if one has room for it and the job does not ask for more;
+All follow one rule. A gang goes on one node if one has room for it and the job does not ask for more;
 else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
 found fits.
 
 **Least growth of fragmentation** (FGD: Weng et al., "Beware of Fragmentation", USENIX ATC 2023, section 4).
 
 A gang goes where the expected number of GPUs that the next gang could not use grows least, over the kinds of gangs that
-are asked for. Told of none it takes its own kind for all. Ties go where the least is left over.
+are asked for. Without a demand it assumes that all gangs are of its own kind. Ties go where the least is left over.
 
 **Optimus's placement** (Peng et al., EuroSys 2018, section 4.2): the fewest servers, with equally many parameter
 servers and equally many workers on each.
@@ -64,7 +64,7 @@ _MOST_DEMANDS: Final = 1 << 10
 
 
 class FragmentationGrowth:
-    """Of the fragments of one node when the whole gang, or as many of its tasks as fit, come to it."""
+    """Growth of fragmentation on one node if the whole gang, or as many of its tasks as fit, come to it."""
 
     def __init__(self, demand: GangMix) -> None:
         self._demand = demand
@@ -224,7 +224,7 @@ def _share(query: FeasibilityQuery, number: int, server: int) -> tuple[int, ...]
 
 
 class _Known(Iterable[tuple[Any, Slots]]):
-    """What was looked at once is not made again."""
+    """A cache of the runs made so far."""
 
     def __init__(self, runs: Iterator[tuple[Any, Slots]]) -> None:
         self._more = runs

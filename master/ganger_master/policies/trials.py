@@ -1,9 +1,9 @@
 """Trials of changes: whether one helped, from the rates before and after it, and the backoff of those that did not.
 
-Rates are measured in windows, each of several mini-batches, so that one window says little about the next. A change is
-judged where its windows have doubled in number and nowhere between, each look with half the doubt of the one before:
-looking again and again does not make chance look like gain, since all looks together are wrong with a probability of at
-most `doubt`. What is still open after the last look did not help enough to be seen, and is undone.
+Rates are measured in windows of several mini-batches, so that windows are nearly independent. A change is judged after
+4, 8, 16, ... windows, each time with half the error probability of the time before. All looks together are then wrong
+with a probability of at most `doubt`, however often one looks. A change that is still open after the last look did not
+help enough to be seen, and is undone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GainEstimate:
     freedom: float = math.inf
 
     def bounds(self, doubt: float) -> tuple[float, float]:
-        """Between them it lies but for `doubt` on either side (Student's t)."""
+        """Return the confidence bounds by Student's t; the error probability of each is `doubt`."""
         if self.deviation == 0.0:
             return self.value, self.value
         reach = _quantile(1.0 - doubt, self.freedom) * self.deviation

@@ -63,7 +63,7 @@ class MasterCounters:
         self.commit_calls.add(calls)
 
     def answered(self, answer: Answer) -> None:
-        """Of requests for gangs and of plans: what was rejected."""
+        """Count the rejections of a request for a gang or of a plan."""
         if isinstance(answer, Rejected):
             verdicts = [answer.refusals]
         elif isinstance(answer, PlanAnswer):
@@ -73,7 +73,7 @@ class MasterCounters:
         self.rejections.update(refusals[0].reason.name for refusals in verdicts if refusals)
 
     def happened(self, entry: HistoryRow) -> None:
-        """Of what is durable."""
+        """Count one durable entry of the history."""
         kind = entry.kind
         self.events[kind] += 1
         if kind == "gang_approved":

@@ -1,9 +1,7 @@
-"""The launcher's loop: one thread, one selector over callers, children and what children have to say.
+"""The launcher's loop: one thread, one selector over callers, children and messages of children.
 
-Every end of a rank is recorded durably before it is reported. But for that record nothing in the loop waits for a disk
+Every end of a rank is recorded durably before it is reported. Nothing else in the loop waits for a disk
 or a child: what may take long (publishing, touching memory) is done by forked helpers.
-
-The processes that a launcher looks after.
 """
 
 from __future__ import annotations
