@@ -67,7 +67,8 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
     if not offered.offers(level):
         return _unavailable(job, level.name)
     if level is SuspendLevel.PAUSE and gang.epoch in state.gangs.set_of:
-        text = f"{job.name} is time-sliced with others on its devices, and a paused job keeps them: use OFFLOAD or CHECKPOINT"
+        what = "is time-sliced with others on its devices, and a paused job keeps them"
+        text = f"{job.name} {what}: use OFFLOAD or CHECKPOINT"
         return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
     if present > level:
         return Refused(

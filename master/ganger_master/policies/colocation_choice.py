@@ -1,10 +1,10 @@
 """Which jobs to put on one GPU together: tried where a forecast promises a gain, kept only where measuring shows it.
 
-A co-location pays if its jobs' normalised rates (rate together over rate alone) sum to more than the better of its parts
-reached before: one job alone reaches exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries the job of
-the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from every
-trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs they
-were, and tried again after a while, for jobs change. Packs are watched as long as they last.
+A co-location pays if its jobs' normalised rates (rate together over rate alone) sum to more than the better of its
+parts reached before: one job alone reaches exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries
+the job of the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from
+every trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs
+they were, and tried again after a while, for jobs change. Co-locations are watched as long as they last.
 """
 
 from __future__ import annotations
