@@ -1164,6 +1164,7 @@ class LiveGang(google.protobuf.message.Message):
     CLAIMS_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
     NODE_SET_FIELD_NUMBER: builtins.int
+    IS_HANDING_OVER_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     phase: ganger.v1.job_pb2.Gang.Phase.ValueType
     parked_level: ganger.v1.job_pb2.SuspendLevel.ValueType
@@ -1172,6 +1173,8 @@ class LiveGang(google.protobuf.message.Message):
     """It has the order to stop."""
     node_set: builtins.int
     """Its time-slice group; zero if it is not time-sliced."""
+    is_handing_over: builtins.bool
+    """It migrates: it stops at a boundary, and its job continues in another place."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -1196,10 +1199,11 @@ class LiveGang(google.protobuf.message.Message):
         claims: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
         held: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
         node_set: builtins.int = ...,
+        is_handing_over: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["create_time", b"create_time", "phase_time", b"phase_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "is_stopping", b"is_stopping", "node_set", b"node_set", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["claims", b"claims", "create_time", b"create_time", "epoch", b"epoch", "held", b"held", "is_handing_over", b"is_handing_over", "is_stopping", b"is_stopping", "node_set", b"node_set", "parked_level", b"parked_level", "phase", b"phase", "phase_time", b"phase_time"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveGang: typing_extensions.TypeAlias = LiveGang

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from math import floor
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -21,12 +22,15 @@ def duration(seconds: float) -> Duration:
 
 
 def seconds(value: Duration) -> float:
-    return value.seconds + value.nanos / _NS_PER_S
+    """The float nearest to the duration: that of `round(seconds, 9)`."""
+    return (value.seconds * _NS_PER_S + value.nanos) / _NS_PER_S
 
 
 def timestamp(unix_seconds: float) -> Timestamp:
-    """Unix seconds as a Timestamp, rounded to nanoseconds."""
-    return timestamp_of_ns(round(unix_seconds * _NS_PER_S))
+    """Unix seconds as a Timestamp, rounded to nanoseconds; `unix_seconds` returns an instant of today exactly."""
+    # A float has not the digits for the nanoseconds since 1970.
+    whole = floor(unix_seconds)
+    return timestamp_of_ns(whole * _NS_PER_S + round((unix_seconds - whole) * _NS_PER_S))
 
 
 def timestamp_of_ns(unix_ns: int) -> Timestamp:

@@ -255,7 +255,9 @@ def _finish(state: State, job: JobRecord, now: float, cause: str) -> None:
 def clock_stopped(job: JobRecord, now: float) -> JobRecord:
     if not job.running_since:
         return job
-    return replace(job, run_seconds=job.run_seconds + max(0.0, now - job.running_since), running_since=0.0)
+    # To the nanosecond, as messages have it: the rest is rounding of floats, and a planner would order jobs by it.
+    run_seconds = round(job.run_seconds + max(0.0, now - job.running_since), 9)
+    return replace(job, run_seconds=run_seconds, running_since=0.0)
 
 
 def started(job: JobRecord, gang: Gang) -> JobRecord:

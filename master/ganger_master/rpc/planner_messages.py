@@ -133,6 +133,7 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
     into.phase = _PHASES_TO_WIRE[gang.phase]
     into.parked_level = job_messages.level_to_wire(gang.park_level)
     into.is_stopping = gang.intent is GangIntent.STOP
+    into.is_handing_over = gang.intent is GangIntent.HAND_OVER
     _put_time(into.create_time, gang.create_time)
     if gang.since:
         _put_time(into.phase_time, gang.since)
@@ -154,11 +155,19 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         # Planners do not read the locality of a running gang.
         LocalityLevel.CLUSTER,
         _time(message.create_time),
-        intent=GangIntent.STOP if message.is_stopping else GangIntent.PARK if parked else GangIntent.RUN,
+        intent=_intent_from_wire(message),
         park_level=parked,
         since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
         node_set=message.node_set,
     )
+
+
+def _intent_from_wire(message: scheduling_pb2.LiveGang) -> GangIntent:
+    if message.is_stopping:
+        return GangIntent.STOP
+    if message.is_handing_over:
+        return GangIntent.HAND_OVER
+    return GangIntent.PARK if message.parked_level else GangIntent.RUN
 
 
 def _put_time(message: Timestamp, unix_seconds: float) -> None:
