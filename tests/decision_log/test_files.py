@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from decision_log.kit import busy, recorded, rerun_of, stormy
-from ganger_master.decision_log.recording import LineError, RecordingUnreadable
+from ganger_master.decision_log.log_file import RecordingUnreadable
+from ganger_master.decision_log.recording import LineError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -70,9 +71,9 @@ def header(**changes: object) -> Callable[[list[bytes]], Iterator[bytes]]:
     ("change", "says"),
     [
         (header(format=2, ganger="9.9"), "has format 2, written by ganger 9.9; this ganger reads format 1"),
-        (header(line="trace"), "is no recording of a master"),
+        (header(line="trace"), "is no recording of Ganger"),
         (lambda lines: lines[:0], "is empty"),
-        (lambda lines: lines[1:], "is no recording of a master"),
+        (lambda lines: lines[1:], "is no recording of Ganger"),
         (lambda lines: lines[:-1], "breaks off behind line"),
         (lambda lines: [*lines, lines[-1]], "there is more behind its end"),
         (lambda lines: [lines[0], *lines], ":2: it is damaged: no place for Header"),

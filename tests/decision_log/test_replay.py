@@ -20,6 +20,7 @@ from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.job_history import Story
+from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recording import (
     FORMAT,
     BatchLine,
@@ -28,7 +29,6 @@ from ganger_master.decision_log.recording import (
     Header,
     Rerun,
     raw,
-    read_lines,
     state_lines,
 )
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 from ganger.cluster.resources import Claim
-from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
-from ganger_master.planner_process.plan_parts import batches_of, parts_of
+from ganger_master.core.commands import Promise
+from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange, TrialFinding
+from ganger_master.planner.context import Plan
+from ganger_master.planner.plan_parts import batches_of, parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def plan(*groups: int) -> list[PlanChange]:
+def plan(*groups: int) -> Plan:
     """Groups of so many changes; zero stands for one without a group."""
     changes: list[PlanChange] = []
     for group in groups:
         first = len(changes) + 1
         numbers = range(first, first + max(1, group))
         changes.extend([SuspendChange(number, 1, together=first if group else 0) for number in numbers])
-    return changes
+    return Plan(tuple(changes))
 
 
 @pytest.mark.parametrize(
@@ -33,32 +35,43 @@ def plan(*groups: int) -> list[PlanChange]:
     ],
 )
 def test_a_part_ends_before_the_group_that_no_longer_fits(groups: tuple[int, ...], lengths: list[int]) -> None:
-    assert [len(part) for part in parts_of(plan(*groups), 3)] == lengths
+    assert [len(part.changes) for part in parts_of(plan(*groups), 3)] == lengths
 
 
 def test_a_part_ends_before_the_gang_whose_claims_no_longer_fit() -> None:
     claims = tuple([Claim(f"n{number}", 1, (1_000,), 1 << 30, 0, (1,)) for number in range(4)])
     changes = [StartChange(number, 1, claims[:many]) for number, many in enumerate((2, 2, 1, 4, 1))]
-    parts = parts_of(changes, most_claims=3)
-    assert [[change.number for change in part] for part in parts] == [[0], [1, 2], [3], [4]]
+    parts = parts_of(Plan(tuple(changes)), most_claims=3)
+    assert [[change.number for change in part.changes] for part in parts] == [[0], [1, 2], [3], [4]]
 
 
 def test_parts_that_only_start_jobs_are_judged_at_once_and_any_other_part_after_the_one_before_it() -> None:
     start, stop = (StartChange(1, 1, ()),), (StartChange(1, 1, ()), SuspendChange(2, 1))
     parts = [(), start, start, start, stop, start, stop, stop, start, start]
-    batches = list(batches_of(enumerate(parts), 3))
-    assert [[number for number, _ in batch] for batch in batches] == [[0, 1, 2], [3], [4], [5], [6], [7], [8, 9]]
-    assert [changes for batch in batches for _, changes in batch] == parts
+    batches = [[part.changes for part in batch] for batch in batches_of([Plan(changes) for changes in parts], 3)]
+    assert [len(batch) for batch in batches] == [3, 1, 1, 1, 1, 1, 2]
+    assert [changes for batch in batches for changes in batch] == parts
 
 
 @given(st.lists(st.integers(0, 6), max_size=20), st.integers(1, 8))
 def test_nothing_is_lost_or_cut(groups: list[int], most: int) -> None:
-    changes = plan(*groups)
-    parts = list(parts_of(changes, most))
-    assert [change for part in parts for change in part] == changes
+    whole = plan(*groups)
+    parts = [part.changes for part in parts_of(whole, most)]
+    assert tuple([change for part in parts for change in part]) == whole.changes
     seen: set[int] = set()
     for part in parts:
         names = {change.together for change in part if change.together}
         assert not names & seen
         seen |= names
         assert len(part) <= most or len({change.together for change in part}) == 1
+
+
+def test_findings_and_reservations_go_with_the_first_part_and_the_line_with_the_last() -> None:
+    findings, reservations = (TrialFinding(1, Goal.PACK, True, 1.2),), (Promise(7, ()),)
+    whole = Plan(plan(0, 0, 0).changes, findings, (7, 8), reservations)
+    first, second, last = parts_of(whole, 1)
+    assert (first.findings, first.line, first.reservations) == (findings, None, reservations)
+    assert (second.findings, second.line, second.reservations) == ((), None, None)
+    assert (last.findings, last.line, last.reservations) == ((), (7, 8), None)
+    assert list(parts_of(Plan(line=()))) == [Plan(line=())]
+    assert list(parts_of(Plan())) == []

@@ -12,13 +12,16 @@ from kit.cluster import Cluster, Service
 from system.harness import Run
 
 PROGRAM = Path(__file__).parent / "hasty_planner.py"
+# Of a cluster's directory: where its planner records what it observes and plans.
+RECORDS = "planner.records"
 
 
 @contextmanager
 def hasty_planner(cluster: Cluster) -> Iterator[Service]:
     """Of a cluster whose master starts none."""
     directory = cluster.directory
-    words = [sys.executable, str(PROGRAM), str(cluster.master_directory), str(directory / "planner.note")]
+    files = (directory / "planner.note", directory / RECORDS)
+    words = [sys.executable, str(PROGRAM), str(cluster.master_directory), *map(str, files)]
     environment = cluster.master.environment
     service = Service("planner", words, directory / "planner.log", environment, directory / "planner.failpoints")
     service.start()

@@ -1,4 +1,4 @@
-"""The planner as its program runs it, but that believes what it measures after seconds: STATE_DIR NOTE."""
+"""The planner as its program runs it, but that believes what it measures after seconds: STATE_DIR NOTE RECORD."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HASTY = TrialPace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)
 
 def main() -> None:
     process_setup.set_up_logs("info")
-    state_directory, note = sys.argv[1:]
-    work = Planner(lambda: find_endpoint(state_directory), trial_pace=HASTY, note=Path(note))
+    state_directory, note, record_to = sys.argv[1:]
+    work = Planner(lambda: find_endpoint(state_directory), trial_pace=HASTY, note=Path(note), record_to=Path(record_to))
     asyncio.run(until_stopped(work.run(), until_stdin_closes=False))
 
 

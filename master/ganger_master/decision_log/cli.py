@@ -1,4 +1,4 @@
-"""`ganger replay`: repeat the decisions of a recording, print a job's history, compare with another policy."""
+"""`ganger replay`: repeat the decisions or plans of a recording, print a job's history, compare with another policy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from ganger.console import Within
 if TYPE_CHECKING:
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
-    from ganger_master.decision_log.recording import Differs, Rerun
+    from ganger_master.decision_log.recording import Differs, Header, Line, Rerun
     from ganger_master.decision_log.render import LogSummary
 
 
@@ -30,20 +31,27 @@ if TYPE_CHECKING:
 def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
     """Decide once more what a master decided while it was recorded (`ganger record`), and compare.
 
-    Exits with 1 where a decision differs, and prints the first one that does.
+    Of a planner's recording (`ganger planner run --record`), make every plan once more. Exits with 1 where a decision
+    or plan differs, and prints the first one that does.
     """
     from ganger.console import CommandError, ExitCode
 
     from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
+    from ganger_master.decision_log.recording import Rerun
 
+    header, recorded = _opened(file)
+    if header.program == "planner":
+        if policy is not None:
+            raise click.UsageError("--policy: a planner's recording has no decisions of a master")
+        return _replay_plans(file, recorded, number, until, as_json)
     story = None if number is None else Story(number)
     try:
         other = None if policy is None else Otherwise(policy)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
-    rerun = _opened(file)
+    rerun = Rerun(recorded)
     replayed = _Replayed(rerun, render.LogSummary(), story, other, rerun.header.began)
     with _errors_of(file, lambda: replayed.last_line):
         _replay(replayed, until)
@@ -76,7 +84,8 @@ def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None
     """Turn errors of a recording into errors of the command. `line`: the last line that was good."""
     from ganger.console import CommandError, ExitCode
 
-    from ganger_master.decision_log.recording import LineError, RecordingUnreadable
+    from ganger_master.decision_log.log_file import RecordingUnreadable
+    from ganger_master.decision_log.recording import LineError
 
     try:
         yield
@@ -87,16 +96,49 @@ def _errors_of(file: Path, line: Callable[[], int] = lambda: 0) -> Iterator[None
         raise CommandError(f"{file}: it is damaged behind line {line()}: {error}", ExitCode.USAGE) from error
 
 
-def _opened(file: Path) -> Rerun:
-    """Open a recording and warn if another version of Ganger wrote it."""
-    from ganger_master.decision_log.recording import Rerun, read_lines
+def _opened(file: Path) -> tuple[Header, Iterator[Line]]:
+    """Return the header and all lines of a recording, and warn if another version of Ganger wrote it."""
+    from ganger_master.decision_log.log_file import read_lines
+    from ganger_master.decision_log.recording import take_header
 
     with _errors_of(file):
-        rerun = Rerun(read_lines(file))
-    if rerun.header.ganger != __version__:
-        warning = f"recorded by ganger {rerun.header.ganger}, replayed by {__version__}: it may decide otherwise"
+        lines = read_lines(file)
+        header = take_header(lines)
+    if header.ganger != __version__:
+        warning = f"recorded by ganger {header.ganger}, replayed by {__version__}: it may decide otherwise"
         print(warning, file=sys.stderr)
-    return rerun
+    return header, chain([header], lines)
+
+
+def _replay_plans(
+    file: Path, recorded: Iterator[Line], number: int | None, until_s: float | None, as_json: bool
+) -> int:
+    """Make the plans of a planner's recording again, up to `until_s` seconds after it began, and print the result."""
+    from ganger.console import CommandError, ExitCode, print_table
+
+    from ganger_master.decision_log.plan_report import PlanReport
+    from ganger_master.decision_log.plan_rerun import PlanRerun
+
+    rerun = PlanRerun(recorded)
+    report = PlanReport(rerun.header, number)
+    with _errors_of(file, lambda: report.last_line):
+        for entry in rerun:
+            if until_s is not None and entry.time > rerun.header.began + until_s:
+                report.end_reason = f"as far as {until_s:g} s"
+                break
+            report.record(entry)
+    if number is not None and not report.changes:
+        raise CommandError(f"no plan changes job {number}", ExitCode.NOT_FOUND)
+    if as_json:
+        json.dump(report.plain(rerun.observations), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        for text in report.text(rerun.observations):
+            print(text)
+        if number is None and report.rows():
+            print()
+            print_table(("CHANGE", "PROPOSED", "APPROVED"), report.rows())
+    return ExitCode.OK if report.difference is None else ExitCode.JOB_FAILED
 
 
 def _replay(replayed: _Replayed, until_s: float | None) -> None:

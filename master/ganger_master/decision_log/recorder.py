@@ -11,18 +11,15 @@ key that is never stored, so guessing a text cannot be verified.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import logging
-import os
 import secrets
-import time
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from hashlib import blake2b
 from itertools import cycle, islice
 from pathlib import Path
-from typing import IO, Final, Protocol
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
@@ -34,6 +31,7 @@ from ganger_master.core.job_model import JobSpec
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.state_image import Image, image_of
+from ganger_master.decision_log.log_file import LEFT_BYTES, MOST_BYTES, LogFile
 from ganger_master.decision_log.recording import (
     FORMAT,
     BatchLine,
@@ -121,15 +119,9 @@ def _alike(sign: str, hidden: str) -> str:
 log = logging.getLogger(__name__)
 
 DIRECTORY: Final = "captures"
-MOST_BYTES: Final = 256 << 20
 MOST_S: Final = 3600.0
 # Commands that wait to be written; a disk that is slower than the master must not fill its memory.
 _MOST_WAITING: Final = 100_000
-# What a recording leaves of the disk: the store is on it, too.
-_LEFT_BYTES: Final = 256 << 20
-_LOOKED_BYTES: Final = 1 << 20
-_PARTIAL: Final = ".partial"
-_COMPRESSION: Final = 1
 
 
 class RecordingError(Exception):
@@ -183,7 +175,7 @@ class DecisionRecording:
         *,
         with_environment: bool = False,
         most_bytes: int = MOST_BYTES,
-        left_bytes: int = _LEFT_BYTES,
+        left_bytes: int = LEFT_BYTES,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[Recorded] = self._loop.create_future()
@@ -193,7 +185,7 @@ class DecisionRecording:
         self._version = version
         self._with_environment = with_environment
         self._hiding = Hiding(secrets.token_bytes(32), with_environment)
-        self._file = _File(directory, most_bytes, left_bytes)
+        self._file = LogFile(directory, most_bytes, left_bytes)
         self._thread: StoreThread | None = None
         self._lines: list[Callable[[], Line]] = []
         self._waiting = 0
@@ -355,70 +347,6 @@ class DecisionRecording:
 
 # Handed over earlier than with the batch when there are many: they are large together.
 _LINES_AT_ONCE: Final = 1_000
-
-
-class _File:
-    """One file of lines, seen by its name once it is whole."""
-
-    def __init__(self, directory: Path, most_bytes: int, left_bytes: int) -> None:
-        self.directory = directory
-        # Why nothing but the last line should be written.
-        self.is_full = ""
-        self._most_bytes = most_bytes
-        self._left_bytes = left_bytes
-        self._path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}.jsonl.gz"
-        self._partial = self._path.with_name(self._path.name + _PARTIAL)
-        # The file, and what packs lines into it.
-        self._open: tuple[IO[bytes], gzip.GzipFile] | None = None
-        self._looked_at = 0
-
-    def open(self) -> None:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
-        # Of masters that were killed: there is one master of this directory, and one recording of it.
-        for left in self.directory.glob(f"*{_PARTIAL}"):
-            left.unlink(missing_ok=True)
-        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        file = os.fdopen(descriptor, "wb", buffering=0)
-        self._open = file, gzip.GzipFile("", "wb", _COMPRESSION, file, 0)
-
-    def write(self, line: bytes) -> None:
-        assert self._open is not None, "nothing is written before the file is open"
-        file, lines = self._open
-        lines.write(line)
-        size = file.tell()
-        if size >= self._most_bytes:
-            self.is_full = f"it has {self._most_bytes} bytes"
-        if size - self._looked_at >= _LOOKED_BYTES or not self._looked_at:
-            self._looked_at = max(1, size)
-            found = os.statvfs(self._partial)
-            if found.f_bavail * found.f_frsize < self._left_bytes:
-                self.is_full = f"the disk has less than {self._left_bytes} bytes left"
-
-    def publish(self) -> Path:
-        assert self._open is not None, "nothing is published before the file is open"
-        file, lines = self._open
-        lines.close()
-        os.fsync(file.fileno())
-        file.close()
-        self._partial.rename(self._path)
-        directory = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-        return self._path
-
-    def discard(self) -> None:
-        for file in reversed(self._open or ()):
-            try:
-                file.close()
-            except OSError:
-                # What could not be written cannot be flushed either.
-                continue
-        try:
-            self._partial.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("partial recording left", extra={"path": str(self._partial), "error": str(error)})
 
 
 def _explained(error: BaseException, directory: Path) -> str:

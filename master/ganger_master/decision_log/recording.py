@@ -1,8 +1,11 @@
 """A recording: its lines, JSON with one value a line, and its replay.
 
-A header; a state, its elements first; then every command with its answer, and a line for every batch. A state that
-comes later is that of a master that has started over. The last line says how the recording ended, and what state it
-ended in; a file without one is not whole.
+Of a master: a header; a state, its elements first; then every command with what was answered, and a line for every
+batch. A state that comes later is that of a master that has started over. The last line says how the recording ended,
+and what state it ended in; a file without one is not whole.
+
+Of a planner: a header; a loop; then what it observed, its plans and their verdicts. A loop that comes later is that of
+a new connection to the master, and continues from the one before.
 
 A replay repeats all decisions with the core at the recorded times and compares the results. From the recorded state,
 the same program decides the same. With another version of the program, the first difference shows where its decisions
@@ -11,18 +14,14 @@ change.
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from pathlib import Path
-from typing import IO, Any, Final, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
 from msgspec import Raw, Struct
 
-from ganger_master.core import machine
-from ganger_master.core.answers import Answer
+from ganger_master.core.answers import Answer, ChangeAnswer
 from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
@@ -38,13 +37,14 @@ FORMAT: Final = 1
 
 
 class Header(Struct, frozen=True, tag="recording", tag_field="line"):
-    """`began`: Unix seconds by the master's clock, as all times."""
+    """`began`: Unix seconds by the master's clock, as all times. `program`: "master" or "planner"."""
 
     format: int
     ganger: str
     began: float
     policy: str
     with_environment: bool = False
+    program: str = "master"
 
 
 class Element(Struct, frozen=True, tag="element", tag_field="line"):
@@ -100,7 +100,49 @@ class End(Struct, frozen=True, tag="end", tag_field="line"):
     digest: str = ""
 
 
-Line: TypeAlias = Header | Element | StateLine | CommandLine | BatchLine | BrokenLine | End
+class LoopLine(Struct, frozen=True, tag="loop", tag_field="line"):
+    """A planner's loop begins. `pace`: a `TrialPace`; `memory`: what the first loop of a file continues from, as
+    `planner.memory.packed` has it, or empty."""
+
+    time: float
+    policy: str
+    plan_every_s: float
+    pace: Raw
+    memory: bytes = b""
+
+
+class ClusterLine(Struct, frozen=True, tag="cluster", tag_field="line"):
+    """The planner observed a change of the cluster. `deltas`: the messages `ClusterDelta` that make one moment."""
+
+    time: float
+    deltas: tuple[bytes, ...]
+
+
+class ProgressLine(Struct, frozen=True, tag="progress", tag_field="line"):
+    """The planner observed reports of jobs. `batch`: a message `ProgressBatch`."""
+
+    time: float
+    batch: bytes
+
+
+class PlanLine(Struct, frozen=True, tag="plan", tag_field="line"):
+    """The planner made a plan (`planner.context.Plan`)."""
+
+    time: float
+    plan: Raw
+
+
+class VerdictLine(Struct, frozen=True, tag="verdict", tag_field="line"):
+    """The planner observed the verdict on its last plan. `planning_s`: seconds that the plan took."""
+
+    time: float
+    planning_s: float
+    answers: tuple[ChangeAnswer, ...] = ()
+
+
+MasterLine: TypeAlias = Element | StateLine | CommandLine | BatchLine | BrokenLine
+PlannerLine: TypeAlias = LoopLine | ClusterLine | ProgressLine | PlanLine | VerdictLine
+Line: TypeAlias = Header | MasterLine | PlannerLine | End
 
 _COMMANDS: Final[Mapping[str, type[Command]]] = {kind.__name__: kind for kind in get_args(Command)}
 _ANSWERS: Final[Mapping[str, type[Answer]]] = {kind.__name__: kind for kind in get_args(Answer)}
@@ -140,7 +182,7 @@ def image_of_lines(elements: Iterable[Element], line: StateLine) -> Image:
     for element in elements:
         if element.kind not in found:
             raise LineError(f"there are no elements of kind {element.kind!r}")
-        found[element.kind].append(_decoded(element.value, _ELEMENTS[element.kind]))
+        found[element.kind].append(decoded(element.value, _ELEMENTS[element.kind]))
     return msgspec.structs.replace(line.image, **{name: tuple(each) for name, each in found.items()})
 
 
@@ -153,14 +195,18 @@ def digest_of(image: Image) -> str:
 
 def raw(value: Command | Answer) -> tuple[str, Raw]:
     """Name of its kind, and the value."""
-    return type(value).__name__, Raw(_encode(value))
+    return type(value).__name__, raw_of(value)
+
+
+def raw_of(value: object) -> Raw:
+    return Raw(_encode(value))
 
 
 def command_of(line: CommandLine | BrokenLine) -> Command:
     """LineError."""
     if line.kind not in _COMMANDS:
         raise LineError(f"there is no command {line.kind!r}")
-    command: Command = _decoded(line.command, _COMMANDS[line.kind])
+    command: Command = decoded(line.command, _COMMANDS[line.kind])
     return command
 
 
@@ -168,80 +214,29 @@ def answer_of(line: CommandLine) -> Answer:
     """LineError."""
     if line.answer_kind not in _ANSWERS:
         raise LineError(f"there is no answer {line.answer_kind!r}")
-    answer: Answer = _decoded(line.answer, _ANSWERS[line.answer_kind])
+    answer: Answer = decoded(line.answer, _ANSWERS[line.answer_kind])
     return answer
 
 
-def _decoded(value: Raw, kind: type[Any]) -> Any:
+def decoded(value: Raw, kind: type[Any]) -> Any:
+    """LineError."""
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LineError(f"{kind.__name__}: {error}") from error
 
 
-# Maximum size of a line in bytes; the largest line holds the node states of a cluster.
-_LONGEST_LINE: Final = 1 << 30
-_AT_ONCE: Final = 1 << 20
+def failure_of(error: BaseException) -> str:
+    """Return how a failure is recorded."""
+    return f"{type(error).__name__}: {error}"
 
 
-class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that is unreadable
-    """A recording cannot be read. The message names the error, the place and the remedy."""
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of a recording, the header first and the end last. Raises RecordingUnreadable."""
-    try:
-        with path.open("rb") as file:
-            # The checksum is at the end: read all once, so that damage is found before any line is used.
-            with gzip.open(file) as packed:
-                while packed.read(_AT_ONCE):
-                    pass
-            file.seek(0)
-            with gzip.open(file) as lines:
-                yield from _lines(lines, path)  # type: ignore[arg-type]  # a GzipFile reads as a file does
-    except gzip.BadGzipFile as error:
-        raise RecordingUnreadable(f"{path} is no recording, or damaged: {error}") from error
-    except EOFError as error:
-        raise RecordingUnreadable(f"{path} breaks off in the middle: copy it again, whole") from error
-    except zlib.error as error:
-        raise RecordingUnreadable(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        raise RecordingUnreadable(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _lines(file: IO[bytes], path: Path) -> Iterator[Line]:
-    number = 0
-    line: Line | None = None
-    while data := file.readline(_LONGEST_LINE):
-        number += 1
-        if isinstance(line, End):
-            raise RecordingUnreadable(f"{path}:{number}: there is more behind its end: it is damaged")
-        if number == 1:
-            _check_format(data, path)
-        try:
-            line = decode_line(data)
-        except LineError as error:
-            raise RecordingUnreadable(f"{path}:{number}: it is damaged: {error}") from error
-        if isinstance(line, Header) != (number == 1):
-            raise RecordingUnreadable(f"{path}:{number}: it is damaged: no place for {type(line).__name__}")
-        yield line
-    if line is None:
-        raise RecordingUnreadable(f"{path} is empty: no recording")
-    if not isinstance(line, End):
-        raise RecordingUnreadable(f"{path} breaks off behind line {number}: copy it again, whole")
-
-
-def _check_format(data: bytes, path: Path) -> None:
-    """Raise RecordingUnreadable for other formats, of which only the header's `format` field is assumed."""
-    try:
-        header = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        header = None
-    if not isinstance(header, dict) or header.get("line") != "recording":
-        raise RecordingUnreadable(f"{path} is no recording of a master")
-    if header.get("format") != FORMAT:
-        text = f"{path} has format {header.get('format')}, written by ganger {header.get('ganger')}"
-        raise RecordingUnreadable(f"{text}; this ganger reads format {FORMAT}: replay it with that version")
+def take_header(recorded: Iterator[Line]) -> Header:
+    """Return the first line. LineError."""
+    header = next(recorded, None)
+    if not isinstance(header, Header):
+        raise LineError("no header")
+    return header
 
 
 class Begun(Struct, frozen=True):
@@ -314,8 +309,12 @@ class Rerun:
     """
 
     def __init__(self, recorded: Iterable[Line]) -> None:
+        # A planner records lines, and has no core.
+        from ganger_master.core import machine
+
+        self._core = machine
         self._lines = iter(recorded)
-        self.header = self._header()
+        self.header = take_header(self._lines)
         self.state: State | None = None
 
     def __iter__(self) -> Iterator[Happening]:
@@ -341,12 +340,6 @@ class Rerun:
                 case End():
                     yield from self._end(number, line)
 
-    def _header(self) -> Header:
-        header = next(self._lines, None)
-        if not isinstance(header, Header):
-            raise LineError("no header")
-        return header
-
     def _known(self) -> State:
         if self.state is None:
             raise LineError("decisions before there is a state")
@@ -356,23 +349,23 @@ class Rerun:
         state = self._known()
         recorded = answer_of(line)
         try:
-            answer, happened = machine.advance(state, command, line.time)
+            answer, happened = self._core.advance(state, command, line.time)
         except Exception as error:
-            yield Differs(number, line.time, line.kind, _text(recorded), _failed(error))
+            yield Differs(number, line.time, line.kind, text_of(recorded), failure_of(error))
             return
         kinds = tuple([type(event).__name__ for event in happened])
         yield Decided(number, line.time, command, answer, happened)
         if answer != recorded:
-            yield Differs(number, line.time, f"the answer to {line.kind}", _text(recorded), _text(answer))
+            yield Differs(number, line.time, f"the answer to {line.kind}", text_of(recorded), text_of(answer))
         elif kinds != line.events:
             yield Differs(number, line.time, f"the events of {line.kind}", ", ".join(line.events), ", ".join(kinds))
 
     def _draw(self, number: int, line: BatchLine) -> Iterator[Happening]:
         state = self._known()
         try:
-            effects = machine.finish(state, line.time)
+            effects = self._core.finish(state, line.time)
         except Exception as error:
-            yield Differs(number, line.time, "the end of a batch", _text(line.effects), _failed(error))
+            yield Differs(number, line.time, "the end of a batch", text_of(line.effects), failure_of(error))
             return
         state.take_changes()
         turns = tuple([state.leases[turn] for turn in effects.turns if turn in state.leases])
@@ -380,9 +373,9 @@ class Rerun:
         for name in effects.__struct_fields__:
             recorded, now = getattr(line.effects, name), getattr(effects, name)
             if recorded != now:
-                yield Differs(number, line.time, f"{name} of a batch", _text(recorded), _text(now))
+                yield Differs(number, line.time, f"{name} of a batch", text_of(recorded), text_of(now))
         if turns != line.turns:
-            yield Differs(number, line.time, "turns that were given", _text(line.turns), _text(turns))
+            yield Differs(number, line.time, "turns that were given", text_of(line.turns), text_of(turns))
 
     def _break(self, number: int, line: BrokenLine) -> Iterator[Happening]:
         command = command_of(line) if line.kind else None
@@ -391,14 +384,14 @@ class Rerun:
         state = self._known()
         try:
             if command is not None:
-                machine.advance(state, command, line.time)
+                self._core.advance(state, command, line.time)
             else:
-                machine.finish(state, line.time)
+                self._core.finish(state, line.time)
         except Exception as error:
-            if _failed(error) == line.error:
+            if failure_of(error) == line.error:
                 yield Broke(number, line.time, line.error, command)
             else:
-                yield Differs(number, line.time, "how the core failed", line.error, _failed(error))
+                yield Differs(number, line.time, "how the core failed", line.error, failure_of(error))
             return
         yield Differs(number, line.time, f"at {line.kind or 'the end of a batch'}", line.error, "the core did not fail")
 
@@ -415,13 +408,10 @@ def _state_of(elements: Iterable[Element], line: StateLine) -> State:
     try:
         return state_of(image)
     except (KeyError, ValueError, AssertionError, IndexError) as error:
-        raise LineError(f"the parts of the state do not go together: {_failed(error)}") from error
+        raise LineError(f"the parts of the state do not go together: {failure_of(error)}") from error
 
 
-def _failed(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """Return a value as text for people."""
     kind = f"{type(value).__name__} " if isinstance(value, Struct) else ""
     return kind + msgspec.json.encode(value).decode()

@@ -29,7 +29,7 @@ from ganger_master.planner.context import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import OrderStage
-from ganger_master.planner.plan_pace import RoundPace, is_stop
+from ganger_master.planner.plan_pace import PlanPace, RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
@@ -46,7 +46,7 @@ from ganger_master.policies.stages import (
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
-    from ganger_master.planner.measurements import RateSources
+    from ganger_master.planner.measurements import Measurements, RateSources
     from ganger_master.planner.memory import PlannerMemory
 
 # Longest line that is reported with every change, and seconds between two reports of a longer one.
@@ -268,6 +268,16 @@ class PlannerLoop:
             again_s=min(context.again_s, now if unplaced else self._refused.next_s),
             judged_s=max(0.0, now - context.now - verdict.planning_s),
         )
+
+
+def live_loop(
+    policy: Policy, plan_every_s: float, measurements: Measurements, memory: PlannerMemory | None
+) -> PlannerLoop:
+    """Return the loop of a live planner, which continues from `memory` with these measurements. `plan_every_s`: least
+    seconds between two plans that preempt running jobs."""
+    measurements.weighs_sizes = policy.has(ResizeByOptimus)
+    settings = PlannerSettings(PlanPace(plan_every_s))
+    return PlannerLoop(policy, settings, measurements if measures_jobs(policy) else None, memory)
 
 
 def stages_of(

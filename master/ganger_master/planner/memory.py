@@ -83,6 +83,11 @@ def packed(memory: PlannerMemory) -> bytes:
     return _encode(replace(memory, moving=replace(memory.moving, found=None)))
 
 
+def unpacked(packet: bytes) -> PlannerMemory:
+    """Return the state of `packed`. Raises msgspec.DecodeError for one of another version."""
+    return _decoder().decode(packet)
+
+
 def noted(memory: bytes, policy: str, now: float) -> bytes:
     """Return a note of `memory` from `packed`, at `now` (Unix seconds by the master's clock), under this policy."""
     return _encode(_Note(_MAGIC, _kind(), policy, now, zlib.crc32(memory), memory))
@@ -108,7 +113,7 @@ def recalled(
     if found.time_s > now + _CLOCKS_S:
         return Unusable(f"it is of {found.time_s - now:.0f} seconds from now: clocks were set back")
     try:
-        memory = _decoder().decode(found.memory)
+        memory = unpacked(found.memory)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Unusable(f"it is damaged: {error}")
     seen = memory.measured.together

@@ -24,6 +24,13 @@ def planner() -> None:
     metavar="FILE",
     help="Keeps there what it remembers, for when it is started anew.",
 )
+@click.option(
+    "--record",
+    "record_to",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Records there all that it observes and plans, for `ganger replay`.",
+)
 @click.option("--until-stdin-closes", is_flag=True, help="End when standard input closes.")
 @click.pass_context
 def run(
@@ -32,6 +39,7 @@ def run(
     policy: str,
     plan_every: str,
     note: Path | None,
+    record_to: Path | None,
     until_stdin_closes: bool,
 ) -> None:
     """Place jobs, and preempt jobs for others, until stopped.
@@ -54,7 +62,7 @@ def run(
         raise click.UsageError(f"--plan-every: {error}") from error
     process_setup.set_up_logs("info")
     where = master or context.find_root().obj
-    work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note)
+    work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note, record_to=record_to)
     try:
         asyncio.run(until_stopped(work.run(), until_stdin_closes))
     except NoPlannerError as error:

@@ -13,7 +13,7 @@ from ganger.wire import times
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.planner.context import ClusterChange
+from ganger_master.planner.context import ClusterChange, ProgressReports
 from ganger_master.planner.measurements import ProgressReport
 from ganger_master.rpc.planner_messages import live_job_from_wire
 
@@ -81,6 +81,14 @@ class ClusterMirror:
         else:
             self._revisions[job.number] = job.revision
         return job, gang, message.signature
+
+
+def reports_from_wire(batch: scheduling_pb2.ProgressBatch) -> ProgressReports:
+    """Return the reports of jobs that have done a step, in the order of their numbers."""
+    # A job without a step may report for other reasons.
+    known = {names.parse_job_name(name): one for name, one in batch.progress.items() if one.HasField("step_time")}
+    # The order of a map on the wire is that of no program.
+    return ProgressReports({number: progress_from_wire(known[number]) for number in sorted(known)})
 
 
 def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,16 +27,15 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import CoresChange, PlanChange
 from ganger_master.planner import core_profiles
-from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports
-from ganger_master.planner.loop import PlannerLoop, measures_jobs
+from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict
+from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import PlannerMemory
-from ganger_master.planner.plan_pace import PlanPace
-from ganger_master.planner_process.cluster_mirror import ClusterMirror, progress_from_wire
+from ganger_master.planner.plan_parts import batches_of, parts_of
+from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.planner_process.note import Note
-from ganger_master.planner_process.plan_parts import batches_of, parts_of
+from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Places, Policy, live_policy_named
-from ganger_master.policies.stages import ResizeByOptimus
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,8 @@ class NoPlannerError(ValueError):
 
 class Planner:
     """Plans for the master that `find` returns, which it calls at every connection. `policy` and `plan_every_s` default
-    to the master's. `note`: the file for the state; None: the state ends with the process."""
+    to the master's. `note`: the file for the state; None: the state ends with the process. `record_to`: the directory
+    for a recording of all that it observes and plans; None: there is none."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Planner:
         plan_every_s: float | None = None,
         trial_pace: core_profiles.TrialPace = _TRIAL_PACE,
         note: Path | None = None,
+        record_to: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._find = find
@@ -83,6 +84,7 @@ class Planner:
         self._rates = Measurements(trial_pace)
         self._memory: PlannerMemory | None = None
         self._note, self._has_recalled = Note(note), False
+        self._recorder = PlanRecorder(record_to)
         # Set when a decision was made since the last note.
         self._decided = asyncio.Event()
         self._start_over()
@@ -95,6 +97,16 @@ class Planner:
 
     async def run(self) -> None:
         """Plan until cancelled. NoPlannerError if the policy needs no planner."""
+        try:
+            await self._plan_across_connections()
+        except asyncio.CancelledError:
+            self._recorder.end("the planner was stopped")
+            raise
+        except Exception as error:
+            self._recorder.end(f"the planner failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _plan_across_connections(self) -> None:
         attempt = 0
         loop = asyncio.get_running_loop()
         while True:
@@ -132,13 +144,18 @@ class Planner:
 
     async def _watch(self, scheduling: Any) -> None:
         mirror = self._mirror
+        deltas: list[scheduling_pb2.ClusterDelta] = []
         async for delta in scheduling.WatchCluster(scheduling_pb2.WatchClusterRequest()):
+            deltas.append(delta)
             change = mirror.apply(delta)
             if change is None:
                 continue
             if self._loop is None:
                 self._loop = self._begun(change)
-            self._loop.observe(change, mirror.now)
+            now = mirror.now
+            self._recorder.cluster(now, deltas)
+            deltas.clear()
+            self._loop.observe(change, now)
             self._news.set()
 
     def _begun(self, change: ClusterChange) -> PlannerLoop:
@@ -146,8 +163,6 @@ class Planner:
         note."""
         policy = self._policy()
         every_s = self._mirror.plan_every_s if self._plan_every_s is None else self._plan_every_s
-        rates = self._rates if measures_jobs(policy) else None
-        self._rates.weighs_sizes = policy.has(ResizeByOptimus)
         if not self._has_recalled:
             self._has_recalled = True
             create_times = {job.number: job.create_time for job, _, _ in change.jobs if not job.state.is_finished}
@@ -156,7 +171,8 @@ class Planner:
                 self._rates.recall(self._memory.measured)
                 log.info("going on from a note", extra={"jobs": len(self._memory.measured.together.jobs)})
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
-        return PlannerLoop(policy, PlannerSettings(PlanPace(every_s)), rates, self._memory)
+        self._recorder.begin(self._mirror.now, policy.name, every_s, self._trial_pace, self._memory)
+        return live_loop(policy, every_s, self._rates, self._memory)
 
     async def _known_loop(self) -> PlannerLoop:
         """Wait for the first change."""
@@ -170,13 +186,9 @@ class Planner:
             await asyncio.Future()
         interval = times.duration(min(_PROGRESS_S, self._trial_pace.window_s))
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
-            # A job without a step may report for other reasons.
-            reports = {
-                names.parse_job_name(name): progress_from_wire(progress)
-                for name, progress in batch.progress.items()
-                if progress.HasField("step_time")
-            }
-            loop.observe(ProgressReports(reports), self._mirror.now)
+            now = self._mirror.now
+            self._recorder.progress(now, batch)
+            loop.observe(reports_from_wire(batch), now)
             self._news.set()
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -186,8 +198,14 @@ class Planner:
         while True:
             self._news.clear()
             began = time.perf_counter()
-            plan, next_s = loop.step(self._mirror.now)
+            now = self._mirror.now
+            try:
+                plan, next_s = loop.step(now)
+            except Exception as error:
+                self._recorder.broke(now, error)
+                raise
             if plan is not None:
+                self._recorder.plan(now, plan)
                 await self._propose(scheduling, loop, plan, time.perf_counter() - began)
                 continue
             try:
@@ -199,11 +217,11 @@ class Planner:
     async def _propose(self, scheduling: Any, loop: PlannerLoop, plan: Plan, planning_s: float) -> None:
         """Propose a plan, and give the loop the verdict once all effects have arrived."""
         answers: list[ChangeAnswer] = []
-        for batch in batches_of(self._messages(loop.policy, plan)):
+        for batch in batches_of(parts_of(plan)):
             # The next message need not wait for the commit of this one.
-            verdicts = await asyncio.gather(*[scheduling.ProposePlan(message) for message, _ in batch])
-            for (_, changes), verdict in zip(batch, verdicts, strict=True):
-                answers += map(_answer_of, changes, verdict.verdicts)
+            calls = [scheduling.ProposePlan(self._message(loop.policy, part)) for part in batch]
+            for part, verdict in zip(batch, await asyncio.gather(*calls), strict=True):
+                answers += map(_answer_of, part.changes, verdict.verdicts)
         revisions = {answer.number: answer.revision for answer in answers if answer.approved}
         if revisions or plan.findings:
             self._decided.set()
@@ -211,25 +229,24 @@ class Planner:
             # The next plan needs the effects of this one.
             async with asyncio.timeout(_REACH_S):
                 await self._mirror.reach(revisions)
-        loop.observe(PlanVerdict(answers, planning_s), self._mirror.now)
+        now = self._mirror.now
+        self._recorder.verdict(now, answers, planning_s)
+        loop.observe(PlanVerdict(answers, planning_s), now)
 
-    def _messages(self, policy: Policy, plan: Plan) -> Iterator[tuple[scheduling_pb2.Plan, Sequence[PlanChange]]]:
-        """Yield the plan's messages in order; the last one has the line of pending jobs."""
-        parts = list(parts_of(plan.changes))
-        if not parts and not plan.is_empty:
-            parts = [()]
-        for number, part in enumerate(parts, 1):
-            changes_to_wire = [change_to_wire(change, self._figures(change)) for change in part]
-            message = scheduling_pb2.Plan(changes=changes_to_wire, reason=f"policy {policy.name}")
-            if number == 1:
-                message.findings.extend(map(finding_to_wire, plan.findings))
-            if number == 1 and plan.reservations is not None:
-                message.reservations.SetInParent()
-                message.reservations.reservations.extend(map(promise_to_wire, plan.reservations))
-            if number == len(parts) and plan.line is not None:
-                message.line.policy = policy.name
-                message.line.jobs.extend(map(names.job_name, plan.line))
-            yield message, part
+    def _message(self, policy: Policy, part: Plan) -> scheduling_pb2.Plan:
+        """Return the message of a part of a plan."""
+        message = scheduling_pb2.Plan(
+            changes=[change_to_wire(change, self._figures(change)) for change in part.changes],
+            reason=f"policy {policy.name}",
+            findings=map(finding_to_wire, part.findings),
+        )
+        if part.reservations is not None:
+            message.reservations.SetInParent()
+            message.reservations.reservations.extend(map(promise_to_wire, part.reservations))
+        if part.line is not None:
+            message.line.policy = policy.name
+            message.line.jobs.extend(map(names.job_name, part.line))
+        return message
 
     def _figures(self, change: PlanChange) -> str:
         """Return the measured effect of cores on the job, for a change of cores without a reason."""

@@ -26,7 +26,7 @@ from ganger_master.core.gang_model import Gang, NodeSet
 from ganger_master.core.node_model import Stray
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import running_row
-from ganger_master.decision_log import recorder
+from ganger_master.decision_log import log_file, recorder
 from ganger_master.rpc.answer_messages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, Shown, expect, page_token, place_of
 from ganger_master.rpc.job_messages import level_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
@@ -282,7 +282,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             self._captures,
             self._version,
             with_environment=request.with_environment,
-            most_bytes=request.max_bytes or recorder.MOST_BYTES,
+            most_bytes=request.max_bytes or log_file.MOST_BYTES,
         )
         try:
             found = await recorder.record(self._writer, recording, seconds)

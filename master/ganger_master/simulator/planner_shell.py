@@ -16,7 +16,7 @@ from ganger_master.core.state import State
 from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
-from ganger_master.planner_process.plan_parts import parts_of
+from ganger_master.planner.plan_parts import parts_of
 from ganger_master.policies import Places, Policy
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
@@ -267,15 +267,12 @@ class Planning:
         loop.observe(change, self._clock.now)
 
     def _propose(self, plan: Plan) -> list[ChangeAnswer]:
-        """Propose the plan in parts, as a live planner does, and return all verdicts."""
+        """Propose the plan in parts and return all verdicts."""
         answers: list[ChangeAnswer] = []
-        reservations, findings = plan.reservations, plan.findings
-        parts = list(parts_of(plan.changes)) or ([] if plan.is_empty else [()])
-        for part in parts:
-            answer = self._send(commands.ProposePlan(part, promises=reservations, findings=findings))
+        for part in parts_of(plan):
+            answer = self._send(commands.ProposePlan(part.changes, promises=part.reservations, findings=part.findings))
             assert isinstance(answer, PlanAnswer)
             answers.extend(answer.verdicts)
-            reservations, findings = None, ()
         return answers
 
     def _wake_at(self, time: float) -> None:

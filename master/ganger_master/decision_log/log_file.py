@@ -1,0 +1,158 @@
+"""The file of a recording: lines packed by gzip, within a size and what the disk must keep free.
+
+It is read a line at a time, and damage is reported with its place.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from ganger_master.decision_log.recording import FORMAT, End, Header, Line, LineError, decode_line
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES: Final = 256 << 20
+# What a recording leaves of the disk: the store is on it, too.
+LEFT_BYTES: Final = 256 << 20
+# Name of a file that is not whole ends with this.
+_PARTIAL: Final = ".partial"
+_LOOKED_BYTES: Final = 1 << 20
+_COMPRESSION: Final = 1
+# Maximum size of a line in bytes; the largest line holds the node states of a cluster.
+_LONGEST_LINE: Final = 1 << 30
+_AT_ONCE: Final = 1 << 20
+
+
+class LogFile:
+    """A new file of lines in a directory, which has its name once it is whole. One program writes into a directory."""
+
+    def __init__(self, directory: Path, most_bytes: int = MOST_BYTES, left_bytes: int = LEFT_BYTES) -> None:
+        self.directory = directory
+        # Why nothing but the last line should be written.
+        self.is_full = ""
+        self._most_bytes = most_bytes
+        self._left_bytes = left_bytes
+        self._path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}.jsonl.gz"
+        self._partial = self._path.with_name(self._path.name + _PARTIAL)
+        # The file, and what packs lines into it.
+        self._open: tuple[IO[bytes], gzip.GzipFile] | None = None
+        self._looked_at = 0
+
+    def open(self) -> None:
+        """OSError."""
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        # Of programs that were killed.
+        for left in self.directory.glob(f"*{_PARTIAL}"):
+            left.unlink(missing_ok=True)
+        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        self._open = file, gzip.GzipFile("", "wb", _COMPRESSION, file, 0)
+
+    def write(self, line: bytes) -> None:
+        assert self._open is not None, "nothing is written before the file is open"
+        file, lines = self._open
+        lines.write(line)
+        size = file.tell()
+        if size >= self._most_bytes:
+            self.is_full = f"it has {self._most_bytes} bytes"
+        if size - self._looked_at >= _LOOKED_BYTES or not self._looked_at:
+            self._looked_at = max(1, size)
+            found = os.statvfs(self._partial)
+            if found.f_bavail * found.f_frsize < self._left_bytes:
+                self.is_full = f"the disk has less than {self._left_bytes} bytes left"
+
+    def publish(self) -> Path:
+        assert self._open is not None, "nothing is published before the file is open"
+        file, lines = self._open
+        lines.close()
+        os.fsync(file.fileno())
+        file.close()
+        self._partial.rename(self._path)
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return self._path
+
+    def discard(self) -> None:
+        for file in reversed(self._open or ()):
+            try:
+                file.close()
+            except OSError:
+                # What could not be written cannot be flushed either.
+                continue
+        try:
+            self._partial.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("partial recording left", extra={"path": str(self._partial), "error": str(error)})
+
+
+class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that is unreadable
+    """A recording cannot be read. The message names the error, the place and the remedy."""
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the lines of a recording, the header first and the end last. Raises RecordingUnreadable."""
+    try:
+        with path.open("rb") as file:
+            # The checksum is at the end: read all once, so that damage is found before any line is used.
+            with gzip.open(file) as packed:
+                while packed.read(_AT_ONCE):
+                    pass
+            file.seek(0)
+            with gzip.open(file) as lines:
+                yield from _lines(lines, path)  # type: ignore[arg-type]  # a GzipFile reads as a file does
+    except gzip.BadGzipFile as error:
+        raise RecordingUnreadable(f"{path} is no recording, or damaged: {error}") from error
+    except EOFError as error:
+        raise RecordingUnreadable(f"{path} breaks off in the middle: copy it again, whole") from error
+    except zlib.error as error:
+        raise RecordingUnreadable(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise RecordingUnreadable(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[Line]:
+    number = 0
+    line: Line | None = None
+    while data := file.readline(_LONGEST_LINE):
+        number += 1
+        if isinstance(line, End):
+            raise RecordingUnreadable(f"{path}:{number}: there is more behind its end: it is damaged")
+        if number == 1:
+            _check_format(data, path)
+        try:
+            line = decode_line(data)
+        except LineError as error:
+            raise RecordingUnreadable(f"{path}:{number}: it is damaged: {error}") from error
+        if isinstance(line, Header) != (number == 1):
+            raise RecordingUnreadable(f"{path}:{number}: it is damaged: no place for {type(line).__name__}")
+        yield line
+    if line is None:
+        raise RecordingUnreadable(f"{path} is empty: no recording")
+    if not isinstance(line, End):
+        raise RecordingUnreadable(f"{path} breaks off behind line {number}: copy it again, whole")
+
+
+def _check_format(data: bytes, path: Path) -> None:
+    """Raise RecordingUnreadable for other formats, of which only the header's `format` field is assumed."""
+    try:
+        header = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        header = None
+    if not isinstance(header, dict) or header.get("line") != "recording":
+        raise RecordingUnreadable(f"{path} is no recording of Ganger")
+    if header.get("format") != FORMAT:
+        text = f"{path} has format {header.get('format')}, written by ganger {header.get('ganger')}"
+        raise RecordingUnreadable(f"{text}; this ganger reads format {FORMAT}: replay it with that version")

@@ -1,0 +1,191 @@
+"""A planner that records: every plan is made again from the file, also across connections, and a change is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ganger.cli.main import run
+from ganger.v1 import scheduling_pb2
+from ganger_master.core.plan_changes import CoresChange
+from ganger_master.decision_log.log_file import read_lines
+from ganger_master.decision_log.plan_rerun import Entry, Judged, Made, PlanRerun
+from ganger_master.decision_log.recording import (
+    Broke,
+    Differs,
+    Ended,
+    Header,
+    Line,
+    LineError,
+    LoopLine,
+    PlanLine,
+    ProgressLine,
+    VerdictLine,
+)
+from ganger_master.planner.core_profiles import TrialPace
+from ganger_master.planner.loop import PlannerLoop
+from ganger_master.planner_process.plan_recorder import PlanRecorder
+from ganger_master.rpc import scheduling_service
+from msgspec.structs import replace
+from planner_process.test_planner import on_a_master, planning, state_of
+from planner_process.test_tuning import PACE, Fleet
+from rpc.kit import Served, Speaker, spec_of, until
+
+
+def only_file(directory: Path) -> Path:
+    (file,) = directory.iterdir()
+    return file
+
+
+def entries(lines: Sequence[Line]) -> list[Entry]:
+    return list(PlanRerun(lines))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recording of a planner that tries cores for two jobs, over several connections and from a note."""
+    directory = tmp_path_factory.mktemp("recorded")
+
+    async def story(served: Served, node: Speaker) -> None:
+        fleet = Fleet(served, node, uses={1: 1.0, 2: 3.0, 3: 1.0})
+        running = asyncio.create_task(fleet.run())
+        note = directory / "planner.note"
+        try:
+            # The start of a job after a change of cores: the planner has observed the verdict on that change.
+            async with planning(served, trial_pace=PACE, note=note, record_to=directory / "before"):
+                await served.submit(spec_of(2))
+                await until(lambda: state_of(served, 1) == "HOLDING" and fleet.cores(1) == 1.0, 60)
+                await served.submit(spec_of(1))
+                await until(lambda: state_of(served, 2) == "HOLDING", 60)
+            assert note.exists()
+            async with planning(served, trial_pace=PACE, note=note, record_to=directory / "after"):
+                await until(lambda: fleet.cores(2) == 3.0, 60)
+                await served.submit(spec_of(1))
+                await until(lambda: state_of(served, 3) == "HOLDING", 60)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling_service, "STREAM_S", 0.7)
+        on_a_master(directory, story, "las+predictor")
+    return directory
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_every_plan_is_made_again_across_connections_and_from_a_note(tuned: Path, part: str) -> None:
+    lines = list(read_lines(only_file(tuned / part)))
+    found = entries(lines)
+    assert [one for one in found if isinstance(one, Differs)] == []
+    assert found[-1] == Ended(len(lines), found[-1].time, "the planner was stopped")
+    assert len([one for one in found if isinstance(one, Made)]) == sum(isinstance(line, PlanLine) for line in lines)
+    loops = [line for line in lines if isinstance(line, LoopLine)]
+    assert len(loops) > 1
+    assert [bool(loop.memory) for loop in loops] == [part == "after", *[False] * (len(loops) - 1)]
+    tried = [one for one in found if isinstance(one, Judged) for change in one.plan.changes]
+    assert any(isinstance(change, CoresChange) for one in tried for change in one.plan.changes)
+
+
+def altered(lines: Sequence[Line], position: int) -> list[Line]:
+    """Return the lines, but in one report a job has done more steps."""
+    line = lines[position]
+    assert isinstance(line, ProgressLine)
+    batch = scheduling_pb2.ProgressBatch.FromString(line.batch)
+    for progress in batch.progress.values():
+        progress.step += 100_000
+    return [*lines[:position], replace(line, batch=batch.SerializeToString()), *lines[position + 1 :]]
+
+
+def test_a_report_that_is_altered_brings_another_plan(tuned: Path) -> None:
+    lines = list(read_lines(only_file(tuned / "before")))
+    reports = [position for position, line in enumerate(lines) if isinstance(line, ProgressLine)]
+    ends = [entries(altered(lines, position))[-1] for position in reports]
+    differences = [end for end in ends if isinstance(end, Differs)]
+    assert differences
+    assert all("change" in one.what or "plan" in one.what for one in differences)
+    assert any("CORES" in one.recorded or "CORES" in one.now for one in differences)
+
+
+def test_the_command_prints_that_plans_are_as_recorded_and_the_changes_of_a_job(
+    tuned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = only_file(tuned / "before")
+    assert run(["replay", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "policy las+predictor" in shown
+    assert "every plan is as recorded" in shown
+    assert "CORES" in shown
+    assert run(["replay", str(file), "--job", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "START on n1: APPROVED" in shown
+    assert run(["replay", str(file), "--job", "7"]) == 3
+    assert "no plan changes job 7" in capsys.readouterr().err
+    assert run(["replay", str(file), "--policy", "fifo"]) == 2
+    assert "a planner's recording has no decisions of a master" in capsys.readouterr().err
+
+
+def test_a_plan_without_a_verdict_or_a_verdict_without_a_plan_is_damage(tuned: Path) -> None:
+    lines = list(read_lines(only_file(tuned / "before")))
+    # A connection may have ended between a plan and its verdict.
+    first = next(at for at, line in enumerate(lines) if isinstance(line, VerdictLine))
+    while not isinstance(lines[first], PlanLine):
+        first -= 1
+    with pytest.raises(LineError, match="a verdict that is on no plan"):
+        entries([*lines[:first], *lines[first + 1 :]])
+    with pytest.raises(LineError, match="a plan before the verdict"):
+        entries([*lines[: first + 1], *lines[first:]])
+    with pytest.raises(LineError, match="before there is a loop"):
+        entries([lines[0], *[line for line in lines[1:] if not isinstance(line, LoopLine)]])
+
+
+def test_a_planner_that_fails_is_recorded_and_fails_again(tmp_path: Path) -> None:
+    step = PlannerLoop.step
+
+    def failing(loop: PlannerLoop, now: float) -> object:
+        if loop.table.get(2) is not None:
+            raise ZeroDivisionError("a bug")
+        return step(loop, now)
+
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served, record_to=tmp_path / "records") as task:
+            await served.submit(spec_of(1))
+            await until(lambda: state_of(served, 1) == "HOLDING")
+            await served.submit(spec_of(1))
+            with pytest.raises(ZeroDivisionError):
+                await task
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannerLoop, "step", failing)
+        on_a_master(tmp_path, story)
+        lines = list(read_lines(only_file(tmp_path / "records")))
+        found = entries(lines)
+        assert [one.error for one in found if isinstance(one, Broke)] == ["ZeroDivisionError: a bug"]
+        assert found[-1] == Ended(len(lines), found[-1].time, "the planner failed: ZeroDivisionError: a bug")
+    mended = entries(lines)[-1]
+    assert isinstance(mended, Differs)
+    assert mended.recorded == "ZeroDivisionError: a bug"
+
+
+def test_a_recording_that_is_large_enough_ends_and_is_whole(tmp_path: Path) -> None:
+    recorder = PlanRecorder(tmp_path, most_bytes=1)
+    for now in (1.0, 2.0):
+        recorder.begin(now, "las", 1.0, TrialPace(), None)
+    header, loop, *_ = read_lines(only_file(tmp_path))
+    assert isinstance(header, Header)
+    assert (header.program, header.policy) == ("planner", "las")
+    assert isinstance(loop, LoopLine)
+    assert isinstance(entries(list(read_lines(only_file(tmp_path))))[-1], Ended)
+
+
+def test_a_directory_that_cannot_be_written_costs_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    recorder = PlanRecorder(tmp_path / "missing" / "records")
+    recorder.begin(1.0, "las", 1.0, TrialPace(), None)
+    recorder.begin(2.0, "las", 1.0, TrialPace(), None)
+    recorder.end("the planner was stopped")
+    assert [record.message for record in caplog.records] == ["recording failed"]
