@@ -102,85 +102,132 @@ def plan_optimus(
         costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else resize_s
         for job, gang in zip(jobs, gangs, strict=True)
     ]
-    giving = resizing.given(table)
-    gpus = _within_reach(wanting, wanting.sizes(capacity, np.array(takes_s)), placement, room, giving)
-    running = facts.is_running & ~wanting.changing
-    resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
-    in_place = [at for at in resized if wanting.in_place(at)]
-    stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
-    given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, room.view)
-
-    waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
-    shapes = {
-        jobs[at].number: replace_of(wanting.shape(at, int(gpus[at])), residents=terms.shape(jobs[at]).residents)
-        for at in waiting
-    }
-    keeps, may_stop_it = facts.is_running.copy(), facts.is_preemptible & ~wanting.changing
-    keeps[stopped] = False
-    # A job gets one change at a time.
-    may_stop_it[in_place] = False
-    line = line[(wanting.waiting | keeps)[line]]
-    choice = ChosenJobs(
-        rows,
-        replace_of(facts, is_running=keeps, is_preemptible=may_stop_it),
-        line,
-        facts.number[line[wanting.waiting[line]]],
-        wanting.waiting,
-        gpus > 0,
-        *guarded(order, facts, capacity.gpus),
-        # Measured rates and losses change all the time: resizes are planned anew as soon as jobs may be preempted
-        # again.
-        now if wanting.may_change_later else math.inf,
+    sizes = wanting.sizes(capacity, np.array(takes_s))
+    gpus = _within_reach(wanting, sizes, placement, room, resizing.given(table))
+    sizing = _Sizing(
+        order, placement, table, now, capacity, room, may_stop, kept_out, resizing, terms, rows, line, wanting, gpus
     )
-    starting = wanting.waiting & (gpus > 0)
-    in_line = wanting.line[starting[wanting.line]]
-    least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in in_line.tolist() if wanting.elastic[at]}
-    going = [(jobs[at], gang) for at in np.flatnonzero(wanting.going).tolist() if (gang := gangs[at]) is not None]
-    going = [*going, *giving, *given.parts]
-    placed = partial(
-        carried_out,
-        choice,
-        order,
-        _yielding(placement, least),
-        table,
-        now,
-        room,
-        may_stop,
-        kept_out,
-        PassTerms(lambda job: shapes.get(job.number) or terms.shape(job), mates_now=lambda: table.mates),
-        [(jobs[at], gang) for at in stopped if (gang := gangs[at]) is not None],
-        going=going,
-    )
-    found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
-    have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
-    if found.waits and any(change.number in have_run for change in found.changes):
-        # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
-        found = placed(placing=in_line)
-    growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
-    is_promised = found.waits and bool(going or stopped or any(isinstance(one, SuspendChange) for one in found.changes))
-    # Devices that are being returned, and free ones beside them, may be meant for a pending job.
-    may_grow = [at for at in growing if jobs[at].number not in kept_out.not_stopped and not is_promised]
-    grown = _grown(wanting, may_grow, gpus, found.changes, room)
-    # Growth that no returned devices will allow does not hold up new jobs.
-    is_coming = bool(going or stopped or wanting.changing.any())
-    told = {change.number for change in grown}
-    vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
+    found, vain = sizing.plan()
     if vain and not may_stop:
+        # Growth that no returned devices will allow does not hold up new jobs.
         rest = resizing.without(vain)
         return plan_optimus(
             order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, rest, terms
         )
-    wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
-    wanted |= {change.number: devices_of(change.claims) for change in given.changes}
-    begun = {change.number for change in (*given.changes, *grown)}
-    going_on = {number: size for number, size in resizing.wanted.items() if number in resizing.begun}
-    return replace(
-        found,
-        changes=(*given.changes, *found.changes, *grown),
-        resizing=Resizing(
-            {**going_on, **wanted}, frozenset(begun | going_on.keys()), {**resizing.giving, **given.claims}
-        ),
-    )
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sizing:
+    """The changes that lead to decided sizes; arguments as of `plan_optimus`. By position: `rows`, and the decided
+    `gpus`, as in `wanting`. `line`: positions of all jobs, first job first."""
+
+    order: JobOrder
+    placement: PlacementPreference
+    table: LiveTable
+    now: float
+    capacity: Capacity
+    room: CapacityIndex
+    may_stop: bool
+    kept_out: ExcludedJobs
+    resizing: Resizing
+    terms: PassTerms
+    rows: Integers
+    line: Integers
+    wanting: SizeRequests
+    gpus: Integers
+
+    def plan(self) -> tuple[PlanDraft, list[int]]:
+        """Return the plan, and the numbers of jobs that no returned devices will let grow."""
+        wanting, gpus, jobs, facts = self.wanting, self.gpus, self.wanting.jobs, self.wanting.facts
+        running = facts.is_running & ~wanting.changing
+        resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
+        in_place = [at for at in resized if wanting.in_place(at)]
+        stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
+        given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, self.room.view)
+        leaving = np.flatnonzero(wanting.going).tolist()
+        going = [(jobs[at], gang) for at in leaving if (gang := wanting.gangs[at]) is not None]
+        going = [*going, *self.resizing.given(self.table), *given.parts]
+        found = self._started(in_place, stopped, going)
+        growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
+        stops = any(isinstance(one, SuspendChange) for one in found.changes)
+        is_promised = found.waits and bool(going or stopped or stops)
+        # Devices that are being returned, and free ones beside them, may be meant for a pending job.
+        may_grow = [at for at in growing if jobs[at].number not in self.kept_out.not_stopped and not is_promised]
+        grown = _grown(wanting, may_grow, gpus, found.changes, self.room)
+        is_coming = bool(going or stopped or wanting.changing.any())
+        told = {change.number for change in grown}
+        vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
+        wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
+        resizing = self._under_way(given, grown, wanted)
+        return replace(found, changes=(*given.changes, *found.changes, *grown), resizing=resizing), vain
+
+    def _under_way(self, given: _Given, grown: Sequence[PlanChange], wanted: Mapping[int, int]) -> Resizing:
+        """Return the resizes under way if the plan is proposed. `wanted`: GPUs of jobs that are to grow, by number."""
+        before = self.resizing
+        sizes = {change.number: devices_of(change.claims) for change in given.changes}
+        begun = {change.number for change in (*given.changes, *grown)}
+        going_on = {number: size for number, size in before.wanted.items() if number in before.begun}
+        return Resizing(
+            {**going_on, **wanted, **sizes}, frozenset(begun | going_on.keys()), {**before.giving, **given.claims}
+        )
+
+    def _started(
+        self, in_place: Sequence[int], stopped: Sequence[int], going: Sequence[tuple[JobRecord, Gang]]
+    ) -> PlanDraft:
+        """Return the starts of chosen jobs, and what makes room for them. Positions: jobs resized in place, and jobs
+        that stop to start with another size. `going`: jobs that return devices, with gangs of what they return."""
+        wanting, gpus, jobs = self.wanting, self.gpus, self.wanting.jobs
+        waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
+        shapes = {
+            jobs[at].number: replace_of(
+                wanting.shape(at, int(gpus[at])), residents=self.terms.shape(jobs[at]).residents
+            )
+            for at in waiting
+        }
+        starting = wanting.waiting & (gpus > 0)
+        in_line = wanting.line[starting[wanting.line]]
+        least = {shapes[jobs[at].number]: int(wanting.least[at]) for at in in_line.tolist() if wanting.elastic[at]}
+        placed = partial(
+            carried_out,
+            self._choice(in_place, stopped),
+            self.order,
+            _yielding(self.placement, least),
+            self.table,
+            self.now,
+            self.room,
+            self.may_stop,
+            self.kept_out,
+            PassTerms(lambda job: shapes.get(job.number) or self.terms.shape(job), mates_now=self.terms.mates_now),
+            [(jobs[at], gang) for at in stopped if (gang := wanting.gangs[at]) is not None],
+            going=going,
+        )
+        found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
+        have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
+        if found.waits and any(change.number in have_run for change in found.changes):
+            # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
+            found = placed(placing=in_line)
+        return found
+
+    def _choice(self, in_place: Sequence[int], stopped: Sequence[int]) -> ChosenJobs:
+        wanting, facts = self.wanting, self.wanting.facts
+        keeps, may_stop_it = facts.is_running.copy(), facts.is_preemptible & ~wanting.changing
+        keeps[stopped] = False
+        # A job gets one change at a time.
+        may_stop_it[in_place] = False
+        line = self.line[(wanting.waiting | keeps)[self.line]]
+        return ChosenJobs(
+            self.rows,
+            replace_of(facts, is_running=keeps, is_preemptible=may_stop_it),
+            line,
+            facts.number[line[wanting.waiting[line]]],
+            wanting.waiting,
+            self.gpus > 0,
+            *guarded(self.order, facts, self.capacity.gpus),
+            # Measured rates and losses change all the time: resizes are planned anew as soon as jobs may be preempted
+            # again.
+            self.now if wanting.may_change_later else math.inf,
+        )
 
 
 def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:

@@ -146,29 +146,27 @@ def plan_shared(
     """
     if table.quotas is not None and table.quotas.are_contested:
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
-    looked_s, packs, fairness = remembered.looked_s, remembered.packs, remembered.fairness
-    is_due = now >= looked_s + quantum_s
+    is_due = now >= remembered.looked_s + quantum_s
+    looked_s, packs, fairness = now if is_due else remembered.looked_s, remembered.packs, remembered.fairness
     tried: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
-        is_crowded = table.has_waiting or _take_turns(table)
+        crowded = table.has_waiting or _take_turns(table)
         tried, packs, findings = plan_packs(
-            packs, table, room.view, now, seen, gpus, is_crowded, restores_cores=restores_cores
+            packs, table, room.view, now, seen, gpus, crowded, restores_cores=restores_cores
         )
     followed, packs = follow(packs, table, room.view, now, seen, changing)
     tried = (*tried, *followed)
     # A plan that has timed out keeps no places.
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
-    busy = packs.on_trial | {change.number for change in tried}
-    busy = busy.union(*[errand.numbers for errand in errands], *packs.together)
+    moving = [errand.numbers for errand in errands]
+    busy = packs.on_trial.union([change.number for change in tried], *moving, *packs.together)
     room.follow()
     trying = Trial(room)
     try:
         hold(errands, table, trying)
         if turn_s is not None:
-            _, facts = table.facts(now)
-            weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
-            fairness = credited(fairness, table.running, weights, received_s, room.view, now, turn_s)
+            fairness = credited(fairness, table.running, _weights(table, now), received_s, room.view, now, turn_s)
         for change in followed:
             if isinstance(change, ResumeChange) and is_free(room.view, places := places_of(table, change)):
                 trying.take(places)
@@ -176,17 +174,16 @@ def plan_shared(
         fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
     finally:
         trying.undo()
-    looked_s = now if is_due else looked_s
-    next_s = found.next_change_s
-    if packs.packs or _take_turns(table):
-        # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
-        next_s = min(next_s, looked_s + quantum_s)
-    next_s = max(next_s, now + 1.0) if next_s < math.inf else next_s
-    return (
-        replace(found, changes=(*tried, *found.changes), next_change_s=next_s),
-        Shared(looked_s, packs, fairness),
-        findings,
-    )
+    # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
+    is_watching = bool(packs.packs) or _take_turns(table)
+    next_s = min(found.next_change_s, looked_s + quantum_s) if is_watching else found.next_change_s
+    draft = replace(found, changes=(*tried, *found.changes), next_change_s=max(next_s, now + 1.0))
+    return draft, Shared(looked_s, packs, fairness), findings
+
+
+def _weights(table: LiveTable, now: float) -> dict[int, float]:
+    _, facts = table.facts(now)
+    return dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
 
 
 def _take_turns(table: LiveTable) -> bool:

@@ -87,25 +87,15 @@ class SizeRequests:
         may_change = elastic & ~stays & np.array(can, bool)
         wanted = [resizing.wanted.get(job.number, 0) for job in jobs]
         counted = np.where(stays & (np.array(wanted, np.int64) > 0), wanted, facts.gpus)
-        each, least, most = counted.copy(), np.ones(len(jobs), np.int64), np.ones(len(jobs), np.int64)
-        for at in np.flatnonzero(may_change).tolist():
-            spec = jobs[at].spec
-            each[at] = task = spec.roles[0].shape.gpus
-            least[at], most[at] = spec.gpus_min // task, spec.gpus_max // task
-            if table.quotas is not None:
-                most[at] = max(least[at], min(most[at], table.quotas.left(jobs[at]) // task))
+        each, least, most = _ranges(table, jobs, may_change, counted)
         wants = facts.is_running | waiting | going | changing
         # Jobs that may not be preempted keep their devices, then come overdue jobs, then running ones: none of these is
         # preempted for any other than an overdue job.
         overdue = np.zeros(len(jobs), bool) if order.overdue is None else order.overdue(facts, capacity.gpus)
         group = np.select([stays, overdue, facts.is_running], [0, 1, 2], 3)
         ranks = line[np.argsort(group[line], kind="stable")]
-        beliefs = [NOTHING] * len(jobs)
         # For growth that was decided before, the estimate only explains the change.
-        asked = np.flatnonzero((may_change | (np.array(wanted, np.int64) > 0)) & wants).tolist()
-        pairs = [(jobs[at], gangs[at]) for at in asked]
-        for at, belief in zip(asked, believed(pairs) if pairs else (), strict=True):
-            beliefs[at] = belief
+        beliefs = _beliefs(jobs, gangs, (may_change | (np.array(wanted, np.int64) > 0)) & wants, believed)
         wanting = ranks[wants[ranks]]
         return cls(
             facts,
@@ -219,6 +209,32 @@ class SizeRequests:
             return of_gpus(row[jobs], counts * each[jobs][:, None])
 
         return speed, left
+
+
+def _ranges(
+    table: LiveTable, jobs: Sequence[JobRecord], may_change: Flags, counted: Integers
+) -> tuple[Integers, Integers, Integers]:
+    """Return the GPUs of a task, and the least and most tasks, by position; a job that may not change is one task."""
+    each, least, most = counted.copy(), np.ones(len(jobs), np.int64), np.ones(len(jobs), np.int64)
+    for at in np.flatnonzero(may_change).tolist():
+        spec = jobs[at].spec
+        each[at] = task = spec.roles[0].shape.gpus
+        least[at], most[at] = spec.gpus_min // task, spec.gpus_max // task
+        if table.quotas is not None:
+            most[at] = max(least[at], min(most[at], table.quotas.left(jobs[at]) // task))
+    return each, least, most
+
+
+def _beliefs(
+    jobs: Sequence[JobRecord], gangs: Sequence[Gang | None], among: Flags, believed: Believed
+) -> list[OptimusEstimate]:
+    """Return the estimates of these jobs, by position; none of the others."""
+    found = [NOTHING] * len(jobs)
+    positions = np.flatnonzero(among).tolist()
+    pairs = [(jobs[at], gangs[at]) for at in positions]
+    for at, belief in zip(positions, believed(pairs) if pairs else (), strict=True):
+        found[at] = belief
+    return found
 
 
 def _worth_it(
