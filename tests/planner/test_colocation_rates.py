@@ -10,7 +10,7 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.colocation_rates import ColocationRates
-from ganger_master.planner.core_profiles import TrialPace
+from ganger_master.policies.trials import TrialPace
 from msgspec.structs import replace
 
 PACE = TrialPace(warm_s=30.0, settle_s=5.0, window_s=2.0, window_steps=5)

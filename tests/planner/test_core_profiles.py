@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ganger_master.estimators.cpu import CpuPoint, fit_cpu
 from ganger_master.planner.core_profiles import CoreProfile, CoresTrial, conclude, next_cores
-from ganger_master.planner.windows import ProgressSample, RateWindows
+from ganger_master.policies.trials import ProgressSample, RateWindows
 from ganger_master.policies.tunings import Known, TuningNodes, known_gangs
 from ganger_master.policies.tunings.catalogue import predicted
 from ganger_master.policies.tunings.synergy import SYNERGY_GREEDY

@@ -14,11 +14,12 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.job_model import Capabilities, JobSpec
-from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
+from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import live_policy_named
+from ganger_master.policies.trials import TrialPace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs

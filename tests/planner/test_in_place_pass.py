@@ -16,16 +16,16 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_estimates import JobEstimates, LossReport
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.rate_registry import SpeedsByGpus
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.speeds import SpeedsByGpus
 from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
+from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 

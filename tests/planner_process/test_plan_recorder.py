@@ -25,9 +25,9 @@ from ganger_master.decision_log.recording import (
     ProgressLine,
     VerdictLine,
 )
-from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner_process.plan_recorder import PlanRecorder
+from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc import scheduling_service
 from msgspec.structs import replace
 from planner_process.test_planner import on_a_master, planning, state_of

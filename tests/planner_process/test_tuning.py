@@ -11,7 +11,7 @@ from pathlib import Path
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import times
-from ganger_master.planner.core_profiles import TrialPace
+from ganger_master.policies.trials import TrialPace
 from planner_process.test_planner import on_a_master, planning
 from rpc.kit import Served, Speaker, spec_of, until
 

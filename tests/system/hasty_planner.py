@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ganger.scheduling.program import until_stopped
 from ganger.wire.endpoints import find_endpoint
-from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner_process.run import Planner
+from ganger_master.policies.trials import TrialPace
 from ganger_master.runtime import process_setup
 
 HASTY = TrialPace(warm_s=1.0, settle_s=0.5, window_s=0.5, window_steps=2)

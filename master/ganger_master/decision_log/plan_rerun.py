@@ -35,12 +35,12 @@ from ganger_master.decision_log.recording import (
     text_of,
 )
 from ganger_master.planner.context import Plan, PlanVerdict
-from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.loop import PlannerLoop, live_loop
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import unpacked
 from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.policies import live_policy_named
+from ganger_master.policies.trials import TrialPace
 
 
 class Made(Struct, frozen=True):

@@ -16,8 +16,7 @@ from ganger.job_state import JobState
 
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
-from ganger_master.planner.core_profiles import TrialPace
-from ganger_master.planner.windows import ProgressSample, RateWindows
+from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 
 _DEFAULT: Final = TrialPace()
 _NO_WINDOWS: Final = RateWindows()

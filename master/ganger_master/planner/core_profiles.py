@@ -32,9 +32,16 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, next_probe, sweet_point_bracket
 from ganger_master.planner.job_table import shares_devices
-from ganger_master.planner.windows import ProgressSample, RateWindows
 from ganger_master.policies.job_facts import Integers
-from ganger_master.policies.trials import FIRST_WINDOWS, TrialRates, TrialVerdict, judge
+from ganger_master.policies.trials import (
+    FIRST_WINDOWS,
+    ProgressSample,
+    RateWindows,
+    TrialPace,
+    TrialRates,
+    TrialVerdict,
+    judge,
+)
 from ganger_master.policies.tunings import NOTHING, Known, Profiles
 
 # A relative deviation above this from a measured or predicted rate shows that the job has changed, or differs from the
@@ -110,27 +117,6 @@ def _is_like(rate: float, other: float) -> bool:
 LEAST_GAIN: Final = 0.02
 # Free cores are worth a trial beyond this multiple of the most cores measured.
 _FAR: Final = 1.25
-
-
-@dataclass(frozen=True, slots=True)
-class TrialPace:
-    """Durations of measurements and trials.
-
-    Args:
-        warm_s: Time from the start of an epoch until its rate is steady.
-        settle_s: Time from a change of cores until threads, caches and data loaders have followed it.
-        window_s: Least length of a window.
-        window_steps: Least number of steps of a window.
-        most_s: Longest duration of a trial.
-        share: Largest share of its running time that a job spends in trials.
-    """
-
-    warm_s: float = 30.0
-    settle_s: float = 5.0
-    window_s: float = 2.0
-    window_steps: int = 5
-    most_s: float = 600.0
-    share: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
+from ganger_master.planner.rate_registry import JobMeasures
 from ganger_master.policies.optimus_sizes import NOTHING, Believed, OptimusEstimate, steps_left
 
 # Passes over the data before the first fit of losses, and their growth until the next one.
@@ -106,8 +107,8 @@ class LossReport:
 
 
 @dataclass(slots=True)
-class _Known:
-    """`each`: reports that a point stands for; `open`: those of the next point."""
+class ReportedLosses:
+    """Points of the loss curve of a job. `each`: reports that a point stands for; `open`: those of the next point."""
 
     last: LossReport = field(default_factory=lambda: LossReport(0))
     points: list[LossPoint] = field(default_factory=list)
@@ -117,19 +118,16 @@ class _Known:
     pass_steps: float = 0.0
 
 
-Remembered: TypeAlias = Mapping[int, _Known]
-
-
-class JobEstimates:
+class JobEstimates(JobMeasures[ReportedLosses]):
     """Estimates by job number. One writer. Lost reports are collected again."""
 
     def __init__(self, rates: RatesByGpusSource) -> None:
+        super().__init__()
         self._rates = rates
         self._fits = FitCache()
-        self._jobs: dict[int, _Known] = {}
 
     def record(self, number: int, report: LossReport) -> None:
-        known = self._jobs.setdefault(number, _Known())
+        known = self._jobs.setdefault(number, ReportedLosses())
         before, known.last = known.last, report
         if report.step < before.step:
             # It resumed from a checkpoint, and repeats these steps.
@@ -143,23 +141,12 @@ class JobEstimates:
             _add(known, LossPoint(report.step, report.loss))
 
     def forget(self, number: int) -> None:
-        self._jobs.pop(number, None)
+        super().forget(number)
         self._fits.forget(number)
 
     def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Drop the jobs that are not live; their ends were not reported."""
-        for number in [number for number in self._jobs if not is_live(number)]:
-            self.forget(number)
+        super().keep(is_live)
         self._fits.keep(is_live)
-
-    @property
-    def remembered(self) -> Remembered:
-        """The reports, for a planner that continues from them and fits them anew."""
-        return self._jobs
-
-    def recall(self, remembered: Remembered) -> None:
-        """Take over the reports of an earlier planner."""
-        self._jobs = dict(remembered)
 
     def losses(self, number: int) -> Sequence[LossPoint]:
         """Return the points to fit."""
@@ -178,7 +165,7 @@ class JobEstimates:
         left, is_guess = self._left(job, known)
         return OptimusEstimate(left, is_guess, self._fits.speed(job.number, seconds, gpus_per_node))
 
-    def _left(self, job: JobRecord, known: _Known) -> tuple[float, bool]:
+    def _left(self, job: JobRecord, known: ReportedLosses) -> tuple[float, bool]:
         done, pass_steps = known.last.step, known.pass_steps
         if not pass_steps:
             return max(1.0, done), True
@@ -199,7 +186,7 @@ class JobEstimates:
         return left, is_guess
 
 
-def _add(known: _Known, point: LossPoint) -> None:
+def _add(known: ReportedLosses, point: LossPoint) -> None:
     known.open.append(point)
     if len(known.open) < known.each:
         return

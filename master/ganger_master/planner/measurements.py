@@ -16,17 +16,20 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner import colocation_rates as together
 from ganger_master.planner import core_profiles as measured
-from ganger_master.planner import job_estimates as foreseen
-from ganger_master.planner import rate_registry as attained
-from ganger_master.planner import speeds
 from ganger_master.planner.colocation_rates import ColocationRates
-from ganger_master.planner.core_profiles import CoreProfiles, TrialPace
-from ganger_master.planner.job_estimates import JobEstimates, LossReport
+from ganger_master.planner.core_profiles import CoreProfiles
+from ganger_master.planner.job_estimates import JobEstimates, LossReport, ReportedLosses
 from ganger_master.planner.migration_outcomes import RateSource
 from ganger_master.planner.packs import JobRates
-from ganger_master.planner.rate_registry import AttainedService
-from ganger_master.planner.speeds import SpeedsByGpus, SpeedSource
+from ganger_master.planner.rate_registry import (
+    AttainedService,
+    AttainedTime,
+    SpeedsByGpus,
+    SpeedsOfJob,
+    SpeedSource,
+)
 from ganger_master.policies.optimus_sizes import Believed
+from ganger_master.policies.trials import TrialPace
 from ganger_master.policies.tunings import Known
 
 
@@ -101,9 +104,9 @@ class RateSources(Protocol):
 class RememberedRates:
     together: together.RememberedColocations = field(default_factory=together.RememberedColocations)
     measured: measured.RememberedProfiles = field(default_factory=measured.RememberedProfiles)
-    attained: attained.Remembered = field(default_factory=dict)
-    speeds: speeds.Remembered = field(default_factory=dict)
-    foreseen: foreseen.Remembered = field(default_factory=dict)
+    attained: Mapping[int, AttainedTime] = field(default_factory=dict)
+    speeds: Mapping[int, SpeedsOfJob] = field(default_factory=dict)
+    foreseen: Mapping[int, ReportedLosses] = field(default_factory=dict)
 
 
 class Measurements:

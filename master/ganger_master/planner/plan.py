@@ -27,8 +27,7 @@ from ganger_master.planner.device_groups import units
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import ChosenJobs, asked, choose
-from ganger_master.planner.place_stage import GangFitting
-from ganger_master.planner.preempt_stage import PreemptionCandidates
+from ganger_master.planner.place_stage import GangFitting, PreemptionCandidates
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.terms import AS_ASKED, PassTerms
 from ganger_master.policies.job_facts import Capacity, Floats, Integers

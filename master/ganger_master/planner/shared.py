@@ -1,4 +1,7 @@
-"""The whole pass of `gandiva`: trials of co-locations at the end of a quantum, and time slicing."""
+"""The whole pass of `gandiva`: trials of co-locations at the end of a quantum, and time slicing.
+
+Nodes rotate slices by themselves, and a plan only changes the slice matrices.
+"""
 
 from __future__ import annotations
 
@@ -134,15 +137,12 @@ def plan_shared(
 ) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
-    gpus: number of GPUs of the cluster.
-    kept_out: jobs and nodes that recent refusals exclude.
-    turn_s: seconds of a time slice; None: no time slicing. Nodes rotate slices by themselves, and the plan only changes
-    the slice matrices.
+    gpus: number of GPUs of the cluster. kept_out: jobs and nodes that recent refusals exclude.
+    turn_s: seconds of a time slice; None: no time slicing.
     received_s: seconds that each job has run on its devices, by number.
-    draining: names of nodes to be emptied.
-    changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes.
+    draining: names of nodes to be emptied. restores_cores: as in `plan_packs`.
+    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     errands: migration plans under way: their places are kept, and their jobs left as they are.
-    restores_cores: as in `plan_packs`.
     """
     if table.quotas is not None and table.quotas.are_contested:
         kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
@@ -156,11 +156,10 @@ def plan_shared(
             packs, table, room.view, now, seen, gpus, crowded, restores_cores=restores_cores
         )
     followed, packs = follow(packs, table, room.view, now, seen, changing)
-    tried = (*tried, *followed)
     # A plan that has timed out keeps no places.
     errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
-    moving = [errand.numbers for errand in errands]
-    busy = packs.on_trial.union([change.number for change in tried], *moving, *packs.together)
+    busy = packs.on_trial.union([change.number for change in (*tried, *followed)], *packs.together)
+    busy = busy.union(*[errand.numbers for errand in errands])
     room.follow()
     trying = Trial(room)
     try:
@@ -177,7 +176,7 @@ def plan_shared(
     # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
     is_watching = bool(packs.packs) or _take_turns(table)
     next_s = min(found.next_change_s, looked_s + quantum_s) if is_watching else found.next_change_s
-    draft = replace(found, changes=(*tried, *found.changes), next_change_s=max(next_s, now + 1.0))
+    draft = replace(found, changes=(*tried, *followed, *found.changes), next_change_s=max(next_s, now + 1.0))
     return draft, Shared(looked_s, packs, fairness), findings
 
 

@@ -30,8 +30,8 @@ from ganger_master.decision_log.recording import (
     raw_of,
 )
 from ganger_master.planner.context import Plan
-from ganger_master.planner.core_profiles import TrialPace
 from ganger_master.planner.memory import PlannerMemory, packed
+from ganger_master.policies.trials import TrialPace
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import CoresChange, PlanChange
-from ganger_master.planner import core_profiles
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.measurements import Measurements
@@ -36,6 +35,7 @@ from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_
 from ganger_master.planner_process.note import Note
 from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _BACKOFF_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
 _HEALTHY_S: Final = 5.0
-_TRIAL_PACE: Final = core_profiles.TrialPace()
+_TRIAL_PACE: Final = TrialPace()
 # Seconds between two reads of progress reports.
 _PROGRESS_S: Final = 1.0
 # Approved changes arrive at once; after this time an event was missed, and all state is read again.
@@ -70,7 +70,7 @@ class Planner:
         *,
         policy: str = "",
         plan_every_s: float | None = None,
-        trial_pace: core_profiles.TrialPace = _TRIAL_PACE,
+        trial_pace: TrialPace = _TRIAL_PACE,
         note: Path | None = None,
         record_to: Path | None = None,
         clock: Callable[[], float] = time.time,

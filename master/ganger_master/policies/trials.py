@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
+from statistics import median
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -22,6 +23,9 @@ from msgspec import Struct
 _RETRY_S: Final = 3600.0
 _MOST_DOUBLINGS: Final = 8
 _MOST: Final = 4096
+
+# Reported times of one clock have this error.
+_CLOCK_S: Final = 0.01
 
 K = TypeVar("K", bound=Hashable)
 
@@ -164,3 +168,73 @@ def _quantile(share: float, freedom: float) -> float:
     from scipy.special import ndtri, stdtrit
 
     return float(ndtri(share) if math.isinf(freedom) else stdtrit(freedom, share))
+
+
+# -- windows of rates ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPace:
+    """Durations of measurements and trials.
+
+    Args:
+        warm_s: Time from the start of an epoch until its rate is steady.
+        settle_s: Time from a change of cores until threads, caches and data loaders have followed it.
+        window_s: Least length of a window.
+        window_steps: Least number of steps of a window.
+        most_s: Longest duration of a trial.
+        share: Largest share of its running time that a job spends in trials.
+    """
+
+    warm_s: float = 30.0
+    settle_s: float = 5.0
+    window_s: float = 2.0
+    window_steps: int = 5
+    most_s: float = 600.0
+    share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSample:
+    """Steps done at a time, in seconds of one clock. `since_s`: when the first step since the last start or resume was
+    done, by that clock; NaN if it was not reported."""
+
+    time_s: float
+    step: int
+    since_s: float = float("nan")
+
+    def goes_on_from(self, began: ProgressSample) -> bool:
+        """Return whether neither the job nor its clock went back since `began`, and the job was not parked
+        meanwhile."""
+        if self.step < began.step or self.time_s < began.time_s - _CLOCK_S:
+            return False
+        return not began.time_s < self.since_s - _CLOCK_S
+
+
+@dataclass(frozen=True, slots=True)
+class RateWindows:
+    """`open`: where the unfinished window began; `rates`: of the last full ones, in steps per second."""
+
+    open: ProgressSample | None = None
+    rates: tuple[float, ...] = ()
+
+    def after(self, look: ProgressSample, least_s: float, least_steps: int) -> RateWindows:
+        """Return the windows after one more sample. A window begins anew after a park, a restart or a clock that was
+        set."""
+        began = self.open
+        if began is None or not look.goes_on_from(began):
+            return replace(self, open=look)
+        seconds, steps = look.time_s - began.time_s, look.step - began.step
+        if seconds < least_s or seconds <= 0.0 or steps < least_steps:
+            return self
+        return RateWindows(look, (*self.rates, steps / seconds)[-MOST_WINDOWS:])
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are enough windows for a first verdict."""
+        return len(self.rates) >= FIRST_WINDOWS
+
+    @property
+    def rate(self) -> float:
+        """The median rate, so that an evaluation or a checkpoint in one window does not count; NaN without windows."""
+        return median(self.rates) if self.rates else float("nan")
