@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ganger.cluster.resources import LocalityLevel
 from ganger.cluster.topology import Topology
-from ganger_master.policies.timeslice_fairness import Seat, SliceShare, shares
+from ganger_master.policies.fairness import Seat, SliceShare, shares
 from msgspec import Struct
 from msgspec.structs import replace
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ganger.cluster.topology import Topology, parse_topology
-from ganger_master.policies.timeslice_fairness import QUANTUM_S
+from ganger_master.policies.fairness import QUANTUM_S
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.slice_model import RotatedGang, SharedNode, credited, next_row, seated

@@ -56,14 +56,7 @@ _GRACE_S: Final = 3.0
 
 def host_command(state_dir: Path) -> tuple[str, ...]:
     """The host ends when its standard input does, so it never outlives a master that was killed."""
-    return (
-        sys.executable,
-        "-m",
-        "ganger.scheduling.host",
-        "--state-dir",
-        str(state_dir),
-        "--until-stdin-closes",
-    )
+    return (sys.executable, "-m", "ganger.scheduling.host", "--state-dir", str(state_dir), "--until-stdin-closes")
 
 
 def planner_command(state_dir: Path) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, balanced, quantum_s
+from ganger_master.policies.fairness import Going, ServiceBalance, balanced, quantum_s
 
 QUANTUM_S = 10.0
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.policies import drf
-from ganger_master.policies.drf import DRF, filled
+from ganger_master.policies import fairness
+from ganger_master.policies.fairness import DRF, filled
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.orders import ranked, selected
 from hypothesis import assume, given
@@ -63,8 +63,8 @@ def test_visits_are_those_of_serving_one_gang_at_a_time(
     jobs = rows(facts)
     capacity = {name: amount for name, amount in zip(RESOURCES, (gpus, cores, memory), strict=True) if amount > 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drf, "_FIRST_BATCH", glance)
-        (position,) = drf.drf_keys(facts, 0.0, capacity_of(gpus, cores, memory))
+        patch.setattr(fairness, "_FIRST_BATCH", glance)
+        (position,) = fairness.drf_keys(facts, 0.0, capacity_of(gpus, cores, memory))
     assert facts.number[np.argsort(position)].tolist() == naive(jobs, capacity)
 
 
@@ -84,7 +84,7 @@ def test_visits_of_thousands_of_gangs_are_those_of_one_at_a_time() -> None:
         for number in range(count)
     ]
     facts = facts_of(*jobs)
-    (position,) = drf.drf_keys(facts, 0.0, capacity_of(300, 900.0, 600.0))
+    (position,) = fairness.drf_keys(facts, 0.0, capacity_of(300, 900.0, 600.0))
     expected = naive(rows(facts), {"gpus": 300, "cores": 900.0, "memory_bytes": 600.0})
     assert facts.number[np.argsort(position)].tolist() == expected
 

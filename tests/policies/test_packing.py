@@ -24,7 +24,7 @@ from ganger_master.policies.colocation_choice import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.timeslice_fairness import Seat
+from ganger_master.policies.fairness import Seat
 from ganger_master.policies.trials import MOST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -75,13 +75,7 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
 
 
 def suspend(
-    state: State,
-    number: int,
-    level: SuspendLevel,
-    now: float,
-    cause: str,
-    by_plan: bool,
-    purpose: Purpose = NO_PURPOSE,
+    state: State, number: int, level: SuspendLevel, now: float, cause: str, by_plan: bool, purpose: Purpose = NO_PURPOSE
 ) -> None:
     """Suspend a job at a boundary, at this level; a PENDING job stays where it is."""
     job = state.jobs[number]
@@ -114,12 +108,7 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
         # On its way to storage: it waits again once it is there.
         state.put_job(replace(job, state=JobState.HOLDING, ending=JobState.PENDING))
         return
-    job = replace(
-        job,
-        revision=job.revision + 1,
-        suspended_level=SuspendLevel.NONE,
-        again_at=0.0,
-    )
+    job = replace(job, revision=job.revision + 1, suspended_level=SuspendLevel.NONE, again_at=0.0)
     if gang is not None and gang.parked_by_plan and job.state is JobState.HOLDING:
         # Until it is parked nothing is judged: another gang may hold the devices of a part that has ended.
         back = gang_orders.holding(gang, gang.claims) if gang_orders.has_given_up(gang) else gang

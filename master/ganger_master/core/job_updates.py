@@ -181,10 +181,7 @@ def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str)
     if isinstance(alive, Refused):
         return alive
     spec = _changed(job.spec, wanted)
-    violations = (
-        *_wrong_update(job.spec, wanted),
-        *[(_path(path), what) for path, what in wrong_wishes(spec)],
-    )
+    violations = (*_wrong_update(job.spec, wanted), *[(_path(path), what) for path, what in wrong_wishes(spec)])
     if violations:
         return Refused("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)
     return _refused_now(state, job, spec) or spec

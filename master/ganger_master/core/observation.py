@@ -216,9 +216,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
     if peak:
         used = min(peak, state.nodes.configuration_sets[node.configuration_set].device_memory_bytes or peak)
         fresh = replace(
-            job,
-            peak_device_bytes=max(job.peak_device_bytes, peak),
-            used_device_bytes=max(job.used_device_bytes, used),
+            job, peak_device_bytes=max(job.peak_device_bytes, peak), used_device_bytes=max(job.used_device_bytes, used)
         )
     is_unchanged = observed.capabilities == job.capabilities and len(gang.pieces) == 1
     if observed.capabilities.known and not is_unchanged and gang.role is not GangRole.DESTINATION:

@@ -370,9 +370,7 @@ def _release_gangs(
                 continue
             sequence = max([gang.master_sequence, *(part.master_sequence for part in there.values())])
             left = replace(
-                gang,
-                master_sequence=sequence,
-                pieces=tuple([_vacated(piece, there, reports) for piece in gang.pieces]),
+                gang, master_sequence=sequence, pieces=tuple([_vacated(piece, there, reports) for piece in gang.pieces])
             )
             if all(piece.gone for piece in left.pieces) and gang_orders.holds_nothing(left):
                 state.forget_gang(gang.epoch)

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.policies.timeslice_fairness import Seat
+from ganger_master.policies.fairness import Seat
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.

@@ -49,8 +49,8 @@ from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
+from ganger_master.policies.fairness import Seat
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.timeslice_fairness import Seat
 
 # Limits of one pass: pending jobs that it considers, and jobs that may join time-slice groups at once.
 _WAITING_MOST: Final = 2_000

@@ -49,7 +49,7 @@ from ganger_master.policies.colocation_choice import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.timeslice_fairness import Seat
+from ganger_master.policies.fairness import Seat
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
 
 # One of so many devices at most is in a trial at once.

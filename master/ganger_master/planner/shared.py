@@ -26,9 +26,9 @@ from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
+from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.stages import Tune
-from ganger_master.policies.timeslice_fairness import QUANTUM_S
 
 if TYPE_CHECKING:
     from ganger_master.planner.migrate_stage import MigrationStage

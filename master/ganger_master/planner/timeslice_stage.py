@@ -19,7 +19,7 @@ from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import PlanChange, claims_in
 from ganger_master.planner.device_groups import seat_of
 from ganger_master.planner.migration_context import move_costs
-from ganger_master.policies.timeslice_fairness import Going, ServiceBalance, SliceShare, balanced, shares
+from ganger_master.policies.fairness import Going, ServiceBalance, SliceShare, balanced, shares
 
 # Quanta that a job may be behind or ahead at most.
 _MOST_OWED: Final = 8.0

@@ -13,11 +13,7 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
-from ganger_master.planner.in_place_resize import (
-    Resizing,
-    can_change,
-    sizes_of,
-)
+from ganger_master.planner.in_place_resize import Resizing, can_change, sizes_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers

@@ -27,7 +27,7 @@ from ganger_master.estimators.slowdown import (
     forecast,
     shared_speeds,
 )
-from ganger_master.policies.timeslice_fairness import Seat
+from ganger_master.policies.fairness import Seat
 from ganger_master.policies.trials import (
     DOUBT,
     FIRST_WINDOWS,

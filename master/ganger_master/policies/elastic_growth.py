@@ -19,8 +19,8 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 
+from ganger_master.policies.fairness import Seat
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.timeslice_fairness import Seat
 from ganger_master.policies.trials import Judged, TrialRates, judge
 
 # Time for which GPUs must have been idle before a job grows onto them; no paper gives a number.
@@ -78,11 +78,7 @@ class GrowthProposal:
 
 
 def grow(
-    jobs: Collection[Elastic],
-    view: View,
-    idle_s: float,
-    wanted_gpus: int = 0,
-    one_node_only: bool = True,
+    jobs: Collection[Elastic], view: View, idle_s: float, wanted_gpus: int = 0, one_node_only: bool = True
 ) -> GrowthProposal | None:
     """Return the one job to grow next, if any. `idle_s`: for how long all free GPUs have been free; `wanted_gpus`: GPUs
     of all pending gangs. Call it again once the growth was judged."""

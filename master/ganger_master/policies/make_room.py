@@ -356,13 +356,7 @@ class _Search:
         return tuple(moves)
 
     def _rehome_one(
-        self,
-        gang: Movable,
-        closed: frozenset[str],
-        left: Set[str],
-        most_cost: float,
-        most_moves: int,
-        depth: int,
+        self, gang: Movable, closed: frozenset[str], left: Set[str], most_cost: float, most_moves: int, depth: int
     ) -> tuple[Displacement, ...]:
         if most_moves < 1:
             return ()

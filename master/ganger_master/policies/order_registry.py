@@ -54,7 +54,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger_master.policies.drf import DRF
+from ganger_master.policies.fairness import DRF
 from ganger_master.policies.job_facts import NO_HISTORY, Capacity, Facts, Flags, Floats, Integers, ServiceHistory
 from ganger_master.policies.orders import SLACK_S, JobOrder, as_decimals
 

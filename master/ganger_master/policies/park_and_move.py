@@ -12,15 +12,7 @@ from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape
 
-from ganger_master.policies.make_room import (
-    MOST_MOVES,
-    Displacement,
-    Hole,
-    Movable,
-    Movables,
-    cheapest_first,
-    hole_for,
-)
+from ganger_master.policies.make_room import MOST_MOVES, Displacement, Hole, Movable, Movables, cheapest_first, hole_for
 from ganger_master.policies.placements import PlacementPreference
 
 # Victims that are searched for one by one; and nodes for which that is repeated, with victims on the node first.

@@ -293,18 +293,7 @@ __all__ = ["PLACEMENTS", "PlacementPreference", "placement_named"]
 
 PLACEMENTS: Final = {
     placement.name: placement
-    for placement in (
-        FIRST_FIT,
-        BEST_FIT,
-        GANDIVA,
-        LOCALITY,
-        TETRIS,
-        TETRIS_COS,
-        OPTIMUS,
-        OPTIMUS_CARDS,
-        FGD,
-        ANYWHERE,
-    )
+    for placement in (FIRST_FIT, BEST_FIT, GANDIVA, LOCALITY, TETRIS, TETRIS_COS, OPTIMUS, OPTIMUS_CARDS, FGD, ANYWHERE)
 }
 
 

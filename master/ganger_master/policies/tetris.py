@@ -182,10 +182,7 @@ def _placement(
 
 
 TETRIS = _placement(
-    "tetris",
-    "where free devices, cores and memory lie best along the demand (dot product)",
-    at_best_by_dot,
-    by_dot,
+    "tetris", "where free devices, cores and memory lie best along the demand (dot product)", at_best_by_dot, by_dot
 )
 TETRIS_COS = _placement("tetris-cos", "the same by the angle between them alone (cosine)", at_best_by_cosine, by_cosine)
 
@@ -253,11 +250,7 @@ def tetris_pass(
 
 
 def tetris_gangs(
-    room: CapacityIndex,
-    gangs: Sequence[GangShape],
-    remaining_work: Floats,
-    shares: Floats,
-    knobs: Knobs = _DEFAULT,
+    room: CapacityIndex, gangs: Sequence[GangShape], remaining_work: Floats, shares: Floats, knobs: Knobs = _DEFAULT
 ) -> list[tuple[int, Claims]]:
     """Which gangs start now, in the order in which they were chosen, and where; they are taken in the room.
 

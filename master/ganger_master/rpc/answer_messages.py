@@ -246,11 +246,7 @@ class Shown:
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.nodes.last_answer.get(name)
         cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
-        reasons = (
-            refusal.text or _silent_why(node, cut_off.get(name)),
-            node.state_reason,
-            self._storage_trouble(node),
-        )
+        reasons = (refusal.text or _silent_why(node, cut_off.get(name)), node.state_reason, self._storage_trouble(node))
         return node_pb2.Node(
             name=names.node_name(node.name),
             machine_uuid=node.machine_uuid,

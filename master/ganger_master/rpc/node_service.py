@@ -100,10 +100,7 @@ def _gang_to_wire(state: State, parts: dict[str, Stray]) -> node_pb2.Quarantined
     return message
 
 
-_MODES: Final = {
-    LoadMode.SPREAD: resources_pb2.LOAD_MODE_SPREAD,
-    LoadMode.PACK: resources_pb2.LOAD_MODE_PACK,
-}
+_MODES: Final = {LoadMode.SPREAD: resources_pb2.LOAD_MODE_SPREAD, LoadMode.PACK: resources_pb2.LOAD_MODE_PACK}
 
 # Where one is in the list of nodes and node sets: the kind of an entry, and its node or number.
 _Place: TypeAlias = tuple[int, Any]

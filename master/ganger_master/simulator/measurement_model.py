@@ -122,15 +122,7 @@ class ModelledRates:
 
     def forget(self, number: int) -> None:
         """Drop a job that has ended."""
-        for known in (
-            self._stretches,
-            self._counted,
-            self._alone,
-            self._by_size,
-            self._whole,
-            self._made,
-            self._kept,
-        ):
+        for known in (self._stretches, self._counted, self._alone, self._by_size, self._whole, self._made, self._kept):
             known.pop(number, None)
 
     def alone(self, number: int) -> tuple[float, ...]:

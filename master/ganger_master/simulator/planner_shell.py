@@ -18,10 +18,10 @@ from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.planner.plan_parts import parts_of
 from ganger_master.policies import Places, Policy
+from ganger_master.policies.fairness import QUANTUM_S, quantum_s
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.stages import Grow, ResizeByOptimus
-from ganger_master.policies.timeslice_fairness import QUANTUM_S, quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.replay import EPOCH_S, Clock

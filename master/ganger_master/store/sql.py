@@ -143,10 +143,7 @@ _HISTORY_COLUMNS: Final = tuple(column.name for column in events.columns)
 _ROWS_PER_STATEMENT: Final = 5_000
 _ROWS_PER_FETCH: Final = 1_000
 _BUSY_MS: Final = 5_000
-_SQLITE_ARGUMENTS: Final = {
-    "timeout": _BUSY_MS / 1000,
-    "cached_statements": STATEMENTS_KEPT,
-}
+_SQLITE_ARGUMENTS: Final = {"timeout": _BUSY_MS / 1000, "cached_statements": STATEMENTS_KEPT}
 
 
 class SqlStore:

@@ -40,10 +40,7 @@ writer = Table(
 
 # One row: what is never given twice.
 counters = Table(
-    "counters",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("body", Text, nullable=False),
+    "counters", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
 )
 
 configuration_sets = Table(
@@ -81,10 +78,7 @@ jobs = Table(
 
 # Never changes after submission, and is by far the largest part of a job.
 job_specs = Table(
-    "job_specs",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("body", Text, nullable=False),
+    "job_specs", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
 )
 
 # Under which ids jobs were submitted that are no longer kept.
@@ -109,10 +103,7 @@ gangs = Table(
 
 # Nodes on which gangs take turns, with their matrices.
 node_sets = Table(
-    "node_sets",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("body", Text, nullable=False),
+    "node_sets", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
 )
 
 events = Table(
@@ -174,10 +165,7 @@ class Codec:
         self._stored_specs: dict[str, JobSpec] = {}
 
     def batch(
-        self,
-        puts: Mapping[tuple[str, str], Element],
-        removes: Iterable[tuple[str, str]],
-        history: Iterable[HistoryRow],
+        self, puts: Mapping[tuple[str, str], Element], removes: Iterable[tuple[str, str]], history: Iterable[HistoryRow]
     ) -> StoreBatch:
         removed: dict[str, list[str]] = {}
         for kind, key in removes:

@@ -156,15 +156,5 @@ PREDICTOR = Tuning("predictor", tune)
 
 TUNINGS = {
     tuning.name: tuning
-    for tuning in (
-        BIND,
-        EXACT,
-        PREDICTOR,
-        PROPORTIONAL,
-        ROLE,
-        SHARED,
-        SYNERGY_GREEDY,
-        SYNERGY_OPT,
-        SYNERGY_TUNE,
-    )
+    for tuning in (BIND, EXACT, PREDICTOR, PROPORTIONAL, ROLE, SHARED, SYNERGY_GREEDY, SYNERGY_OPT, SYNERGY_TUNE)
 }

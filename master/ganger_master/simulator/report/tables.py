@@ -308,7 +308,7 @@ def compared(
                 "runs": [files.as_json(run) for of_policy in runs.values() for run in of_policy],
             }
             for load, runs in groups
-        ],
+        ]
     }
 
 

@@ -32,11 +32,7 @@ class ModelClass(Enum):
 
 
 # Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
-SYNERGY_SPLIT: Mapping[ModelClass, float] = {
-    ModelClass.IMAGE: 20.0,
-    ModelClass.LANGUAGE: 70.0,
-    ModelClass.SPEECH: 10.0,
-}
+SYNERGY_SPLIT: Mapping[ModelClass, float] = {ModelClass.IMAGE: 20.0, ModelClass.LANGUAGE: 70.0, ModelClass.SPEECH: 10.0}
 
 
 @dataclass(frozen=True)
