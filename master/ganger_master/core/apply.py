@@ -69,10 +69,6 @@ def _array_submitted(state: State, event: events.ArraySubmitted) -> None:
     arrays.note_submitted(state, event)
 
 
-def _array_cancelled(state: State, event: events.ArrayCancelled) -> None:
-    arrays.end_all(state, event)
-
-
 def _rung_reached(state: State, event: events.RungReached) -> None:
     arrays.climb(state, event.number, event.value, event.at, event.time)
 
@@ -85,10 +81,6 @@ def _job_cancelled(state: State, event: events.JobCancelled) -> None:
 
 def _job_updated(state: State, event: events.JobUpdated) -> None:
     job_updates.carry_out(state, event.number, event.spec, event.update, event.request_id, event.time, event.cause)
-
-
-def _array_updated(state: State, event: events.ArrayUpdated) -> None:
-    job_updates.carry_out_array(state, event)
 
 
 def _job_suspended(state: State, event: events.JobSuspended) -> None:
@@ -105,10 +97,6 @@ def _gang_approved(state: State, event: events.GangApproved) -> None:
     if any(claim.shared_mask for claim in event.claims):
         colocation.join(state, epoch, event.time, event.cause)
     state.counters.approved += 1
-
-
-def _gang_refused(state: State, event: events.GangRefused) -> None:
-    placement_leases.note_refused(state, event)
 
 
 def _start_offered(state: State, event: events.StartOffered) -> None:
@@ -138,10 +126,6 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
     cores = sum(sum(claim.millicores) for claim in event.claims)
     repin = int(event.repin)
     state.history(event.time, job, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
-
-
-def _rows_changed(state: State, event: events.RowsChanged) -> None:
-    timeslice_groups.change(state, event)
 
 
 def _session_opened(state: State, event: events.SessionOpened) -> None:
@@ -197,30 +181,14 @@ def _node_observed(state: State, event: events.NodeObserved) -> None:
         rollback.follow_ended_strays(state, event.report.node, event.time, event.cause)
 
 
-def _store_opened(state: State, event: events.StoreOpened) -> None:
-    rollback.open_store(state, event)
-
-
 def _ends_noted(state: State, event: events.EndsNoted) -> None:
     state.ends = event.ends
     _settle_if_complete(state, event.time, event.cause)
 
 
-def _restore_settled(state: State, event: events.RestoreSettled) -> None:
-    rollback.settle(state, event)
-
-
 def _settle_if_complete(state: State, now: float, cause: str) -> None:
     if rollback.is_complete(state, now):
         rollback.settle(state, events.RestoreSettled(now, cause))
-
-
-def _quarantine_ended(state: State, event: events.QuarantineEnded) -> None:
-    quarantine.end(state, event)
-
-
-def _quarantine_adopted(state: State, event: events.QuarantineAdopted) -> None:
-    quarantine.adopt(state, event)
 
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
@@ -310,32 +278,32 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
 _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.JobSubmitted: _job_submitted,
     events.ArraySubmitted: _array_submitted,
-    events.ArrayCancelled: _array_cancelled,
+    events.ArrayCancelled: arrays.end_all,
     events.RungReached: _rung_reached,
     events.JobCancelled: _job_cancelled,
     events.JobUpdated: _job_updated,
-    events.ArrayUpdated: _array_updated,
+    events.ArrayUpdated: job_updates.carry_out_array,
     events.JobSuspended: _job_suspended,
     events.JobResumed: _job_resumed,
     events.GangApproved: _gang_approved,
-    events.GangRefused: _gang_refused,
+    events.GangRefused: placement_leases.note_refused,
     events.StartOffered: _start_offered,
     events.GangReleased: _gang_released,
     events.MoveBegun: _move_begun,
     events.ResizeBegun: _resize_begun,
     events.CoresChanged: _cores_changed,
-    events.RowsChanged: _rows_changed,
+    events.RowsChanged: timeslice_groups.change,
     events.SessionOpened: _session_opened,
     events.NodeObserved: _node_observed,
     events.NodeAnswered: _node_answered,
     events.NodeMarked: _node_marked,
     events.NodeLost: _node_lost,
     events.NodeRemoved: _node_removed,
-    events.StoreOpened: _store_opened,
+    events.StoreOpened: rollback.open_store,
     events.EndsNoted: _ends_noted,
-    events.RestoreSettled: _restore_settled,
-    events.QuarantineEnded: _quarantine_ended,
-    events.QuarantineAdopted: _quarantine_adopted,
+    events.RestoreSettled: rollback.settle,
+    events.QuarantineEnded: quarantine.end,
+    events.QuarantineAdopted: quarantine.adopt,
     events.TurnsClaimed: _turns_claimed,
     events.JobsRanked: _jobs_ranked,
     events.PlacesPromised: _places_promised,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, LocalityLevel
@@ -14,9 +13,14 @@ from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.plan_changes import NO_PURPOSE, Purpose, TrialFinding
 
 
-class JobSubmitted(Struct, frozen=True, gc=False):
+class Event(Struct, frozen=True, gc=False):
+    """What all events have. `time`: Unix seconds; `cause`: the user or program behind the event."""
+
     time: float
     cause: str
+
+
+class JobSubmitted(Event, frozen=True, gc=False):
     number: int
     uid: str
     user: str
@@ -24,11 +28,9 @@ class JobSubmitted(Struct, frozen=True, gc=False):
     spec: JobSpec
 
 
-class ArraySubmitted(Struct, frozen=True, gc=False):
+class ArraySubmitted(Event, frozen=True, gc=False):
     """An array was accepted: its members are the jobs of the numbers that follow; the first has the request id."""
 
-    time: float
-    cause: str
     number: int
     uids: tuple[str, ...]
     user: str
@@ -36,83 +38,65 @@ class ArraySubmitted(Struct, frozen=True, gc=False):
     specs: tuple[JobSpec, ...]
 
 
-class ArrayCancelled(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class ArrayCancelled(Event, frozen=True, gc=False):
     number: int
     reason: str
 
 
-class RungReached(Struct, frozen=True, gc=False):
+class RungReached(Event, frozen=True, gc=False):
     """A member's value at all rungs up to this amount of the resource that it had not come to before."""
 
-    time: float
-    cause: str
     number: int
     value: float | None
     at: float
 
 
-class JobCancelled(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class JobCancelled(Event, frozen=True, gc=False):
     number: int
     reason: str
 
 
-class JobUpdated(Struct, frozen=True, gc=False):
+class JobUpdated(Event, frozen=True, gc=False):
     """A job gets a new spec. `update`: the update that was requested, under this id."""
 
-    time: float
-    cause: str
     number: int
     spec: JobSpec
     update: Update
     request_id: str
 
 
-class ArrayUpdated(Struct, frozen=True, gc=False):
+class ArrayUpdated(Event, frozen=True, gc=False):
     """Members of an array get new specs, by number."""
 
-    time: float
-    cause: str
     number: int
     specs: tuple[tuple[int, JobSpec], ...]
     update: Update
     request_id: str
 
 
-class JobSuspended(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class JobSuspended(Event, frozen=True, gc=False):
     number: int
     level: SuspendLevel
     by_plan: bool = False
     purpose: Purpose = NO_PURPOSE
 
 
-class JobResumed(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class JobResumed(Event, frozen=True, gc=False):
     number: int
     purpose: Purpose = NO_PURPOSE
 
 
-class GangApproved(Struct, frozen=True, gc=False):
+class GangApproved(Event, frozen=True, gc=False):
     """A gang for a PENDING job: in place if these are its parked pieces, else under a new epoch."""
 
-    time: float
-    cause: str
     number: int
     claims: tuple[Claim, ...]
     level: LocalityLevel
 
 
-class GangRefused(Struct, frozen=True, gc=False):
+class GangRefused(Event, frozen=True, gc=False):
     """Kept for `why`; changes nothing durable."""
 
-    time: float
-    cause: str
     number: int
     refusals: tuple[Refusal, ...]
     turn: int
@@ -121,36 +105,28 @@ class GangRefused(Struct, frozen=True, gc=False):
     view_version: int
 
 
-class StartOffered(Struct, frozen=True, gc=False):
+class StartOffered(Event, frozen=True, gc=False):
     """A plan starts a job that has a scheduler of its own, which gets a lease with the plan's place as a suggestion;
     changes nothing durable."""
 
-    time: float
-    cause: str
     number: int
     claims: tuple[Claim, ...]
 
 
-class GangReleased(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class GangReleased(Event, frozen=True, gc=False):
     number: int
 
 
-class MoveBegun(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class MoveBegun(Event, frozen=True, gc=False):
     number: int
     claims: tuple[Claim, ...]
     level: LocalityLevel
     purpose: Purpose = NO_PURPOSE
 
 
-class ResizeBegun(Struct, frozen=True, gc=False):
+class ResizeBegun(Event, frozen=True, gc=False):
     """The whole placement of the world to come."""
 
-    time: float
-    cause: str
     number: int
     claims: tuple[Claim, ...]
     level: LocalityLevel
@@ -158,22 +134,18 @@ class ResizeBegun(Struct, frozen=True, gc=False):
     purpose: Purpose = NO_PURPOSE
 
 
-class CoresChanged(Struct, frozen=True, gc=False):
+class CoresChanged(Event, frozen=True, gc=False):
     """New claims on the same nodes and devices, or the same ones for a re-pin."""
 
-    time: float
-    cause: str
     number: int
     claims: tuple[Claim, ...]
     repin: bool
     reason: str = ""
 
 
-class RowsChanged(Struct, frozen=True, gc=False):
+class RowsChanged(Event, frozen=True, gc=False):
     """A time-slice group (`number`; zero: a new one) gets a slice matrix: the job numbers of each time slice."""
 
-    time: float
-    cause: str
     number: int
     rows: tuple[tuple[int, ...], ...]
     quantum_seconds: float
@@ -190,162 +162,93 @@ class RowsChanged(Struct, frozen=True, gc=False):
     stays: Mapping[int, tuple[int, ...]] = {}
 
 
-class SessionOpened(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class SessionOpened(Event, frozen=True, gc=False):
     request: OpenSession
     session: str
 
 
-class NodeObserved(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class NodeObserved(Event, frozen=True, gc=False):
     report: Observe
 
 
-class NodeAnswered(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class NodeAnswered(Event, frozen=True, gc=False):
     node: str
     desired_version: int
     # Why the call could not be answered; empty: it was.
     problem: str = ""
 
 
-class NodeMarked(Struct, frozen=True, gc=False):
+class NodeMarked(Event, frozen=True, gc=False):
     """An operator's word: DRAIN, CORDON or UNCORDON."""
 
-    time: float
-    cause: str
     node: str
     mark: str
     reason: str
 
 
-class NodeLost(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class NodeLost(Event, frozen=True, gc=False):
     node: str
     reason: str
 
 
-class NodeRemoved(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class NodeRemoved(Event, frozen=True, gc=False):
     node: str
 
 
-class StoreOpened(Struct, frozen=True, gc=False):
+class StoreOpened(Event, frozen=True, gc=False):
     """The database has the name `store`. `why` is set where it is an older copy; `marks`: how far it had come."""
 
-    time: float
-    cause: str
     store: str
     why: str = ""
     marks: Marks = NO_MARKS
 
 
-class EndsNoted(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class EndsNoted(Event, frozen=True, gc=False):
     ends: Mapping[str, RecordedEnd]
 
 
-class RestoreSettled(Struct, frozen=True, gc=False):
+class RestoreSettled(Event, frozen=True, gc=False):
     """A restore is settled with what the nodes have reported."""
 
-    time: float
-    cause: str
 
-
-class QuarantineEnded(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class QuarantineEnded(Event, frozen=True, gc=False):
     uid: str
     epoch: int
 
 
-class QuarantineAdopted(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class QuarantineAdopted(Event, frozen=True, gc=False):
     uid: str
     epoch: int
 
 
-class TurnsClaimed(Struct, frozen=True, gc=False):
-    time: float
-    cause: str
+class TurnsClaimed(Event, frozen=True, gc=False):
     claim: ClaimTurns
 
 
-class JobsRanked(Struct, frozen=True, gc=False):
+class JobsRanked(Event, frozen=True, gc=False):
     """The planner ranked the waiting jobs. Volatile: it repeats the ranking."""
 
-    time: float
-    cause: str
     line: Line
 
 
-class PlacesPromised(Struct, frozen=True, gc=False):
+class PlacesPromised(Event, frozen=True, gc=False):
     """The planner reserved places. Volatile: it repeats them."""
 
-    time: float
-    cause: str
     promises: tuple[Promise, ...]
 
 
-class ChangeJudged(Struct, frozen=True, gc=False):
+class ChangeJudged(Event, frozen=True, gc=False):
     """A change was measured: for the history of its job."""
 
-    time: float
-    cause: str
     finding: TrialFinding
 
 
-class TimePassed(Struct, frozen=True, gc=False):
+class TimePassed(Event, frozen=True, gc=False):
     """Time has passed. `set_by`: seconds by which the clock was set, forward or back. `told`: the newest lease that was
     sent; None: all were."""
 
-    time: float
     cause: str = "clock"
     set_by: float = 0.0
     stood_still: bool = False
     looks_again: bool = False
     told: int | None = None
-
-
-Event: TypeAlias = (
-    JobSubmitted
-    | ArraySubmitted
-    | ArrayCancelled
-    | RungReached
-    | JobCancelled
-    | JobUpdated
-    | ArrayUpdated
-    | JobSuspended
-    | JobResumed
-    | GangApproved
-    | GangRefused
-    | StartOffered
-    | GangReleased
-    | MoveBegun
-    | ResizeBegun
-    | CoresChanged
-    | RowsChanged
-    | SessionOpened
-    | NodeObserved
-    | NodeAnswered
-    | NodeMarked
-    | NodeLost
-    | NodeRemoved
-    | StoreOpened
-    | EndsNoted
-    | RestoreSettled
-    | QuarantineEnded
-    | QuarantineAdopted
-    | TurnsClaimed
-    | JobsRanked
-    | PlacesPromised
-    | ChangeJudged
-    | TimePassed
-)

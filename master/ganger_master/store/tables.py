@@ -9,7 +9,7 @@ largest part, so it has a row of its own that is written once, and again when th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -38,72 +38,46 @@ writer = Table(
     "writer", metadata, Column("id", Integer, primary_key=True), Column("generation", BigInteger, nullable=False)
 )
 
-# One row: what is never given twice.
-counters = Table(
-    "counters", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
-)
 
-configuration_sets = Table(
-    "configuration_sets",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("body", Text, nullable=False),
-)
+def _integer(name: str) -> Column[Any]:
+    return Column(name, BigInteger, nullable=False)
 
-nodes = Table(
-    "nodes",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("configuration_set", String(63), nullable=False),
-    Column("rack", String(_KEY_LENGTH), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("body", Text, nullable=False),
-)
 
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("number", BigInteger, nullable=False),
-    Column("uid", String(36), nullable=False),
-    Column("user", String(_KEY_LENGTH), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("revision", BigInteger, nullable=False),
-    Column("epoch", BigInteger, nullable=False),
-    Column("create_time", Double, nullable=False),
-    Column("end_time", Double),
-    Column("body", Text, nullable=False),
-    Index(None, "state", "number"),
-)
+def _text(name: str, length: int = _KEY_LENGTH) -> Column[Any]:
+    return Column(name, String(length), nullable=False)
 
-# Never changes after submission, and is by far the largest part of a job.
-job_specs = Table(
-    "job_specs", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
-)
 
-# Under which ids jobs were submitted that are no longer kept.
-requests = Table(
-    "requests",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("time", Double, nullable=False),
-    Column("body", Text, nullable=False),
-)
+def _state_table(name: str, *columns: Column[Any] | Index) -> Table:
+    key, body = Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
+    indexes = [one for one in columns if isinstance(one, Index)]
+    return Table(name, metadata, key, *[one for one in columns if isinstance(one, Column)], body, *indexes)
 
-gangs = Table(
-    "gangs",
-    metadata,
-    Column("key", String(_KEY_LENGTH), primary_key=True),
-    Column("epoch", BigInteger, nullable=False),
-    Column("job", BigInteger, nullable=False),
-    Column("role", String(16), nullable=False),
-    Column("phase", String(16), nullable=False),
-    Column("body", Text, nullable=False),
-)
 
-# Nodes on which gangs take turns, with their matrices.
-node_sets = Table(
-    "node_sets", metadata, Column("key", String(_KEY_LENGTH), primary_key=True), Column("body", Text, nullable=False)
+# In the order in which they are loaded: an element only names elements of tables before its own.
+_STATE_TABLES: Final = (
+    # One row: what is never given twice.
+    _state_table("counters"),
+    _state_table("configuration_sets"),
+    _state_table("nodes", _text("configuration_set", 63), _text("rack"), _text("state", 16)),
+    # Never changes after submission, and is by far the largest part of a job.
+    _state_table("job_specs"),
+    _state_table(
+        "jobs",
+        _integer("number"),
+        _text("uid", 36),
+        _text("user"),
+        _text("state", 16),
+        _integer("revision"),
+        _integer("epoch"),
+        Column("create_time", Double, nullable=False),
+        Column("end_time", Double),
+        Index(None, "state", "number"),
+    ),
+    # Under which ids jobs were submitted that are no longer kept.
+    _state_table("requests", Column("time", Double, nullable=False)),
+    _state_table("gangs", _integer("epoch"), _integer("job"), _text("role", 16), _text("phase", 16)),
+    # Nodes on which gangs are time-sliced, with their matrices.
+    _state_table("node_sets"),
 )
 
 events = Table(
@@ -112,18 +86,15 @@ events = Table(
     # SQLite finds a row by an INTEGER, which is as long there, without an index.
     Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
     Column("time", Double, nullable=False),
-    Column("subject", String(_KEY_LENGTH), nullable=False),
-    Column("kind", String(63), nullable=False),
-    Column("cause", String(_KEY_LENGTH), nullable=False),
+    _text("subject"),
+    _text("kind", 63),
+    _text("cause"),
     Column("message", Text, nullable=False),
     Column("figures", Text, nullable=False),
     Index(None, "subject", "sequence"),
 )
 
-# In the order in which they are loaded: an element only names elements of tables before its own.
-STATE: Final = {
-    table.name: table for table in (counters, configuration_sets, nodes, job_specs, jobs, requests, gangs, node_sets)
-}
+STATE: Final = {table.name: table for table in _STATE_TABLES}
 # Of each state table, `key` left out.
 COLUMNS: Final = {
     name: tuple(column.name for column in table.columns if column.name != "key") for name, table in STATE.items()
@@ -176,7 +147,9 @@ class Codec:
         rows: dict[str, list[Row]] = {}
         for (kind, key), element in puts.items():
             table = TABLE_OF_KIND[kind]
-            rows.setdefault(table, []).append(_ROW_OF[table](key, element))
+            body = replace(element, spec=_NO_SPEC) if isinstance(element, JobRecord) else element
+            name = _COUNTERS_KEY if isinstance(element, Counters) else key
+            rows.setdefault(table, []).append((name, *_columns_of(element), _body(body)))
             if isinstance(element, JobRecord) and self._stored_specs.get(key) is not element.spec:
                 rows.setdefault("job_specs", []).append((key, _body(element.spec)))
                 self._stored_specs[key] = element.spec
@@ -201,54 +174,20 @@ class Codec:
         return sorted(found, key=_order)
 
 
-def _row_of_job(key: str, job: JobRecord) -> Row:
-    return (
-        key,
-        job.number,
-        job.uid,
-        job.user,
-        job.state.value,
-        job.revision,
-        job.epoch,
-        job.create_time,
-        job.end_time or None,
-        _body(replace(job, spec=_NO_SPEC)),
-    )
-
-
-def _row_of_request(key: str, request: Request) -> Row:
-    return key, request.time, _body(request)
-
-
-def _row_of_gang(key: str, gang: Gang) -> Row:
-    return key, gang.epoch, gang.job, gang.role.value, gang.phase.value, _body(gang)
-
-
-def _row_of_node(key: str, node: Node) -> Row:
-    return key, node.configuration_set, node.rack, node.state.value, _body(node)
-
-
-def _row_of_node_set(key: str, node_set: NodeSet) -> Row:
-    return key, _body(node_set)
-
-
-def _row_of_set(key: str, configuration_set: ConfigurationSet) -> Row:
-    return key, _body(configuration_set)
-
-
-def _row_of_counters(key: str, counters: Counters) -> Row:
-    return _COUNTERS_KEY, _body(counters)
-
-
-_ROW_OF: Final[Mapping[str, Callable[[str, Any], Row]]] = {
-    "jobs": _row_of_job,
-    "requests": _row_of_request,
-    "gangs": _row_of_gang,
-    "nodes": _row_of_node,
-    "node_sets": _row_of_node_set,
-    "configuration_sets": _row_of_set,
-    "counters": _row_of_counters,
-}
+def _columns_of(element: Element) -> Row:
+    """Return what people query of an element, in the order of its table's columns."""
+    match element:
+        case JobRecord() as job:
+            state, end = job.state.value, job.end_time or None
+            return job.number, job.uid, job.user, state, job.revision, job.epoch, job.create_time, end
+        case Request():
+            return (element.time,)
+        case Gang():
+            return element.epoch, element.job, element.role.value, element.phase.value
+        case Node():
+            return element.configuration_set, element.rack, element.state.value
+        case _:
+            return ()
 
 
 def _body(value: Element | JobSpec) -> str:
