@@ -14,7 +14,6 @@ from ganger_master.estimators.convergence import (
     Curve,
     LossPoint,
     fit_convergence,
-    remaining,
     steps_to_convergence,
     without_outliers,
 )
@@ -105,13 +104,10 @@ def test_first_slow_step_is_where_the_loss_first_falls_that_little(
         assert decrease == pytest.approx(least, rel=1e-4)
 
 
-def test_patience_adds_strides_and_remaining_counts_from_what_is_done() -> None:
+def test_patience_adds_strides_and_neither_may_be_zero() -> None:
     model = fitted([LossPoint(float(k), TRUTH.loss(k)) for k in range(40)])
     one, three = (steps_to_convergence(model, 0.001, 1.0, patience) for patience in (1, 3))
     assert three.value == pytest.approx(one.value + 2.0)
-    left = remaining(one, 40.0)
-    assert left.value == pytest.approx(one.value - 40.0)
-    assert remaining(one, 1e9).value == 0.0
     for stride, patience in ((0.0, 1), (math.nan, 1), (1.0, 0)):
         with pytest.raises(ValueError, match="must be positive"):
             steps_to_convergence(model, 0.001, stride, patience)

@@ -185,15 +185,7 @@ class Marks(Struct, frozen=True, gc=False, omit_defaults=True):
     @classmethod
     def of(cls, counters: Counters) -> Marks:
         """Return the marks of a database with these counters."""
-        return cls(
-            counters.store,
-            counters.desired_version,
-            counters.next_epoch,
-            counters.next_job,
-            counters.next_event,
-            counters.next_session,
-            counters.next_set,
-        )
+        return cls(*[getattr(counters, name) for name in cls.__struct_fields__])
 
 
 NO_MARKS: Final = Marks()

@@ -173,7 +173,7 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
     holders = tuple(_holders(state, now))
     if any(not one.reason.waits_for_capacity and one.reason not in _BEHIND for one in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
-    expected = estimate(state.view, _shape(job), holders, now)
+    expected = estimate(state.view, job.shape, holders, now)
     if not expected.before and any(blocker.reason is Reason.NODE_UNAVAILABLE for blocker in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
     return Explanation(blockers, expected.after, expected.before, expected.assumption)
@@ -277,7 +277,7 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
             view.give(claim)
     found = placement_blockers(
         view,
-        _shape(job),
+        job.shape,
         waited=now - job.pending_since,
         protected=approval.protected_from(state, job, now),
         rank=state.queue_rank(job.number),
@@ -376,16 +376,12 @@ def _would_help(state: State, job: JobRecord, now: float) -> bool:
     """Return whether a job could start if it might use the nodes that are closed to it."""
     return not placement_blockers(
         state.view,
-        _shape(job),
+        job.shape,
         waited=now - job.pending_since,
         protected=approval.protected_from(state, job, now),
         rank=state.queue_rank(job.number),
         job=job.name,
     )
-
-
-def _shape(job: JobRecord) -> GangShape:
-    return job.shape
 
 
 def _holders(state: State, now: float) -> list[Holder]:

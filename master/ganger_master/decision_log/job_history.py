@@ -8,6 +8,7 @@ from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Approved, ChangeAnswer, JobAnswer, PlanAnswer, Refused, Rejected
@@ -187,20 +188,7 @@ class Story:
         text = moment.text
         if isinstance(answer, Approved) and len(moment.candidates) > 1:
             text += f"; candidate {answer.candidate + 1} is taken"
-        self._add(
-            Moment(
-                moment.line,
-                moment.time,
-                moment.what,
-                text,
-                verdict,
-                moment.rank,
-                moment.turn,
-                whys or moment.why,
-                moment.candidates,
-                moment.free,
-            )
-        )
+        self._add(replace(moment, text=text, verdict=verdict, why=whys or moment.why))
 
 
 def verdict_of(answer: Answer, number: int) -> tuple[str, tuple[VerdictReason, ...]]:

@@ -165,7 +165,7 @@ def _sentence(moment: Moment) -> str:
 
 def _details(moment: Moment) -> Iterator[str]:
     for why in moment.why:
-        yield _why(why)
+        yield f"{why.reason}: {why.message}"
     for position, candidate in enumerate(moment.candidates[:_MOST_CANDIDATES]):
         which = f"candidate {position + 1}: " if len(moment.candidates) > 1 else "for " if moment.verdict else "has "
         yield which + "; ".join(map(_place, candidate))
@@ -173,10 +173,6 @@ def _details(moment: Moment) -> Iterator[str]:
         yield f"and {len(moment.candidates) - _MOST_CANDIDATES} candidates more"
     for free in moment.free:
         yield _free(free)
-
-
-def _why(why: VerdictReason) -> str:
-    return f"{why.reason}: {why.message}"
 
 
 def _place(place: RequestedPlace) -> str:
@@ -193,12 +189,8 @@ def _free(free: Free) -> str:
 
 
 def _difference(one: Difference) -> str:
-    recorded, otherwise = (_verdict(*pair) for pair in _pairs(one))
+    recorded, otherwise = _verdict(one.recorded, one.recorded_why), _verdict(one.otherwise, one.otherwise_why)
     return f"{recorded} as recorded, {otherwise} otherwise"
-
-
-def _pairs(one: Difference) -> tuple[tuple[str, Sequence[VerdictReason]], tuple[str, Sequence[VerdictReason]]]:
-    return (one.recorded, one.recorded_why), (one.otherwise, one.otherwise_why)
 
 
 def _verdict(verdict: str, whys: Sequence[VerdictReason]) -> str:

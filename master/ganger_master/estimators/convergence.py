@@ -151,11 +151,6 @@ def steps_to_convergence(
     return _estimate(model, lambda curve: curve.slow_from(fall, stride) + patience * stride)
 
 
-def remaining(total: StepsLeftEstimate, done: float) -> StepsLeftEstimate:
-    """Of a total number of steps, what is left after `done`; never below zero."""
-    return StepsLeftEstimate(max(0.0, total.value - done), max(0.0, total.low - done), max(0.0, total.high - done))
-
-
 def _estimate(model: ConvergenceModel, steps: Callable[[Curve], float]) -> StepsLeftEstimate:
     value = steps(model.best)
     if model.points <= _NUMBERS:
