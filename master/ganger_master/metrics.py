@@ -36,8 +36,8 @@ from ganger_master.runtime.writer import Writer
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`blockers`: of waiting jobs, the first reason for which each was refused last; `answered`: when each node was
-    last heard, by `now`'s clock; `daemons`: how many hold a call."""
+    """What one scrape reads. `blockers`: the first reason of the last refusal of each waiting job; `answered`: when
+    each node called last, by the clock of `now`; `daemons`: how many hold a call."""
 
     now: float
     policy: str
@@ -91,7 +91,7 @@ def families(snapshot: Snapshot, version: str) -> Iterator[Any]:
 
 
 def gpus_of(node: Node, devices: int, row: NodeRow | None) -> Counter[str]:
-    """The node's devices by state: each counts once."""
+    """Return the number of the node's devices in each state; each device counts once."""
     if node.lost:
         return Counter(lost=devices)
     if not node.heard or row is None:
@@ -108,7 +108,7 @@ def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     waiting = [job for job in live if job.state is JobState.PENDING and not (job.held or job.again_at)]
     states = Counter(job.state.name.lower() for job in live)
     yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))
-    yield _gauge("ganger_pending_gpus", "GPUs that pending jobs ask for.", _gpus(waiting))
+    yield _gauge("ganger_pending_gpus", "GPUs that pending jobs request.", _gpus(waiting))
     since = min((job.pending_since for job in waiting if job.pending_since), default=snapshot.now)
     text = "Longest time for which a job has been pending."
     yield _gauge("ganger_longest_pending_seconds", text, max(0.0, snapshot.now - since))
@@ -149,8 +149,8 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
             known.update(gpus_of(node, kind.devices, snapshot.rows.get(node.name)))
     text = (
         "GPUs of all nodes, each in one state: busy (a gang holds it), idle, drained (free, but its node is draining or"
-        " cordoned), silent (free, but its node's daemon does not call), faulty, unknown (its node was not heard since"
-        " the master started), lost (with its node)."
+        " cordoned), silent (free, but its node's daemon does not call), faulty, unknown (its node has not called"
+        " since the master started), lost (with its node)."
     )
     family = GaugeMetricFamily("ganger_gpus", text, labels=["device_type", "state"])
     for device_type, by_state in sorted(gpus.items()):
@@ -162,7 +162,7 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
 def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
     meter = snapshot.meter
     verdicts = {"approved": snapshot.approved, "rejected": meter.rejections.total()}
-    text = "Gangs and changes of plans that were asked for; approved ones are counted across restarts of the master."
+    text = "Requested gangs and changes of plans; approved ones are counted across restarts of the master."
     yield _counters("ganger_verdicts", text, "outcome", verdicts)
     rejections = _all(meter.rejections, (reason.name for reason in Reason))
     yield _counters("ganger_rejections", "Verdicts that were rejections, by first reason.", "reason", rejections)
@@ -185,7 +185,7 @@ def _gpus(jobs: Iterable[JobRecord]) -> int:
 
 
 def _all(counts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
-    """With a zero for each that was not counted: a series that comes and goes is hard to ask about."""
+    """Return the count of each name, zero where none was counted: a series that comes and goes is hard to query."""
     return {name: counts.get(name, 0) for name in names}
 
 
@@ -278,7 +278,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_S
 
     def log_message(self, *_: object) -> None:
-        """Nothing: it is asked every few seconds."""
+        """Log nothing: a request comes every few seconds."""
 
 
 def _bound(host: str, port: int) -> WSGIServer:
@@ -300,7 +300,7 @@ def _answering(app: Any) -> Any:
             return app(environ, start_response)
         except (TimeoutError, concurrent.futures.CancelledError):
             start_response("503 Service Unavailable", _TEXT)
-            return [b"the master is busy, or stopping: ask again\n"]
+            return [b"the master is busy, or stopping: try again\n"]
         except Exception:
             log.exception("metrics failed")
             start_response("500 Internal Server Error", _TEXT)

@@ -417,7 +417,7 @@ def test_a_job_killed_for_outstaying_its_slice_is_not_time_sliced_any_more(drive
     again = drive.row(guest, 1, claims=drive.place(guest, host))
     refused = blamed(drive.propose(drive.row(host, 0), again))
     assert refused.job == f"jobs/{guest}"
-    assert refused.detail == "it did not stop when its turn was over, and was killed"
+    assert refused.detail == "it did not stop at the end of its time slice, and was killed"
     # It has a node to itself, and its next attempt reports all capabilities.
     drive.step(CancelJob(host))
     drive.seen_without("n1", host)

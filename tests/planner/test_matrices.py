@@ -467,7 +467,7 @@ def test_no_job_is_time_sliced_with_one_that_cannot_stop_or_has_another_priority
 
 
 LIMITED = replace(job_of(4), time_limit_seconds=60.0)
-OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop when its turn was over")
+OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop at the end of its time slice")
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["it runs, and no job joins it", "it waits"])
@@ -484,7 +484,7 @@ def test_a_job_that_did_not_stop_after_its_slice_has_devices_of_its_own(which: i
     [
         (replace(job_of(4), preemptible=False), Capabilities(), "it is not to be suspended"),
         (LIMITED, Capabilities(), "it has a time limit, which goes on while it rests"),
-        (job_of(4), OUTSTAYED, "it did not stop when its turn was over"),
+        (job_of(4), OUTSTAYED, "it did not stop at the end of its time slice"),
     ],
 )
 def test_a_pending_job_reports_why_it_is_not_time_sliced_where_others_are(

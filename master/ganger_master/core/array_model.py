@@ -194,7 +194,7 @@ def _below_median(rule: StopRule, records: Sequence[Value], others: Sequence[Seq
 
 
 def _key(rule: StopRule, value: Value) -> float:
-    """Smaller is better."""
+    """Return the sort key of a value under a stop rule: smaller is better; infinite for no value or NaN."""
     if value is None or math.isnan(value):
         return math.inf
     return -value if rule.maximise else value

@@ -89,7 +89,8 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
 
 
 def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
-    """Not looked for at every event: what found none finds none before there is room, but for what time brings."""
+    """Return claims outside draining nodes and their locality level, or None. A search that failed is repeated only
+    after devices were freed or `_LOOKED_S` passed."""
     freed, looked = state.nodes.drained_in_vain.get(gang.epoch, (-1, 0.0))
     if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_S:
         return None

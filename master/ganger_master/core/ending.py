@@ -49,7 +49,8 @@ def _going(state: State) -> list[int]:
 
 
 def _may_go(state: State) -> Iterator[int]:
-    """Those that hold nothing any more; of an array, whose members are compared, once all have ended."""
+    """Yield the numbers of ended jobs without gangs. Members of an array are compared, so they stay until all have
+    ended."""
     lives: dict[int, bool] = {}
     for number in state.jobs.finished:
         array = state.jobs[number].spec.array
@@ -74,7 +75,7 @@ def _is_remembered(state: State, submitted: float, now: float) -> bool:
     return now - submitted <= state.settings.request_kept_seconds
 
 
-_OUTSTAYED: Final = "it did not stop when its turn was over, and was killed"
+_OUTSTAYED: Final = "it did not stop at the end of its time slice, and was killed"
 
 
 def end(
@@ -164,7 +165,7 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
         return
     failure = _failure_of(gang, outcome)
     if outcome.kind is OutcomeKind.ESCALATED and gang.node_set:
-        # Others waited for it until it was killed, and would again, turn after turn.
+        # The other gangs of its group waited until it was killed, and would wait again in every slice.
         job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
     if _is_users(outcome):
         if outcome.kind is not OutcomeKind.LAUNCH_FAILED:

@@ -44,7 +44,7 @@ class Holder(Struct, frozen=True, gc=False):
 
 
 class StartEstimate(Struct, frozen=True, gc=False):
-    """Seconds from now; both zero when unknown, and then `assumption` says why."""
+    """When a gang starts, in seconds from now. If that is unknown both are zero, and `assumption` gives the reason."""
 
     after: float
     before: float
@@ -77,15 +77,15 @@ def placement_blockers(
 
 
 def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float) -> StartEstimate:
-    """When the gang fits if every holder runs to its limit; unknown as soon as that rests on one without a limit.
+    """Estimate when the gang fits if every holder runs to its limit; unknown if a needed holder has no limit.
 
-    Holders may end sooner, so the interval begins now. Jobs ahead in the queue are not counted: the assumption says so.
+    Holders may end sooner, so the interval begins now. Jobs ahead in the queue do not count, as the assumption states.
     """
     if _fits(view, shape):
         if widest_now(shape, 0.0) < shape.locality.widest:
             left = shape.locality.patience_seconds
             return StartEstimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
-        return StartEstimate(0.0, 1.0, "its turn comes at once and no job is ahead")
+        return StartEstimate(0.0, 1.0, "it can be placed at once and no job is ahead")
     limited = sorted(
         [(one.ends_by, one.job, one) for one in holders if one.ends_by is not None], key=lambda one: one[:2]
     )
@@ -124,7 +124,8 @@ def _fits(view: View, shape: GangShape) -> bool:
 
 
 class Explanation(Struct, frozen=True, gc=False):
-    """Seconds from now; both zero when unknown, and then `assumption` says why."""
+    """Why a job waits, and when it starts, in seconds from now. If that is unknown both are zero, and `assumption`
+    gives the reason."""
 
     blockers: tuple[Refusal, ...]
     start_after_seconds: float = 0.0
@@ -220,7 +221,7 @@ def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
 
 
 def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
-    """Return the nodes whose free host memory is too little for a resumed job to share GPUs in turns where it rests."""
+    """Return the nodes whose free host memory is too little to time-slice a resumed job where it is parked."""
     gang = state.gangs.get(job.epoch)
     if gang is None or not state.gangs.sets or job.number not in state.queue.resuming:
         return ()

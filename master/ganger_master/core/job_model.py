@@ -82,7 +82,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def gpus(self) -> int:
-        # Asked for all the time, and most jobs have one role.
+        # A hot path, and most jobs have one role.
         if len(self.roles) == 1:
             return self.roles[0].tasks * self.roles[0].shape.gpus
         return sum([role.tasks * role.shape.gpus for role in self.roles])
@@ -102,7 +102,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
 
     def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0) -> GangShape:
-        """With so many devices, which it must accept; zero: with as many as its roles name."""
+        """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name."""
         named, roles = self.gpu_memory_bytes, self.roles
         needed = named if named > used_device_bytes else used_device_bytes
         if gpus:
@@ -282,7 +282,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def submitted_spec(self) -> JobSpec:
-        """Without what was updated since."""
+        """The spec as it was submitted, without later updates."""
         return self.spec if self.submitted is None else replace(self.spec, **asdict(self.submitted))
 
     @property
@@ -300,7 +300,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def gpus(self) -> int:
-        """Devices of the gang that it has or asks for."""
+        """Number of devices of the gang that the job has or requests."""
         return self.gpus_given if self.gpus_given and self.is_bound else self.spec.gpus
 
     @property
@@ -355,7 +355,7 @@ class Request(Struct, frozen=True, gc=False):
 
 
 def members_of(jobs: Mapping[int, JobRecord], array: int) -> list[JobRecord]:
-    """Those that are kept, in their order; empty if there is no such array, or none any more."""
+    """Return the remembered members of an array in their order; empty if there is no such array, or none any more."""
     found: list[JobRecord] = []
     end = array + 1 + MEMBERS_LIMIT
     number = array + 1

@@ -97,7 +97,8 @@ def _too_long(plan: commands.ProposePlan) -> str:
 
 
 def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
-    """Those of one non-zero `together` are one, at the place of the first of them."""
+    """Return the changes in groups that are judged as one. Changes with the same non-zero `together` form a group, at
+    the place of the first of them."""
     if not any(change.together for change in changes):
         return [[change] for change in changes]
     groups: dict[tuple[bool, int], list[PlanChange]] = {}
@@ -234,7 +235,7 @@ class _Trial:
             gang = self._state.gangs.get(job.epoch) if job is not None else None
             for claim in (*claims, *(gang.claims if gang is not None else ())):
                 if claim.node in self._rows_on:
-                    detail = "another change of this plan has gangs take turns there"
+                    detail = "another change of this plan time-slices gangs there"
                     return Refusal(Reason.STALE_REVISION, job=f"jobs/{change.number}", node=claim.node, detail=detail)
         for claim in claims if self._resized else ():
             if any(claim.node == one.node and claim.shared_mask & one.device_mask for one in self._resized):
@@ -329,7 +330,7 @@ def _judge_start(
     parked = state.gangs.get(job.epoch)
     if parked is not None and parked.devices != shape.gpus and any(claim.shared_mask for claim in change.claims):
         return shares_nothing(job)
-    # What it asks of cores and memory is a wish where a plan tunes them.
+    # A request for cores and memory is not binding where a plan tunes them.
     verdict = judge(state, job, (change.claims,), 0, now, retune=True, shape=shape)
     if not isinstance(verdict, CandidateApproval):
         return verdict.refusals[0]
@@ -370,7 +371,7 @@ def _judge_cores(
     if gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     if gang.epoch in state.gangs.set_of:
-        return Refusal(Reason.WRONG_STATE, job=job.name, detail="it takes turns, and so do its cores")
+        return Refusal(Reason.WRONG_STATE, job=job.name, detail="it is time-sliced, and its cores are, too")
     if any(piece.gone for piece in gang.pieces):
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="a part of it has ended")
     held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in gang.claims]
@@ -381,7 +382,7 @@ def _judge_cores(
         least = min(old.memory_bytes, requested_memory(state, job, old))
         if new.memory_bytes < least:
             figures = {"needed_bytes": least, "claimed_bytes": new.memory_bytes}
-            detail = "it may run in all the memory that it asks for"
+            detail = "it may use all the memory that it requests"
             return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, node=old.node, detail=detail)
     refusals = judge_change(state, job, change.claims, holding=gang.claims, retune=True, arena=per_device(gang))
     if refusals:

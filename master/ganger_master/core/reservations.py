@@ -51,7 +51,8 @@ class Reservation(Struct, frozen=True, gc=False):
 
 
 def begins_at(conflicts: int, since: float) -> float:
-    """From when on a gang that waits since that time is kept a place."""
+    """Return the Unix second from which a place is reserved for a gang that waits since `since`; `conflicts`: its
+    requests that were refused for another claim."""
     return since if conflicts >= CONFLICTS_BEFORE else since + SECONDS_BEFORE
 
 

@@ -1,7 +1,7 @@
 """The state one writer owns: immutable elements in dictionaries, what is derived from them, and what changed.
 
 Only `put_*` and `forget_gang` change elements, so what a store must make durable is exactly what is noted here.
-What is volatile (turns, refusals, last answers) is gone after a restart and recomputed.
+What is volatile (placement leases, refusals, last answers) is lost in a restart and recomputed.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class State:
 
     @property
     def next_desired_version(self) -> int:
-        """Of what nodes will want with the end of this batch."""
+        """The version of the desired state that the end of this batch commits."""
         return self.counters.desired_version + 1
 
     def take_epoch(self) -> int:

@@ -92,14 +92,14 @@ class Hiding:
         return replace(spec, command=command, environment={name: hidden[name] for name in spec.environment})
 
     def _parameters(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Of a member of an array; they are its arguments."""
+        """Return the parameters of an array member with hidden values; they are its arguments."""
         return {name: _hidden(text, self._signs(text)) for name, text in given.items()}
 
     def _token(self, token: str) -> str:
         return _hidden(token, self._signs(token))
 
     def _signs(self, text: str) -> Iterator[str]:
-        """Without end, and as if drawn by lot; the same for the same text."""
+        """Return an endless iterator of characters that look random and are the same for the same text."""
         digest = blake2b(text.encode(errors="surrogatepass"), key=self._key, digest_size=63).digest()
         return cycle(urlsafe_b64encode(digest).decode())
 
@@ -112,7 +112,7 @@ def _hidden(word: str, signs: Iterator[str]) -> str:
 
 
 def _alike(sign: str, hidden: str) -> str:
-    """One that takes as many bytes."""
+    """Return a character that takes as many bytes as `sign`."""
     return sign if sign == "\0" else _LONGER.get(len(sign.encode(errors="surrogatepass")), hidden)
 
 
@@ -125,7 +125,7 @@ _MOST_WAITING: Final = 100_000
 
 
 class RecordingError(Exception):
-    """There is no recording; the message says why and what to do."""
+    """There is no recording; the message gives the reason and what to do."""
 
 
 class Recorded:
@@ -166,7 +166,7 @@ async def record(writer: Records, recording: DecisionRecording, seconds: float) 
 
 
 class DecisionRecording:
-    """One recording, told by one event loop what happens there. `done`: what came of it, or RecordingError."""
+    """One recording; its methods are called from one event loop. `done`: its result, or RecordingError."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class DecisionRecording:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[Recorded] = self._loop.create_future()
-        # Set when it is over, or should be ended as soon as can be; the reason is said in the file.
+        # Set when it has ended, or should be ended as soon as possible; the file contains the reason.
         self.ending = asyncio.Event()
         self.reason = ""
         self._version = version
@@ -193,10 +193,10 @@ class DecisionRecording:
         self._began = 0.0
         self._problem: BaseException | None = None
 
-    # -- told by the writer, between two of its steps ------------------------------------------------------------------
+    # -- called by the writer, between two of its steps ----------------------------------------------------------------
 
     def begin(self, state: State, now: float) -> None:
-        """The state is as the end of a batch left it."""
+        """Begin with the state that the end of a batch left."""
         self._began = now
         self._thread = StoreThread("recording")
         header = Header(FORMAT, self._version, now, state.settings.policy, self._with_environment)
@@ -204,7 +204,7 @@ class DecisionRecording:
         self.start_over(state, now, "the recording began")
 
     def start_over(self, state: State, now: float, cause: str) -> None:
-        """Another state takes the place of what was there."""
+        """Record a state that replaces the former one."""
         self._hand_over()
         image = self._image_of(state)
         if image is not None:
@@ -227,7 +227,7 @@ class DecisionRecording:
         self._hand_over()
 
     def end(self, state: State | None, now: float, reason: str) -> None:
-        """The last call. `state` as the end of a batch left it; None if it cannot be trusted."""
+        """End the recording; no call follows. `state`: what the end of a batch left; None if it cannot be trusted."""
         self._note_end(reason)
         if self._thread is None:
             self._note_done(RecordingError(f"cannot record: {reason}"))

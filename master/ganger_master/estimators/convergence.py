@@ -2,9 +2,9 @@
 
 Optimus (EuroSys 2018), section 3.1: the loss is normalised by the largest seen, outliers are taken out, and the curve
 is fitted by non-negative least squares, again as points arrive. For each of a grid of b2 the rest is linear in
-y = 1/(l - b2); weighting by (l - b2)^2 puts the residuals back into loss space. What the points cannot tell apart is
-kept: every b2 that fits about as well, and the best curve moved along each axis of its error ellipsoid, so that an
-estimate knows its own range.
+y = 1/(l - b2); weighting by (l - b2)^2 puts the residuals back into loss space. The curves that the
+points do not distinguish are kept: every b2 that fits about as well, and the best curve moved along each axis of its
+error ellipsoid. They give the range of an estimate.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceModel:
-    """The best curve and those the points cannot tell from it at 90 %: `plausible` by another b2, `axes` as pairs along
-    the axes of the error ellipsoid. `points` were fitted; steps up to `last_step` were seen."""
+    """The best curve, and curves that the points do not distinguish from it at 90 %: `plausible` by another b2, `axes`
+    as pairs along the axes of the error ellipsoid. `points` were fitted; steps up to `last_step` were seen."""
 
     best: Curve
     plausible: tuple[Curve, ...]
@@ -107,7 +107,7 @@ class StepsLeftEstimate:
 
 
 def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
-    """None with fewer than three usable points at different steps: three numbers cannot be told from fewer.
+    """Fit the curve; return None with fewer than three usable points at different steps: it has three parameters.
 
     Points that are not finite, below zero or before step zero are left out, repeats of a step averaged. A loss that is
     flat, or rises, gives b0 = 0: it is not converging, or has. A loss of zero throughout is flat.
@@ -199,10 +199,10 @@ def without_outliers(losses: Floats) -> Floats:
 
 
 def _robust(x: Floats, y: Floats) -> tuple[Curve, float, NDArray[np.bool_], list[tuple[Curve, float]]]:
-    """The fit of the points that lie near it: curve, squared error, which points, and the fits of other b2.
+    """Fit the points that lie near the curve. Return (curve, squared error, mask of the points, fits of other b2).
 
-    Starts from a curve no single outlier can drag, whose errors then tell the true outliers from points that only lie
-    on a steep part. Three quarters of the points stay.
+    The search starts from a curve that no single outlier can drag. Its errors separate the outliers from points that
+    only lie on a steep part. At least three quarters of the points stay.
     """
     kept = np.ones(len(x), bool)
     curve = _undragged(x, y)
@@ -222,8 +222,8 @@ def _robust(x: Floats, y: Floats) -> tuple[Curve, float, NDArray[np.bool_], list
 
 
 def _undragged(x: Floats, y: Floats) -> Curve:
-    """The curve through the neighbour-wise cleaned points; with too few for neighbours to tell, the one without some
-    single point that has the least median distance."""
+    """Return the curve through the neighbour-wise cleaned points. With too few points for that, return the fit without
+    some single point that has the least median distance."""
     if not _NUMBERS + 2 <= len(x) <= _FEW:
         return _fit(x, without_outliers(y))[0]
     curves = [_fit(np.delete(x, i), np.delete(y, i))[0] for i in range(len(x))]

@@ -3,7 +3,7 @@ numbers of cores to measure it.
 
 S(C) = P0*log C + P1*C below theta, P2 from theta on (Xiao et al., "Scheduling CPU for GPU-based deep learning jobs",
 SoCC 2018 poster). Some curves have a second knee where the input pipeline waits for storage before more cores help
-again (Synergy's profiles of AlexNet and ShuffleNet); a `Shelf` describes it. Knows nothing of memory: see storage.
+again (Synergy's profiles of AlexNet and ShuffleNet); a `Shelf` describes it. Memory is left to the storage model.
 
 Two designs of few probes: optimal experiment design for the learned predictor (Xiao et al., SoCC 2018 poster; the
 method of Ernest, NSDI 2016), and the bisection of Synergy's optimistic profiling (Mohan et al., OSDI 2022), which
@@ -27,7 +27,7 @@ from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_e
 THETA_STEP = 0.5
 # Weight of the wish that both branches meet at theta: decides theta between two measured points, yields to them else.
 _CONTINUITY = 0.3
-# Weight of the wish for a straight line (P0 = 0) where too few points tell: one measured 3 % off outweighs it.
+# Weight of a preference for a straight line (P0 = 0) with too few points: one measured 3 % off outweighs it.
 _STRAIGHTNESS = 0.03
 # Residuals below this are measurement noise; a shelf must not be bought to explain it.
 _NOISE = 0.02
@@ -103,11 +103,11 @@ class CpuModel:
 
 
 def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
-    """The curve of least relative error through the points, its own error with it; None if no point is usable.
+    """Return the curve of least relative error through the points, with that error; None if no point is usable.
 
     Points that are not finite and above zero are left out, repeats at one number of cores averaged. One point c:
     proportional up to c, flat beyond (more cores are promised nothing). Points that fall with cores give the flattest
-    curve that does not fall, and an error that says so.
+    curve that does not fall, and a large error.
     """
     measured = averaged(points)
     if not measured:
@@ -135,8 +135,9 @@ def averaged(points: Iterable[CpuPoint]) -> tuple[CpuPoint, ...]:
 
 
 def sweet_point_bracket(points: Sequence[CpuPoint], tolerance: float = 0.1) -> tuple[float, float]:
-    """Where theta must lie by the measurements alone: (most cores still short of the best rate by more than
-    `tolerance`, fewest cores within it). Cores, ascending; (0, c) if even the fewest measured cores are enough."""
+    """Return the interval of cores that contains theta by the measurements alone: (most cores still short of the best
+    rate by more than `tolerance`, fewest cores within it). It is (0, c) if even the fewest measured cores c are
+    enough."""
     measured = averaged(points)
     if not measured:
         return (0.0, math.inf)

@@ -72,11 +72,11 @@ class AllReduceModel:
     error: FitError = NOT_FITTED
 
     def compute_s(self, samples: float) -> float:
-        """Of one step on one GPU."""
+        """Return the seconds that a GPU computes in one step on `samples` samples."""
         return self.fixed + self.per_sample * samples
 
     def sync_s(self, gpus: int, nodes: int) -> float:
-        """Of one step, were nothing hidden behind computing."""
+        """Return the seconds that one step synchronises, as if none of it overlapped with computing."""
         if gpus < 2:
             return 0.0
         if nodes < 2:
@@ -215,11 +215,11 @@ def features(mode: UpdateMode, servers: ArrayLike, workers: ArrayLike, batch: fl
 
 
 def fit_server_speed(points: Iterable[ServerPoint], mode: UpdateMode, batch: float = 1.0) -> ServerSpeed | None:
-    """The coefficients of least relative error; None if no point is usable (speeds must be finite and above zero,
-    counts at least one: the published file has failed runs with speed 0).
+    """Return the coefficients of least relative error; None if no point is usable (speeds must be finite and above
+    zero, counts at least one: the published file has failed runs with speed 0).
 
-    With fewer points than coefficients those that nothing measured follow a weak prior: what was measured is met, what
-    lies far from it is a guess, and `left_out` says how good such guesses were.
+    With fewer points than coefficients, those that no point determines follow a weak prior. Speeds far from the points
+    are guesses; `left_out` reports how good such guesses were.
     """
     if not is_usable(batch):
         raise ValueError(f"batch {batch} must be finite and above zero")

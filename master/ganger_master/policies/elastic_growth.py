@@ -148,7 +148,8 @@ def shrink(
 
 
 def _least_loss(jobs: Sequence[Elastic], node: str, missing: int) -> tuple[float, dict[int, int]]:
-    """Of jobs on a node: to which sizes to cut them, so that so many devices more are free there, and what is lost."""
+    """Return the least loss of rate that frees `missing` more devices on a node, and the new sizes of the jobs that are
+    cut. Rates are relative to that of one device at the least size; the loss is infinite if no cuts suffice."""
     # By devices released: the least loss, and the new sizes.
     best: list[tuple[float, dict[int, int]]] = [(0.0, {}), *[(math.inf, {})] * max(0, missing)]
     for job in jobs:
