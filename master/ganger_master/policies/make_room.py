@@ -2,9 +2,9 @@
 
 Moving a gang costs its pause (`move_cost`, GPU-seconds), preempting it `stop_cost`. On one node the search finds the
 cheapest solution, provided that the displaced gangs find places one after the other. Nodes are searched in order of a
-lower bound of the cost there, and on each node all sets of gangs in order of cost. A displaced gang that finds no place
-may have room made for it in turn. For gangs over several nodes the cheapest nodes are emptied one by one. Xiao (SOSP
-2017, student research) asks for such a module and gives no algorithm.
+lower bound of the cost there, and on each node all sets of gangs in order of cost. If a displaced gang finds no place,
+the search may make room for it, too. For gangs over several nodes the cheapest nodes are emptied one by one. Xiao (SOSP
+2017, student research) proposes such a module without an algorithm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ganger_master.policies.placements import PlacementPreference
 
 MOST_MOVES: Final = 8
-# Sets of gangs that one search tries, and the depth to which room is made for displaced gangs in turn.
+# Sets of gangs that one search tries, and the depth to which room is made for displaced gangs.
 _MOST_LOOKS: Final = 512
 _MOST_DEPTH: Final = 2
 # Sets of gangs of one node, including those that hold too little.
@@ -69,7 +69,7 @@ class Movable(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Displacement:
-    """Where a gang goes from where; nowhere: it is stopped."""
+    """A gang and the claims that it moves to; without claims it is stopped."""
 
     gang: Movable
     claims: Claims
@@ -85,7 +85,7 @@ class Displacement:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Where the gang fits once these have gone, in this order: keep it for the gang. Cost in GPU-seconds."""
+    """Claims where a gang fits after `moves`, made in this order; keep them for the gang. Costs are in GPU-seconds."""
 
     claims: Claims
     moves: tuple[Displacement, ...] = ()
@@ -96,7 +96,7 @@ class Hole:
 
 
 class Movables:
-    """Gangs by the nodes they are on. Only those with a finite price; order makes no difference."""
+    """Gangs of finite price by the nodes they are on. The order of `gangs` makes no difference."""
 
     def __init__(self, view: View, gangs: Iterable[Movable]) -> None:
         self.gangs = sorted((gang for gang in gangs if gang.price < math.inf), key=lambda gang: gang.number)
@@ -117,12 +117,13 @@ class Movables:
         self._before = before - before[starts] if len(starts) else before
 
     def on(self, slot: int) -> list[int]:
-        """Positions in `gangs`, the cheapest by devices first."""
+        """Return the positions in `gangs` of those on a node, the cheapest for each device first."""
         start, end = np.searchsorted(self._slots, (slot, slot + 1))
         return list(dict.fromkeys(self._index[start:end].tolist()))
 
     def least(self, missing: NDArray[np.int64]) -> NDArray[np.float64]:
-        """By slot: what so many devices cost at least, as if gangs could be cut; infinite where they are not there."""
+        """Return by slot the least cost of `missing` devices, as if gangs could be cut; infinite where gangs hold
+        fewer."""
         wanted = np.clip(missing[self._slots] - self._before, 0, self._gpus)
         share = np.divide(wanted, self._gpus, out=np.zeros(len(wanted)), where=self._gpus > 0)
         size = len(missing)
@@ -239,7 +240,8 @@ class _Search:
         return best
 
     def over_nodes(self, shape: GangShape, avoid: frozenset[str], most_cost: float, most_moves: int) -> Hole | None:
-        """On nodes that the gang fills, of one rack if that costs no more. Costs less than `most_cost`."""
+        """Return a hole cheaper than `most_cost` on nodes that the gang fills, in one rack if that costs no more; or
+        None."""
         devices = max([topology.devices for topology in self._room.view.topologies], default=0)
         count = shape.nodes or -(-shape.gpus // max(1, devices))
         share = -(-shape.gpus // count)
@@ -378,7 +380,7 @@ class _Search:
         return (Displacement(gang, ()),) if gang.stop_cost < most_cost else ()
 
     def _least(self, shape: GangShape, gpus: int, avoid: frozenset[str]) -> NDArray[np.float64]:
-        """By slot: what so many devices there cost at least; infinite where the gang cannot be."""
+        """Return by slot the least cost of `gpus` devices there; infinite where the gang cannot be placed."""
         view = self._room.view
         size = len(view.nodes)
         columns = view.columns()
@@ -394,7 +396,8 @@ class _Search:
         return least
 
     def _spans(self, level: LocalityLevel, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Of these nodes those of each rack, of each fabric, or all; in their order."""
+        """Group slots by rack or by fabric, without nodes that are in none; or return all as one group. Keep their
+        order."""
         if level is LocalityLevel.CLUSTER:
             return [slots]
         columns = self._room.view.columns()
@@ -404,8 +407,8 @@ class _Search:
         return np.split(slots[by_code], np.flatnonzero(np.diff(codes[by_code])) + 1)
 
     def _sets(self, slot: int, gpus: int, most: int, widest: LocalityLevel) -> Iterator[tuple[Movable, ...]]:
-        """Of the gangs on a node those whose devices there, with the free ones, would do; the cheapest first, then the
-        fewest. Of sets that differ in nothing that matters one."""
+        """Yield sets of gangs on a node whose devices there, with the free ones, are enough: the cheapest first, then
+        the smallest. Equivalent sets are yielded once."""
         view = self._room.view
         name = view.nodes[slot]
         missing = gpus - view.free[slot].bit_count()
@@ -416,7 +419,7 @@ class _Search:
             for claim in gang.claims
             if claim.node == name
         ]
-        # What tells one from another; those alike stand together.
+        # Gangs of the same kind are interchangeable, and sorted beside each other.
         kinds: dict[tuple[object, ...], int] = {}
         kind_of: dict[int, int] = {}
         for gang, claim in there:

@@ -78,7 +78,7 @@ class GangDistance:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A pack: the sum of its residents' normalised rates, and those of them that may move."""
+    """A co-location: the sum of its residents' normalised rates, and those of them that may move."""
 
     gain: float
     residents: int
@@ -86,16 +86,16 @@ class Packed:
 
     @property
     def lost(self) -> float:
-        """Of the pace of each alone."""
+        """The share of its rate alone that each resident loses on average."""
         return 1.0 - self.gain / self.residents
 
     @property
     def is_slow(self) -> bool:
-        """Whether it loses more than noise."""
+        """Return whether it loses more than noise."""
         return self.lost >= LEAST_GAIN
 
 
-# What behaves like a job, or the job, and the nodes where it was slow.
+# The kind of a job, or the job itself, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
 _NO_OTHERS: Final = Movables(View(), ())
@@ -244,7 +244,7 @@ def _exchange(
 
 
 def _wide(one: GangDistance) -> GangShape:
-    """As far apart as the job accepts, be it further than now."""
+    """Return the shape of the gang with the widest locality that the job accepts, even if it is wider than now."""
     shape = one.gang.shape
     return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
 
@@ -411,7 +411,7 @@ def _better_place(
 
 def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
     """Return a lower bound of the locality level of free places for a gang, counting its own devices as free: the
-    closest of node, rack and fabric with enough of them. Levels within a node are not told apart."""
+    closest of node, rack and fabric with enough of them. Levels within a node are not distinguished."""
     columns, size = view.columns(), len(view.nodes)
     free = np.bitwise_count(columns.free[:size]).astype(np.int64)
     for claim in gang.claims:
@@ -426,7 +426,7 @@ def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
 
 
 def _could_save(view: View, one: GangDistance) -> float:
-    """GPU-seconds, were its GPUs as close as on any node."""
+    """Return the GPU-seconds that it would save if its GPUs were as close as possible on any nodes."""
     gpus = one.gang.shape.gpus
     most = max((topology.devices for topology in view.topologies), default=1)
     nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
@@ -443,7 +443,7 @@ def _saved(one: GangDistance, now: float, then: float) -> float:
 
 
 def _speed(view: View, one: GangDistance, claims: Claims) -> float:
-    """By its speed on one node at its best."""
+    """Return the speed of the gang with these claims, relative to its best on one node."""
     with_devices = [claim for claim in claims if claim.device_mask]
     return one.locality.relative_speed(one.gang.shape.gpus, len(with_devices), gang_level(view, claims))
 

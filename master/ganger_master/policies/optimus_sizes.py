@@ -86,7 +86,8 @@ def growing(
 
 
 def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
-    """Of jobs that train over parameter servers; kinds are servers and workers."""
+    """Return the speed in steps/s of jobs that train over parameter servers; the kinds of tasks are servers and
+    workers."""
     rows = np.zeros((len(models), 6))
     for row, model in zip(rows, models, strict=True):
         t = model.coefficients
@@ -106,8 +107,8 @@ def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
 
 
 def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | Floats, gpus_per_node: int) -> Speed:
-    """Of jobs whose one kind of task is a GPU; `batch` is each job's samples in a step, shared by its GPUs, which fill
-    nodes."""
+    """Return the speed in steps/s of jobs whose only kind of task is a GPU. `batch`: samples of each job in a step,
+    shared by its GPUs. The GPUs of a job fill nodes."""
     columns = np.array([(m.fixed, m.per_sample, m.local, m.local_per_gpu, m.across, m.across_per_gpu) for m in models])
     columns = columns.reshape(len(models), 6)
     overlap = np.array([model.overlap for model in models])
@@ -254,7 +255,7 @@ class _Growth:
         self._keep(jobs, self._looked_ahead(jobs), np.zeros(len(jobs), np.int64))
 
     def _keep(self, jobs: Integers, ahead: _Ahead, taken: Integers) -> None:
-        """For the heap, without the moves that were taken."""
+        """Store the next moves of the jobs for the heap, without the first `taken` moves of each."""
         for job, gains, moves, first, end, goes_on in zip(
             jobs.tolist(),
             ahead.gains.tolist(),
@@ -268,7 +269,7 @@ class _Growth:
             self._goes_on[job] = goes_on
 
     def _looked_ahead(self, jobs: Integers) -> _Ahead:
-        """The next moves of these jobs from where they are."""
+        """Return the next moves of these jobs from their present counts."""
         far = _FAR if len(jobs) >= _MANY else _NEAR
         gains, moves = np.full((len(jobs), far), -np.inf), np.zeros((len(jobs), far), np.int64)
         length = np.zeros(len(jobs), np.int64)
@@ -296,7 +297,8 @@ class _Growth:
         return _Ahead(gains, moves, length, length == far)
 
     def _seconds(self, jobs: Integers, counts: Integers) -> Floats:
-        """Until the jobs end, with so many tasks; infinite where they would not move."""
+        """Return the seconds until each job ends with these counts of tasks; infinite where it would make no
+        progress."""
         with np.errstate(divide="ignore", invalid="ignore"):
             seconds = self.jobs.remaining_steps[jobs] / self.jobs.speed(jobs, counts)
         return np.where(np.isnan(seconds), np.inf, seconds)

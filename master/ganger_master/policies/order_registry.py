@@ -262,12 +262,12 @@ EDF = JobOrder("edf", edf_keys, next_change=next_deadline_s)
 
 
 def fifo_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-    """By arrival; no job passes another, and no running job is preempted (Tiresias's `fifo`)."""
+    """Order by arrival; no job passes another, and no running job is preempted (Tiresias's `fifo`)."""
     return ()
 
 
 def backfill_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-    """By arrival, skipping jobs that do not fit; no running job is preempted (Tiresias's `fjf`)."""
+    """Order by arrival, skipping jobs that do not fit; no running job is preempted (Tiresias's `fjf`)."""
     return ()
 
 

@@ -40,7 +40,7 @@ def swap_for(
     is stopped that is not needed, and a bounded number of cheaper sets is tried. The room is left as it was.
     """
     gangs = [gang for gang in gangs if gang.number not in stay]
-    stoppable = sorted((gang for gang in gangs if gang.stop_cost < float("inf")), key=_dearness)
+    stoppable = sorted((gang for gang in gangs if gang.stop_cost < float("inf")), key=_stop_cost_per_gpu)
     names = {gang.number for gang in stoppable}
     movables = Movables(room.view, [gang for gang in gangs if gang.number not in names])
     trying = Trial(room)
@@ -59,7 +59,8 @@ def swap_for(
 
 
 def badness(hole: Hole) -> tuple[float, int, int]:
-    """Sort key, the best hole first: cost in GPU-seconds, then gangs that move, then nodes of the newcomer."""
+    """Return the sort key, the best hole first: cost in GPU-seconds, then gangs that move, then nodes of the
+    newcomer."""
     return hole.cost, len(hole.moves), len(hole.claims)
 
 
@@ -91,20 +92,21 @@ def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: Hole, 
 
 
 def _orders(stoppable: Sequence[Movable]) -> Iterable[Sequence[Movable]]:
-    """By what they cost, and those of one node first where they cost the same."""
+    """Yield orders of the gangs: by cost for each GPU, and then once for each of a few nodes, with its gangs first
+    among equals."""
     yield stoppable
     on = Counter(claim.node for gang in stoppable for claim in gang.claims)
     for node in sorted(on, key=lambda name: (-on[name], name))[:_MOST_NODES]:
         there = {gang.number for gang in stoppable if any(claim.node == node for claim in gang.claims)}
-        yield sorted(stoppable, key=lambda gang: (_dearness(gang)[0], gang.number not in there, gang.number))
+        yield sorted(stoppable, key=lambda gang: (_stop_cost_per_gpu(gang)[0], gang.number not in there, gang.number))
 
 
-def _dearness(gang: Movable) -> tuple[float, int]:
+def _stop_cost_per_gpu(gang: Movable) -> tuple[float, int]:
     return gang.stop_cost / max(1, gang.shape.gpus), gang.number
 
 
 def _stopping(trying: Trial, order: Sequence[Movable], gpus: int, search: _Search) -> Hole | None:
-    """Of these, in their order, as few as make a hole."""
+    """Return a hole that stops as few of these gangs as suffice, tried in their order; None if all are not enough."""
     free = int(np.bitwise_count(trying.room.view.columns().free).sum())
     stopped: list[Movable] = []
     found = None

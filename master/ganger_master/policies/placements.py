@@ -7,7 +7,7 @@ found fits.
 **Least growth of fragmentation** (FGD: Weng et al., "Beware of Fragmentation", USENIX ATC 2023, section 4).
 
 A gang goes where the expected number of GPUs that the next gang could not use grows least, over the kinds of gangs that
-are asked for. Without a demand it assumes that all gangs are of its own kind. Ties go where the least is left over.
+are requested. Without a demand it assumes that all gangs are of its own kind. Ties go where the least is left over.
 
 **Optimus's placement** (Peng et al., EuroSys 2018, section 4.2): the fewest servers, with equally many parameter
 servers and equally many workers on each.
@@ -18,7 +18,7 @@ the smallest jobs first, which is left to the order.
 Its theorem, that the smallest k is best, holds where bandwidth belongs to a container: a parameter server sends to the
 workers that are elsewhere, ever more of them as k grows (`traffic_per_server_task`). Where all tasks of a server share
 one network card the cross traffic of a card is 0 at k = 1, w/4 model sizes at 2, 2w/9 at 3, 3w/16 at 4, so that beyond
-two servers more are better (`traffic_per_card`). `optimus` believes the theorem; `optimus-cards` takes the k with the
+two servers more are better (`traffic_per_card`). `optimus` applies the theorem; `optimus-cards` takes the k with the
 least traffic per card.
 """
 
@@ -59,7 +59,7 @@ from ganger_master.policies.tetris import TETRIS, TETRIS_COS
 
 # Hardware, free devices, free cores and memory of a node.
 _State: TypeAlias = tuple[Topology, int, int, int]
-# Demands remembered at once: a cluster's own, or each gang's where none was told.
+# Demands remembered at once: a cluster's own, or each gang's where no demand is given.
 _MOST_DEMANDS: Final = 1 << 10
 
 
@@ -74,7 +74,7 @@ class FragmentationGrowth:
         self.spread = SpreadSearch(self._part)
 
     def foresee(self, some: Sequence[Alike], query: FeasibilityQuery) -> None:
-        """Counts for all of them at once what their keys will query for."""
+        """Count for all of them at once what their keys will query."""
         known: dict[Alike, tuple[float, ...]] = query.memo(self, lambda alike: self._grown(alike, query))
         states = [
             state for alike in some if alike not in known for state in self._states(alike, query, query.everything)
@@ -117,7 +117,7 @@ class FragmentationGrowth:
         return before, (topology, family.free - taken.gpus, millicores, memory)
 
     def _count(self, states: Sequence[_State]) -> list[float]:
-        """Expected free GPUs of nodes in these states that the next gang could not use."""
+        """Return the expected free GPUs of nodes in these states that the next gang could not use."""
         types = self._demand.device_types
         # Without gangs of a device type all its devices are of no use.
         known = [state for state in states if state[0].configuration_set.device_type in types]
@@ -147,28 +147,29 @@ def search(
 
 
 def _anything(family: Family, query: FeasibilityQuery) -> tuple[()]:
-    """Where a family's growth begins is not known before its members are counted."""
+    """Return no bound: the least growth of a family is unknown before its members are counted."""
     return ()
 
 
 _growth = lru_cache(_MOST_DEMANDS)(FragmentationGrowth)
-FGD = PlacementPreference("fgd", "where the fewest GPUs become useless to the gangs that are asked for", search)
+FGD = PlacementPreference("fgd", "where the fewest GPUs become useless to the gangs that are requested", search)
 
 
 def traffic_per_server_task(workers: int, servers: int) -> float:
-    """Model sizes a step that all parameter servers together send to workers on other servers, over one parameter
-    server's part of the model: w - w/k, each way."""
+    """Return the model sizes a step that all parameter servers together send to workers on other servers, over one
+    parameter server's part of the model: w - w/k, each way."""
     return workers - workers / servers
 
 
 def traffic_per_card(workers: int, servers: int) -> float:
-    """Model sizes a step that cross one server's network card, each way: its parameter servers' part of the model to
-    all workers elsewhere, w (k - 1) / k^2; however many parameter servers there are."""
+    """Return the model sizes a step that cross one server's network card, each way: its parameter servers' part of the
+    model to all workers elsewhere, w (k - 1) / k^2; however many parameter servers there are."""
     return workers * (servers - 1) / servers**2
 
 
 def emptiest(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str]:
-    """By free devices, then cores, then memory; nodes of one key are alike in what they can hold."""
+    """Return a sort key, the emptiest first: by free devices, then cores, then memory. Nodes of one key can hold the
+    same."""
     hardware = alike.family.topology.configuration_set.name
     return (-query.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware)
 

@@ -13,12 +13,12 @@ that of Yu's report (Virginia, 2021); it ignores magnitudes, so a tiny task may 
 Tetris's own pass, machine by machine: which task to put on it next (Grandl et al., SIGCOMM 2014, section 3).
 
 Jobs are made of equal tasks that start one by one as there is room; a gang is a job of one task. What a task takes is
-its peak, so nothing is over-committed. The pass knows no duration but through the remaining work that it is told.
+its peak, so nothing is over-committed. The pass uses durations only through the remaining work that it is given.
 
-Tetris's choice of the job, for gangs: of all that may be served the one whose place scores best goes first.
+Tetris's choice of the job, for gangs: of all that may be served the one whose place scores best starts first.
 
-The paper asks, for each machine that has something free, for the best task (`tetris_pass`). A gang is placed whole, so
-here all nodes are asked at once: a gang's alignment is that of its best place (Grandl et al., SIGCOMM 2014, section
+The paper chooses, for each machine that has something free, the best task (`tetris_pass`). A gang is placed whole, so
+here all nodes are searched at once: a gang's alignment is that of its best place (Grandl et al., SIGCOMM 2014, section
 3.2), less eps times its remaining work (section 3.3), among those furthest below their fair share (section 3.4).
 """
 
@@ -60,7 +60,7 @@ class Alignment(Enum):
 
 
 def aligned(demands: Floats, available: Floats, kind: Alignment = Alignment.DOT) -> Floats:
-    """(jobs x machines) from demands (jobs x resources) and what is available (machines x resources).
+    """Return alignments (jobs x machines) from demands (jobs x resources) and what is available (machines x resources).
 
     The alignment is 0 for a machine without anything left and for a job that needs nothing.
     """
@@ -81,11 +81,11 @@ def scores(
     remote_penalty: float = 0.1,
     eligible: NDArray[Any] | None = None,
 ) -> Floats:
-    """(jobs x machines), larger is better: alignment, less eps times the job's remaining work.
+    """Return scores (jobs x machines), larger is better: alignment, less eps times the job's remaining work.
 
     `remaining_work`: of each job, in the same normalised unit for all: demand summed over resources, times duration,
     summed over its remaining tasks. eps = `srtf_weight` x mean alignment / mean work, both over `eligible` (jobs x
-    machines; all if not told), so that the two terms weigh alike at 1, the paper's default. A task that would read
+    machines; default: all), so that the two terms weigh alike at 1, the paper's default. A task that would read
     remote input there (`is_remote`, jobs x machines) has `remote_penalty` taken off its alignment. What is not eligible
     scores minus infinity.
     """
@@ -102,8 +102,9 @@ def scores(
 
 
 def within_fairness(shares: Floats, waiting: NDArray[Any], fairness: float) -> NDArray[np.bool_]:
-    """Jobs that may be served: the ceil((1 - fairness) x J) of the J waiting ones that are furthest below their fair
-    share. `shares`: what a job has of what it ought to have; ties go to the one that came first.
+    """Return a mask of the jobs that may be served: the ceil((1 - fairness) x J) of the J waiting ones that are
+    furthest below their fair share. `shares`: what a job has of what it ought to have; ties go to the one that came
+    first.
 
     0: all, for efficiency alone; near 1: the poorest alone.
     """
@@ -122,7 +123,7 @@ def by_dot(alike: Alike, query: FeasibilityQuery) -> float:
 
 
 def at_best_by_dot(family: Family, query: FeasibilityQuery) -> float:
-    """With all cores and all memory of the node free."""
+    """Return the least key that a node of the family can have by `by_dot`: with all cores and memory free."""
     return -_dot((family.free / (family.topology.devices or 1), 1.0, 1.0), demanded(family, query))
 
 
@@ -133,7 +134,7 @@ def by_cosine(alike: Alike, query: FeasibilityQuery) -> float:
 
 
 def at_best_by_cosine(family: Family, query: FeasibilityQuery) -> float:
-    """No angle is smaller than none."""
+    """Return no bound: any node of the family may lie exactly along the demand."""
     return -math.inf
 
 
@@ -195,7 +196,7 @@ DIGITS: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """With the paper's defaults: the SRTF weight m, the fairness f, what reading remote input costs."""
+    """Parameters with the paper's defaults: the SRTF weight m, the fairness f, the penalty for reading remote input."""
 
     srtf_weight: float = 1.0
     fairness: float = 0.25
@@ -216,7 +217,7 @@ def tetris_pass(
     knobs: Knobs = _DEFAULT,
     is_remote: NDArray[np.bool_] | None = None,
 ) -> Integers:
-    """How many tasks of each job each machine starts now: (jobs x machines).
+    """Return how many tasks of each job each machine starts now: (jobs x machines).
 
     `demands` (jobs x resources) of one task and `available` (machines x resources) are in shares of a machine;
     `pending` tasks wait; `remaining_work` and `is_remote` as in `scores`; `shares`: what each job holds of its fair
@@ -252,11 +253,11 @@ def tetris_pass(
 def tetris_gangs(
     room: CapacityIndex, gangs: Sequence[GangShape], remaining_work: Floats, shares: Floats, knobs: Knobs = _DEFAULT
 ) -> list[tuple[int, Claims]]:
-    """Which gangs start now, in the order in which they were chosen, and where; they are taken in the room.
+    """Return the gangs that start now and their claims, in the order of choice; the claims are taken in the room.
 
-    `remaining_work` and `shares` as in `tetris_pass`; eps is set once, by those that find a place at the start. What is
-    free only gets less in a pass, and with it every alignment by the dot product; so a gang is placed again only when
-    it comes up, and goes if no other could beat it still. Ties go to the gang that came first.
+    `remaining_work` and `shares` as in `tetris_pass`; eps is set once, by the gangs that find a place at the start.
+    Free capacity only shrinks in a pass, and with it every alignment by the dot product. So a gang is placed again only
+    at the head of the heap, and starts if it is still ahead of all others. Ties go to the gang that came first.
     """
     placement = placement_by(knobs)
     allowed = within_fairness(shares, np.ones(len(gangs), np.bool_), knobs.fairness)
@@ -290,12 +291,12 @@ def tetris_gangs(
 
 
 def placement_by(knobs: Knobs) -> PlacementPreference:
-    """Of one gang alone."""
+    """Return the placement of a single gang."""
     return TETRIS_COS if knobs.alignment is Alignment.COSINE else TETRIS
 
 
 def alignment_of(room: CapacityIndex, claims: Claims, kind: Alignment) -> float:
-    """Of what is claimed with what is free there, in shares of the node; of several nodes their mean."""
+    """Return the alignment of the claims with what is free there, in shares of the node; the mean over nodes."""
     return sum(_aligned(room, claim, kind) for claim in claims) / len(claims)
 
 
@@ -319,5 +320,5 @@ def _epsilon(aligned: dict[int, float], remaining_work: Floats, weight: float) -
 
 
 def _rank(score: float) -> float:
-    """Smaller is better; less than a billionth is a tie."""
+    """Return the sort key of a score: smaller is better; a difference below a billionth is a tie."""
     return -round(float(score), DIGITS)

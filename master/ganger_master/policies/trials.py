@@ -59,7 +59,7 @@ class FailedTrials(Generic[K]):
         return now < self.notes.get(tried, (0, float("-inf")))[1]
 
 
-# The first look, and the last: Gandiva's ten mini-batches are a window or two here; 64 windows tell 2 % apart where
+# The first look, and the last: Gandiva's ten mini-batches are a window or two here; 64 windows resolve 2 % where
 # windows scatter by 5 %.
 FIRST_WINDOWS: Final = 4
 MOST_WINDOWS: Final = 64
@@ -99,7 +99,7 @@ class TrialRates(Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class Judged:
     """`gain`: the sum over jobs of the rate after by the rate before; NaN before the first look. `is_open`: undone
-    because the last look told neither a gain nor a loss."""
+    because the last look showed neither a gain nor a loss."""
 
     verdict: TrialVerdict
     gain: GainEstimate = GainEstimate(math.nan)
@@ -109,7 +109,7 @@ class Judged:
 def judge(
     jobs: Sequence[TrialRates], threshold: float, doubt: float = DOUBT, most_windows: int = MOST_WINDOWS
 ) -> Judged:
-    """Keeps a change whose gain is above the threshold, undoes one whose gain is below, measures on while both may be.
+    """Keep a change whose gain is above the threshold, undo one whose gain is below, measure on while both may be.
 
     ValueError for no jobs, for windows that are negative or not finite, and for jobs that stood still before.
     """
@@ -132,8 +132,8 @@ def judge(
 
 
 def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
-    """The sum of rates after by rates before. Errors of all means add up (delta method); degrees of freedom by Welch
-    and Satterthwaite."""
+    """Return the sum of rates after by rates before. Errors of all means add up (delta method); degrees of freedom by
+    Welch and Satterthwaite."""
     value = variance = by_freedom = 0.0
     for job in jobs:
         (before, of_before), (after, of_after) = _mean(tuple(job.before)), _mean(tuple(job.after))
@@ -148,7 +148,7 @@ def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
 # Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
 def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
-    """And its standard error."""
+    """Return the mean of the rates and its standard error."""
     values = np.asarray(rates, float)
     return float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
 
