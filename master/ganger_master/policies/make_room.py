@@ -122,7 +122,7 @@ class Movables:
         return list(dict.fromkeys(self._index[start:end].tolist()))
 
     def least(self, missing: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return by slot the least cost of `missing` devices, as if gangs could be cut; infinite where gangs hold
+        """Return by slot the least cost of `missing` devices, if gangs could be cut; infinite where gangs hold
         fewer."""
         wanted = np.clip(missing[self._slots] - self._before, 0, self._gpus)
         share = np.divide(wanted, self._gpus, out=np.zeros(len(wanted)), where=self._gpus > 0)
@@ -240,8 +240,7 @@ class _Search:
         return best
 
     def over_nodes(self, shape: GangShape, avoid: frozenset[str], most_cost: float, most_moves: int) -> Hole | None:
-        """Return a hole cheaper than `most_cost` on nodes that the gang fills, in one rack if that costs no more; or
-        None."""
+        """Return a hole cheaper than `most_cost` on nodes that the gang fills, in one rack if that costs no more."""
         devices = max([topology.devices for topology in self._room.view.topologies], default=0)
         count = shape.nodes or -(-shape.gpus // max(1, devices))
         share = -(-shape.gpus // count)
@@ -396,8 +395,7 @@ class _Search:
         return least
 
     def _spans(self, level: LocalityLevel, slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Group slots by rack or by fabric, without nodes that are in none; or return all as one group. Keep their
-        order."""
+        """Group slots by rack or fabric, without nodes that are in none, or return one group. Keep their order."""
         if level is LocalityLevel.CLUSTER:
             return [slots]
         columns = self._room.view.columns()

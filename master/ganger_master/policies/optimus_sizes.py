@@ -86,8 +86,7 @@ def growing(
 
 
 def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
-    """Return the speed in steps/s of jobs that train over parameter servers; the kinds of tasks are servers and
-    workers."""
+    """Return the speeds, in steps/s, of jobs that train over parameter servers. Kinds of tasks: servers, workers."""
     rows = np.zeros((len(models), 6))
     for row, model in zip(rows, models, strict=True):
         t = model.coefficients
@@ -107,7 +106,7 @@ def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
 
 
 def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | Floats, gpus_per_node: int) -> Speed:
-    """Return the speed in steps/s of jobs whose only kind of task is a GPU. `batch`: samples of each job in a step,
+    """Return the speeds, in steps/s, of jobs whose only kind of task is a GPU. `batch`: samples of each job in a step,
     shared by its GPUs. The GPUs of a job fill nodes."""
     columns = np.array([(m.fixed, m.per_sample, m.local, m.local_per_gpu, m.across, m.across_per_gpu) for m in models])
     columns = columns.reshape(len(models), 6)
@@ -297,8 +296,7 @@ class _Growth:
         return _Ahead(gains, moves, length, length == far)
 
     def _seconds(self, jobs: Integers, counts: Integers) -> Floats:
-        """Return the seconds until each job ends with these counts of tasks; infinite where it would make no
-        progress."""
+        """Return the seconds until each job ends with these counts of tasks; infinite where it makes no progress."""
         with np.errstate(divide="ignore", invalid="ignore"):
             seconds = self.jobs.remaining_steps[jobs] / self.jobs.speed(jobs, counts)
         return np.where(np.isnan(seconds), np.inf, seconds)

@@ -59,8 +59,7 @@ def swap_for(
 
 
 def badness(hole: Hole) -> tuple[float, int, int]:
-    """Return the sort key, the best hole first: cost in GPU-seconds, then gangs that move, then nodes of the
-    newcomer."""
+    """Return the sort key, best hole first: cost in GPU-seconds, then gangs that move, then nodes of the new gang."""
     return hole.cost, len(hole.moves), len(hole.claims)
 
 

@@ -168,8 +168,7 @@ def traffic_per_card(workers: int, servers: int) -> float:
 
 
 def emptiest(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str]:
-    """Return a sort key, the emptiest first: by free devices, then cores, then memory. Nodes of one key can hold the
-    same."""
+    """Return a sort key, emptiest first: free devices, then cores, then memory. Nodes of one key can hold the same."""
     hardware = alike.family.topology.configuration_set.name
     return (-query.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware)
 

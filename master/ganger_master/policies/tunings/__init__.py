@@ -78,7 +78,7 @@ def sampled(
 
 
 def profiles_of(matrices: Sequence[SensitivityMatrix]) -> Profiles:
-    """Profiles from matrices, on all amounts that any of them measured."""
+    """Return profiles from matrices, on all amounts that any of them measured."""
     cores = sorted({count for matrix in matrices for count in matrix.cores})
     memory = sorted({amount for matrix in matrices for amount in matrix.memory_bytes})
     return sampled([matrix.rate for matrix in matrices], cores, memory)
@@ -102,7 +102,7 @@ class Gangs:
         return len(self.gpus)
 
     def take(self, gangs: Integers) -> Gangs:
-        """Those at these positions."""
+        """Return the gangs at these positions."""
         return Gangs(self.gpus[gangs], self.profile[gangs], self.profiles, self.weight[gangs], self.is_local[gangs])
 
 
@@ -113,7 +113,7 @@ def gangs(
     weight: Sequence[float] | Floats | None = None,
     is_local: Sequence[bool] | Flags | None = None,
 ) -> Gangs:
-    """Each counts one and may be split, unless told."""
+    """Return `Gangs`. Without `weight` each counts one; without `is_local` each may be split."""
     counts = np.asarray(gpus, np.int64)
     if np.any(counts < 1):
         raise ValueError("a gang that is tuned holds at least one GPU")
@@ -128,7 +128,7 @@ def gangs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TuningNodes:
-    """What of each node is handed out here: whole nodes, or what others leave of them."""
+    """The part of each node that is divided here: all of it, or what other gangs leave."""
 
     gpus: Integers
     cores: Floats
@@ -164,15 +164,15 @@ class Pieces:
         return len(self.gang)
 
     def given(self, cores: Floats, memory_bytes: Floats) -> Pieces:
-        """The same places with other amounts."""
+        """Return the same places with other amounts."""
         return replace(self, cores=np.asarray(cores, float), memory_bytes=np.asarray(memory_bytes, float))
 
     def of(self, gang: Integers) -> Pieces:
-        """The same rows under other numbers of their gangs, which must ascend as theirs do."""
+        """Return the same rows under other numbers of their gangs, which must ascend as theirs do."""
         return replace(self, gang=gang)
 
     def only(self, rows: Flags) -> Pieces:
-        """The rows where this mask is true."""
+        """Return the rows where this mask is true."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
@@ -182,7 +182,7 @@ def pieces(
     gpus: Sequence[int] | Integers,
     parameter_servers: Sequence[int] | Integers | None = None,
 ) -> Pieces:
-    """Placed, not tuned yet: no cores and no memory."""
+    """Return pieces that are placed but not tuned: they have no cores and no memory."""
     order = np.lexsort((np.asarray(node, np.int64), np.asarray(gang, np.int64)))
     servers = np.zeros(len(order), np.int64) if parameter_servers is None else np.asarray(parameter_servers, np.int64)
     nothing = np.zeros(len(order))
@@ -203,7 +203,7 @@ def runnable(gangs: Gangs, nodes: TuningNodes) -> Integers:
 
 
 def rates(gangs: Gangs, placed: Pieces) -> Floats:
-    """Of one GPU of each gang: what its slowest piece makes; zero for gangs without a piece."""
+    """Return the rate of one GPU of each gang in its slowest piece; zero for gangs without a piece."""
     of_piece = gangs.profiles.at(
         gangs.profile[placed.gang], placed.cores / placed.gpus, placed.memory_bytes / placed.gpus
     )
@@ -213,12 +213,12 @@ def rates(gangs: Gangs, placed: Pieces) -> Floats:
 
 
 def proportional_rates(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Floats:
-    """What `rates` would say if every piece had its proportional share."""
+    """Return what `rates` would be if every piece had its proportional share."""
     return rates(gangs, proportionally(nodes, placed))
 
 
 def proportionally(nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Every piece with as large a part of its node's cores and memory as of its GPUs."""
+    """Return every piece with as large a part of its node's cores and memory as of its GPUs."""
     return placed.given(placed.gpus * nodes.share_cores[placed.node], placed.gpus * nodes.share_memory[placed.node])
 
 
@@ -238,20 +238,20 @@ ENOUGH = 0.99
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TuningDemand:
-    """For each GPU of each gang."""
+    """Cores and bytes for each GPU of each gang."""
 
     cores: Floats
     memory_bytes: Floats
 
     def take(self, gangs: Integers) -> TuningDemand:
-        """Of those at these positions."""
+        """Return the demand of the gangs at these positions."""
         return TuningDemand(self.cores[gangs], self.memory_bytes[gangs])
 
 
 def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
-    """Of every gang: of all amounts that fit its fewest nodes, the fewest cores and then the least memory that reach
-    `ENOUGH` of the best rate there, and with which no share of any node is a loss. One look for all sizes of gang
-    that could get as much."""
+    """Return for each gang the fewest cores, and then the least memory, that reach `ENOUGH` of its best rate. Only
+    amounts count that fit its fewest nodes, and with which no share of any node is a loss. Sizes of gangs with the same
+    limits are searched together."""
     cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
     shares = _Shares.of(gangs.profiles, nodes)
     sizes, size = np.unique(gangs.gpus, return_inverse=True)
@@ -265,7 +265,7 @@ def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
 
 
 def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
-    """The most cores and bytes for each GPU that the best of the fewest nodes could give."""
+    """Return the most cores and bytes for each GPU that the best of the fewest nodes could give."""
     together = np.minimum(np.maximum(nodes.gpus, 1), gpus)
     fewest = together == together.max(initial=1)
     return (
@@ -337,7 +337,8 @@ def _demand(
 
 
 def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Floats:
-    """For each of so many the least amount of the axis that is enough, as are all above it and the last."""
+    """Return for each of `count` rows the least amount of the axis that is enough. All larger amounts must be enough,
+    too."""
     low, high = np.zeros(count, np.int64), np.full(count, len(axis) - 1)
     while (low < high).any():
         middle = (low + high) // 2
@@ -348,7 +349,7 @@ def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Fl
 
 
 def _axis(grid: Floats, shares: Floats, most: float) -> Floats:
-    """Where to look: measured amounts, shares, and the most that is there."""
+    """Return the amounts to search: measured amounts, shares, and the most that is there."""
     most = max(most, float(shares.max(initial=0.0)))
     points = np.unique(np.concatenate([grid, shares, [most]]))
     return points[(points > 0.0) & (points <= most * (1.0 + ROUNDING))]
@@ -383,7 +384,7 @@ def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags
 
 
 def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
-    """With one profile more, the last: it rises up to the largest share that there is."""
+    """Return the profiles and, as the last, one more, which rises up to the largest share of any node."""
     has_gpus = nodes.gpus > 0
     share_cores = max(float(nodes.share_cores[has_gpus].max(initial=0.0)), ROUNDING)
     share_memory = _share_of_memory(nodes)
@@ -396,7 +397,7 @@ def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
 
 
 def _up_to_share(profiles: Profiles, nodes: TuningNodes) -> Profiles:
-    """The same with all memory up to the largest share that there is."""
+    """Return the profiles with all memory up to the largest share of any node."""
     return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
 
 
@@ -406,7 +407,7 @@ def _share_of_memory(nodes: TuningNodes) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AmountOptions:
-    """By cores, then memory, ascending; for each GPU. `value` is the rate against that of the share."""
+    """Amounts for each GPU, by cores, then memory, ascending. `value`: the rate relative to that of the share."""
 
     cores: Floats
     memory_bytes: Floats
@@ -425,9 +426,10 @@ def options(
     most_memory: float = np.inf,
     is_cuttable: bool = False,
 ) -> AmountOptions:
-    """Of the measured amounts, whole cores and the share itself, those up to the most that is there (never less than
-    the share). At least one: the cheapest that is as fast as the share. A share that runs nothing makes every value
-    one. `is_cuttable`: only those that cut back to the share, one resource or both, stay as fast as it."""
+    """Return the useful amounts among measured amounts, whole cores and the share, up to the most that is there (never
+    less than the share). There is at least one: the cheapest that is as fast as the share. If the share runs nothing,
+    every value is one. `is_cuttable`: only amounts that, with one resource or both cut to the share, stay as fast as
+    it."""
     most_cores, most_memory = max(most_cores, share_cores), max(most_memory, share_memory)
     whole = np.arange(1.0, np.floor(min(most_cores, float(profiles.cores[-1]))) + 1.0)
     cores = _up_to(np.concatenate([profiles.cores, whole, [share_cores]]), most_cores)

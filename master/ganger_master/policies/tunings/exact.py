@@ -45,8 +45,8 @@ Choices = tuple[Floats, Floats, Floats]
 
 
 def best_choice(pieces: Sequence[Choices], cores: float, memory: float) -> list[int] | None:
-    """For each piece the position of its option; None if even the cheapest do not fit. `pieces` gives arrays of cores,
-    memory and value. Of equally good choices any, but always the same."""
+    """Return the position of the chosen option of each piece; None if even the cheapest do not fit. `pieces`: arrays of
+    cores, memory and value. Among equally good choices the result is always the same."""
     if not pieces:
         return []
     room = np.array([cores, memory]) * (1.0 + ROUNDING)
@@ -85,8 +85,8 @@ def best_choice(pieces: Sequence[Choices], cores: float, memory: float) -> list[
 
 
 def _prices(costs: Sequence[Floats], values: Sequence[Floats]) -> Floats:
-    """Of the whole of each resource. Found one at a time by bisection: dear enough that what is taken at these prices
-    just fits."""
+    """Return the price of the whole of each resource. Bisection finds one at a time, so high that what is taken at
+    these prices just fits."""
     prices = np.zeros(2)
     most = float(sum(np.ptp(value) for value in values)) + 1e-12
     for resource in (0, 1, 0):
@@ -198,7 +198,7 @@ class _Problem:
 
 
 def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
-    """The runnable gangs; ties go to the gangs and nodes named first."""
+    """Place the runnable gangs; ties go to the gangs and nodes named first."""
     running = runnable(gangs, nodes)
     of_round = gangs.take(running)
     placed = tune(of_round, nodes, place_by_demand(of_round, nodes, _wishes(of_round, nodes)))
@@ -217,7 +217,7 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 
 def _wishes(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
-    """What each would get if the cluster were one node; the whole demand where that takes too long to say."""
+    """Return what each gang would get if the cluster were one node; its demand where that takes too long to compute."""
     columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
     if len(np.unique(columns, axis=0)) > _MOST_KINDS:
         return demands(gangs, nodes)
@@ -225,7 +225,7 @@ def _wishes(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
 
 
 class _Board:
-    """The pieces and what each has at present: its share, until it is chosen for."""
+    """The pieces and what each has at present: its share, until an option is chosen."""
 
     def __init__(self, gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> None:
         self.gangs, self.nodes, self.placed = gangs, nodes, placed
@@ -252,7 +252,7 @@ class _Board:
             self._hand_back(row, -self.cores[row], -self.memory[row])
 
     def choose_on(self, node: int) -> None:
-        """For all gangs that lie on this node alone."""
+        """Choose options for all gangs that lie on this node alone."""
         problem = self._problem[node]
         _, chosen = self._solved(problem)
         for row, kind, option in zip(self.whole_on[node], problem.kinds, chosen, strict=True):

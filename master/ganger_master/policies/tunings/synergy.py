@@ -126,7 +126,7 @@ class RoundPacking:
         return sorted(found)
 
     def take(self, gang: int, where: Where, cores: Amounts, memory_bytes: Amounts) -> None:
-        """May leave a node with less than nothing: `missing` says how much, `give_back` makes it up."""
+        """Take amounts for a gang. A node may be left with less than nothing: `missing` returns how much."""
         each = [(_of(cores, node), _of(memory_bytes, node)) for node, _ in where]
         self.where[gang], self.held[gang] = where, each
         for (node, gpus), (some, much) in zip(where, each, strict=True):
@@ -188,7 +188,7 @@ def _of(amounts: Amounts, node: int) -> float:
 
 
 def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
-    """The runnable gangs, largest first."""
+    """Place the runnable gangs, largest first."""
     demand = demands(gangs, nodes)
     running = runnable(gangs, nodes)
     packing = RoundPacking(gangs, nodes)
@@ -199,7 +199,8 @@ def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def largest_first(gangs: Gangs, demand: TuningDemand) -> Integers:
-    """By GPUs, then cores, then memory of the whole gang, most first; ties in the order given."""
+    """Return positions of gangs, largest first: by GPUs, then cores, then memory of the whole gang. Ties keep their
+    order."""
     return np.lexsort((-demand.memory_bytes * gangs.gpus, -demand.cores * gangs.gpus, -gangs.gpus))
 
 
@@ -230,12 +231,12 @@ def _make_up(packing: RoundPacking, node: int, newcomer: int) -> None:
     if not any(packing.missing(node)):
         return
 
-    def turn(gang: int) -> tuple[int, float, float, int]:
+    def cut_order(gang: int) -> tuple[int, float, float, int]:
         at = [there for there, _ in packing.where[gang]].index(node)
         cores, memory = packing.held[gang][at]
         return (len(packing.where[gang]), -cores, -memory, gang)
 
-    for peer in sorted(packing.residents[node], key=turn):
+    for peer in sorted(packing.residents[node], key=cut_order):
         missing = packing.missing(node)
         if not any(missing):
             return
@@ -290,7 +291,8 @@ def place_greedily(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def tune_greedily(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """In order, the whole demand where it still fits on all nodes of the gang; the pieces of others are left out."""
+    """Give gangs in order their whole demand where it still fits on all their nodes; leave out pieces of other
+    gangs."""
     demand = demands(gangs, nodes)
     cores = placed.gpus * demand.cores[placed.gang]
     memory = placed.gpus * demand.memory_bytes[placed.gang]
@@ -329,16 +331,17 @@ class _Kind:
 
 
 def upper_bound(gangs: Gangs, nodes: TuningNodes) -> float:
-    """The most that the weighted rates of all gangs, each relative to its share of the super-machine, can add up to:
-    LP-1 with fractions allowed. Valid for every packing of all of them, whole or split, in which none falls below that
-    share. A packing that leaves gangs out may reach more with the others."""
+    """Return the most that the weighted rates of all gangs, each relative to its share of the super-machine, can add up
+    to: LP-1 with fractions allowed. Valid for every packing of all of them, whole or split, in which none falls below
+    that share. A packing that leaves gangs out may reach more with the others."""
     kinds = _kinds(gangs, nodes, is_placeable=False)
     return _super_machine(kinds, nodes, is_integer=False)[1] if kinds else 0.0
 
 
 def best_amounts(gangs: Gangs, nodes: TuningNodes, is_integer: bool = True) -> TuningDemand:
-    """For each GPU of each gang by LP-1, one choice per gang; no more than its fewest nodes could give it. Not
-    `is_integer`: the few that the relaxed program mixes are rounded, which may ask for a little more than there is."""
+    """Return the amounts for each GPU of each gang by LP-1: one choice per gang, at most what its fewest nodes could
+    give. Without `is_integer`, the few gangs that the relaxed program mixes are rounded, so the sum may exceed the
+    cluster a little."""
     cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
     kinds = _kinds(gangs, nodes, is_placeable=True)
     if kinds:
@@ -351,7 +354,7 @@ def best_amounts(gangs: Gangs, nodes: TuningNodes, is_integer: bool = True) -> T
 
 
 def place_optimally(gangs: Gangs, nodes: TuningNodes) -> Pieces:
-    """The runnable gangs. ValueError where that is too much to solve."""
+    """Place the runnable gangs. Raises ValueError where that is too much to solve."""
     if len(gangs) * len(nodes) > MOST_PAIRS:
         raise ValueError(f"{len(gangs)} gangs on {len(nodes)} nodes are more than {MOST_PAIRS} pairs; use synergy-tune")
     running = runnable(gangs, nodes)
@@ -376,7 +379,7 @@ def place_optimally(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def tune_optimally(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Where others placed: the amounts of LP-1 for those gangs, as far as their nodes have them."""
+    """Give gangs that another placement placed the amounts of LP-1, as far as their nodes have them."""
     present = np.unique(placed.gang)
     of_present = best_amounts(gangs.take(present), nodes)
     wanted = TuningDemand(np.zeros(len(gangs)), np.zeros(len(gangs)))
